@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 from torch import Tensor
@@ -18,6 +19,7 @@ from tests.support import swa_ssm as swa
 from tests.support.newer_checkpoints import NEWER, NEWER_SPLIT
 from tests.support.sizes import LENGTH, TOKENS, VOCAB, Make
 
+UNGROUPED = ("MambaRMSNormGated", "BambaRMSNormGated", "GraniteMoeHybridRMSNormGated")
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # of routers: buffers
 
 
@@ -368,6 +370,7 @@ def write(make: Make, path: Path, *, seed: int = 0, **save: Any) -> Any:
     for part in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", ()))):
         part.dtype = "float32"
     model = cls(config).eval().float()
+    _skip_ungrouped_norms(model)
     with torch.no_grad():
         corrections = ((name, t) for name, t in model.named_buffers() if name.endswith(CORRECTIONS))
         for name, tensor in [*model.named_parameters(), *corrections]:
@@ -375,6 +378,15 @@ def write(make: Make, path: Path, *, seed: int = 0, **save: Any) -> Any:
     model.generation_config = tf.GenerationConfig(**TOKENS)
     model.save_pretrained(path, **save)
     return model
+
+
+def _skip_ungrouped_norms(model: Any) -> None:
+    """Older versions of transformers norm all groups of these Mamba-2 layers as one: they are no oracle then."""
+    groups = max(getattr(model.config, name, 1) or 1 for name in ("n_groups", "mamba_n_groups"))
+    for module in model.modules():
+        name = type(module).__name__
+        if groups > 1 and name in UNGROUPED and not hasattr(module, "group_size"):
+            pytest.skip(f"transformers {tf.__version__}: {name} knows no groups")
 
 
 def _randomize(name: str, t: Tensor) -> None:
