@@ -77,8 +77,9 @@ class RadixCache:
             return PrefixMatch(known=known, retokenised=left, fork=fork)
         owner = self._tail_node(node)
         tail = None if owner is None else owner.tail if owner is node or not owner.pages else owner.pages[0]
-        found = node.end, self._pages(node), node.state, tail, known, node, owner
-        return PrefixMatch(*found, retokenised=left, fork=fork)
+        return PrefixMatch(
+            node.end, self._pages(node), node.state, tail, known, node, owner, retokenised=left, fork=fork
+        )
 
     def held(self, tokens: np.ndarray, salt: str = "") -> tuple[PrefixMatch, set[int]]:
         """What the tree has of a text, usable or not: its complete pages, to be locked or used, and where its states
