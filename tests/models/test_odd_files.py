@@ -19,7 +19,7 @@ from hybridrt.config import EngineConfig
 from hybridrt.engine.tokenizer import load_tokenizer
 from hybridrt.errors import CheckpointError, ConfigError, UnsupportedModelError
 from hybridrt.hf_config import read_model_config
-from hybridrt.models import loader
+from hybridrt.models import weight_files
 from tests.models.test_loader import load
 from tests.support.checkpoints import (
     CASES,
@@ -189,7 +189,7 @@ def test_an_index_names_files_beside_it_alone(name: object, sharded: Path, monke
     def refuse(*arguments: object) -> None:
         raise AssertionError(f"opened {arguments}")
 
-    monkeypatch.setattr(loader, "safe_open", refuse)
+    monkeypatch.setattr(weight_files, "safe_open", refuse)
     with pytest.raises(CheckpointError, match="must be the name of a"):
         load(sharded)
 

@@ -24,6 +24,7 @@ NAMED = {"type": "function", "name": "now"}
 ONE_CALL = {"tool_choice": "required", "parallel_tool_calls": False}
 SAID = {"role": "assistant", "content": "Well"}
 FORM = {"enum": [7]}
+TOKEN_LOGPROBS = {"include": ["message.output_text.logprobs"]}
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}: {{ message.content }}]{% endfor %}"
     "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ reasoning_effort }}{{ greeting }}"
@@ -46,6 +47,12 @@ class Seen:
     @property
     def choice(self) -> dict[str, Any]:
         return dict(self.json["choices"][0]) if self.answer.status_code == 200 else {}
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The text of /v1/responses."""
+        content = self.json["output"][0]["content"] if self.answer.status_code == 200 else [{}]
+        return {"logprobs": [], **content[0]}
 
     @property
     def text(self) -> str:
@@ -168,12 +175,16 @@ RESPONSES: Effects = {
         lambda seen: seen.params is not None and seen.params.structured_outputs is not None,
     ),
     "chat_template_kwargs": PROMPTS["chat_template_kwargs"],
+    "include": (TOKEN_LOGPROBS, lambda seen: len(seen.written["logprobs"]) > 0),
+    "top_logprobs": (
+        TOKEN_LOGPROBS | {"top_logprobs": 3}, lambda seen: len(seen.written["logprobs"][0]["top_logprobs"]) >= 3
+    ),
     "metadata": ({"metadata": {"a": "b"}}, lambda seen: seen.json["metadata"] == {"a": "b"}),
     **{
         name: ({name: value}, lambda seen, name=name: seen.refused(name))  # type: ignore[misc]
         for name, value in {
             "store": True, "previous_response_id": "x", "conversation": "x", "background": True, "prompt": {"id": "x"},
-            "truncation": "auto", "top_logprobs": 2, "include": ["message.output_text.logprobs"],
+            "truncation": "auto",
         }.items()
     },
 }  # fmt: skip

@@ -282,7 +282,7 @@ def test_a_forced_call_of_a_real_model(served: Served) -> None:
 
 
 def test_text_in_a_format_of_a_real_model(served: Served) -> None:
-    got = served.client().responses.parse(model="tested", input="Hello", text_format=Place)
+    got = served.client().responses.parse(model="tested", input="Hello", text_format=Place, temperature=0)
     assert isinstance(got.output_parsed, Place)
     with pytest.raises(openai.BadRequestError) as info:
         form: Any = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}
