@@ -10,8 +10,8 @@ A state within one conversation is evicted first of all if one request has used 
 
 The prompts of waiting requests are known, so the next uses of many states are known, too. States that waiting requests
 will use are evicted last. Among them, those go first that save few tokens, few requests, and requests that wait longest
-from now. If such a state is evicted all the same, its requests count for the next state above it, which is then kept
-(that of a system prompt, for example). A new state counts for all waiting requests that go on from it.
+from now. If such a state is evicted, its requests count for the next state above it. So the state above is kept (of a
+system prompt, for example). A new state counts for all waiting requests that go on from it.
 
 A prompt's state may evict any state for which no request waits. The exceptions are new states that save as many tokens:
 else each conversation would lose its state to the next one before its own next turn.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hybridrt.engine import host_fetches
 from hybridrt.sampling_params import SamplingParams
-from tests.engine.test_schedules import Abort, Add, Step, assert_tokens, schedules
+from tests.engine.test_schedules import Abort, Add, Step, run_history, schedules
 from tests.mem_cache.test_radix_cache import text_of
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.mock_executor import tokens_alone
@@ -190,23 +190,8 @@ def fetches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cached_tokens_equal_uncached_ones(config: dict, history: list[Add | Step | Abort]) -> None:
     """Hits, retraction, aborts and eviction in any order; the ledgers are compared after every step."""
     rig = rig_with_cache(max_model_len=40, **config)
-    added: dict[str, Add] = {}
-    aborted: set[str] = set()
-    for event in history:
-        if isinstance(event, Add):
-            name = f"r{len(added)}"
-            rig.engine.add_request(event.prompt, event.params, name)
-            added[name] = event
-        elif isinstance(event, Abort):
-            if rig.engine.abort(f"r{event.which}"):
-                aborted.add(f"r{event.which}")
-            rig.check()
-        else:
-            for _ in range(event.times):
-                rig.step()
-    rig.run()
-    for name, event in added.items():
-        assert_tokens(rig, name, event, name in aborted, None)
+    added = run_history(rig, history, None)
+    assert len(added) == sum(isinstance(event, Add) for event in history), "none is refused"
 
 
 def test_a_prompt_leaves_a_state_on_the_grid_without_a_step_more() -> None:

@@ -117,6 +117,12 @@ def test_tokens_survive_a_sliding_window(config: dict, history: list[Add | Step 
 
 def play(config: dict, history: list[Add | Step | Abort]) -> None:
     rig = Rig(max_model_len=MAX_MODEL_LEN, **config)
+    run_history(rig, history, config.get("sliding_window"))
+    assert rig.executor.max_in_flight <= (2 if config["overlap"] else 1)
+
+
+def run_history(rig: Rig, history: list[Add | Step | Abort], sliding_window: int | None) -> dict[str, Add]:
+    """Checks the tokens of all requests that were taken, and returns them by name."""
     added: dict[str, Add] = {}
     aborted: set[str] = set()
     for event in history:
@@ -126,14 +132,14 @@ def play(config: dict, history: list[Add | Step | Abort]) -> None:
             name = f"r{event.which}"
             if rig.engine.abort(name):
                 aborted.add(name)
-            rig.pools.check()
+            rig.check()
         else:
             for _ in range(event.times):
                 rig.step()
     rig.run()
-    assert rig.executor.max_in_flight <= (2 if config["overlap"] else 1)
     for name, event in added.items():
-        assert_tokens(rig, name, event, name in aborted, config.get("sliding_window"))
+        assert_tokens(rig, name, event, name in aborted, sliding_window)
+    return added
 
 
 def add(rig: Rig, event: Add, added: dict[str, Add]) -> None:

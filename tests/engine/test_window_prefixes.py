@@ -12,7 +12,7 @@ from hybridrt import LLM
 from hybridrt.errors import ConfigError, SessionError
 from hybridrt.sampling_params import SamplingParams
 from tests.engine.test_prefix_states import TEXT, computed, others, rig_with_cache
-from tests.engine.test_schedules import Abort, Add, Step, assert_tokens, schedules
+from tests.engine.test_schedules import Abort, Add, Step, run_history, schedules
 from tests.support.checkpoints import CheckpointStore
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.levels import sweep
@@ -128,22 +128,8 @@ def test_cached_tokens_equal_uncached_ones(examples: int) -> None:
     @given(window_rigs, st.lists(st.one_of(turns, turns, others), min_size=6, max_size=14))
     def schedule(config: dict, history: list[Add | Step | Abort]) -> None:
         rig = rig_with_cache(max_model_len=40, **config)
-        added: dict[str, Add] = {}
-        aborted: set[str] = set()
-        for event in history:
-            if isinstance(event, Add):
-                name = f"r{len(added)}"
-                rig.engine.add_request(event.prompt, event.params, name)
-                added[name] = event
-            elif isinstance(event, Abort):
-                if rig.engine.abort(f"r{event.which}"):
-                    aborted.add(f"r{event.which}")
-            else:
-                for _ in range(event.times):
-                    rig.step()
-        rig.run()
-        for name, event in added.items():
-            assert_tokens(rig, name, event, name in aborted, config["sliding_window"])
+        added = run_history(rig, history, config["sliding_window"])
+        assert len(added) == sum(isinstance(event, Add) for event in history), "none is refused"
 
     schedule()
 

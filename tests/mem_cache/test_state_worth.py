@@ -125,7 +125,7 @@ def test_where_prompts_part_a_state_stays_after_its_first_reader() -> None:
             assert ledger.tree.supersede(match) is None
 
 
-def test_a_state_is_superseded_if_nobody_else_uses_it() -> None:
+def test_a_state_is_superseded_if_no_other_request_uses_it() -> None:
     for other in ("", "waits", "reads", "has read"):
         ledger = Ledger(0, True)
         tree = ledger.tree

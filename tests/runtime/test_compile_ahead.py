@@ -123,7 +123,9 @@ def test_a_start_waits_for_its_own_kernels_alone(start: Callable[..., CompileAhe
 
 
 @pytest.mark.parametrize("names", [("die", "die", "die"), ("die early",)])
-def test_a_start_waits_for_nobody(names: tuple[str, ...], start: Callable[..., CompileAhead]) -> None:
+def test_a_start_does_not_wait_for_processes_that_died(
+    names: tuple[str, ...], start: Callable[..., CompileAhead]
+) -> None:
     ahead = start(*names)
     ahead.wait_for_start(20.0)
     assert ahead.wait(20.0).failures and ended(ahead)
