@@ -179,6 +179,10 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "gated_rms_norm", partial(others.gated_rms_norm, 128, 128, True)
         yield "sigmoid_mul", partial(others.elementwise, "sigmoid_mul", 4096, 40)
         yield "router_softmax", partial(others.router_softmax, config)
+        for softmax in (True, False):
+            yield f"route_token {'softmax' if softmax else 'sigmoid'}", partial(others.route_token, softmax)
+        for group_size in (0, 128):
+            yield f"skinny_linear gate {group_size}", partial(others.gated_product, group_size)
         for tokens in (8, 400):
             yield f"fused_experts {tokens}", partial(others.fused_experts, config, tokens)
 
