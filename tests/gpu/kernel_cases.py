@@ -196,5 +196,7 @@ def latent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield f"attention_decode latent {tokens} full", partial(others.attention_decode, attention, tokens, 18)
     for what, new in (("few", [3, 1, 13, 8]), ("", [300, 1, 130, 133]), ("long", [3000, 1, 700, 1500])):
         yield f"latent_extend {what}", partial(others.latent_extend, attention, new)
+    for op in ("into_latent", "from_latent"):
+        yield op, partial(others.latent_product, attention, op)
     for rotated in (False, True):
         yield f"write_latent {'rotated' * rotated}", partial(others.write_latent, attention, rotated)

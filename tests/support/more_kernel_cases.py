@@ -84,6 +84,15 @@ def latent_extend(config: AttentionConfig, new: list[int]) -> Case:
     return Case("latent_extend", args | {"q": q, "scale": config.scale} | latent_weights(config), decode=False)
 
 
+def latent_product(config: AttentionConfig, op: str) -> Case:
+    """Queries of two tokens into the space of latent vectors, or sums of them out of it."""
+    dims = config.latent
+    assert dims is not None
+    width = dims.rank if op == "from_latent" else dims.nope_dim + dims.rope_dim
+    x = normal(2, config.num_heads + 1, width)[:, 1:]
+    return Case(op, {"x" if op == "from_latent" else "q": x} | latent_weights(config))
+
+
 def write_latent(config: AttentionConfig, rotated: bool) -> Case:
     dims, tokens, angles = config.latent, 50, torch.rand(4000, 32) * 6.28
     assert dims is not None

@@ -279,6 +279,8 @@ def latent_attention() -> Cases:
         places = {"cache": vectors, "out_cache_loc": int32(128), "positions": int32(128), "cos_sin": f32(4096, 64)}
         q, k = meta(128, heads * 192 + 576).split([heads * 192, 576], -1)
         yield "write_latent", weights | places | {"q": q.unflatten(-1, (heads, 192)), "k": k}
+        yield "into_latent", weights | {"q": q[:1].unflatten(-1, (heads, 192))}
+        yield "from_latent", weights | {"x": meta(1, heads, 512)}
 
 
 def elementwise() -> Cases:

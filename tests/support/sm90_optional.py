@@ -129,6 +129,8 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "latent_extend", paged(TOKENS) | shared | lens | {"seq_lens_host": [9000] * B}, window
     stored = {"cache": vectors, "out_cache_loc": int32(TOKENS), "positions": int32(TOKENS), "k": meta(TOKENS, P + 16)}
     yield "write_latent", {"q": shared["q"], "cos_sin": None} | stored | latent, {"cos_sin": f32(64, 16)}
+    yield "into_latent", {"q": shared["q"][:2]} | latent, {}
+    yield "from_latent", {"x": meta(2, H, P)} | latent, {}
     caches = {"k_cache": meta(20, 16, G, P), "v_cache": meta(20, 16, G, P), "out_cache_loc": int32(TOKENS)}
     heads = {"q": meta(TOKENS, H, P), "k": meta(TOKENS, G, P)}
     yield "write_kv", {"k": heads["k"], "v": heads["k"]} | caches, {}
