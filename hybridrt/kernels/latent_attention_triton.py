@@ -120,7 +120,8 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
 
 def into_latent_triton(q: Tensor, weights: LatentWeights) -> Tensor:
     """`into_latent`, of few tokens in one launch."""
-    (heads, nope, rank), tail = weights.up_k.shape, q.shape[-1] - weights.up_k.shape[1]
+    heads, nope, rank = weights.up_k.shape
+    tail = q.shape[-1] - nope
     flat = q.reshape(-1, heads, q.shape[-1])
     if not 0 < len(flat) <= FEW_TOKENS:
         return into_latent.reference(q, weights)

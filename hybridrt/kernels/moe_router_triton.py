@@ -12,17 +12,23 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.skinny_linear import InputNorm
 from hybridrt.kernels.skinny_linear_triton import token_products
 
+_LOWEST = tl.constexpr(-0x80000000)
+
 
 @triton.jit
-def _take_best(scores, ids):  # type: ignore[no-untyped-def]
-    """The highest score, the lowest id that has it, and the scores without that one."""
-    best = tl.max(scores, 0)
-    chosen = tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), 0)
-    if scores.dtype == tl.int32:
-        scores = tl.where(ids == chosen, -1, scores)
-    else:
-        scores = tl.where(ids == chosen, float("-inf"), scores)
-    return best, chosen, scores
+def _take_best(keys, ids):  # type: ignore[no-untyped-def]
+    """The highest key, the lowest id that has it, and the keys without that one. Keys are integers, which a warp
+    compares in one step, and all of them equal themselves, those of NaN too."""
+    best = tl.max(keys, 0)
+    chosen = tl.min(tl.where(keys == best, ids, 0x7FFFFFFF), 0)
+    return best, chosen, tl.where(ids == chosen, _LOWEST, keys)
+
+
+@triton.jit
+def _keys(x):  # type: ignore[no-untyped-def]
+    """Integers in the order of float32 numbers."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
@@ -51,8 +57,8 @@ def _choose_softmax(  # type: ignore[no-untyped-def]
     logits = tl.load(logits_ptr + e, mask=e < E, other=float("-inf")).to(tl.float32)
     scores = tl.exp(logits - tl.max(logits, 0))
     scores = scores / tl.sum(scores, 0)
-    # Bits of numbers that are not negative are ordered as the numbers are, and a warp compares integers in one step.
-    bits = tl.where(e < E, scores.to(tl.int32, bitcast=True), -1)
+    # Bits of numbers that are not negative are ordered as the numbers are.
+    bits = tl.where(e < E, scores.to(tl.int32, bitcast=True), _LOWEST)
     best_bits, ids = tl.zeros([BLOCK_K], tl.int32), E - TOP_K + j
     for k in tl.static_range(TOP_K):
         best, chosen, bits = _take_best(bits, e)
@@ -81,18 +87,20 @@ def _choose_sigmoid(  # type: ignore[no-untyped-def]
         first = tl.max(own, 1)
         first_id = tl.min(tl.where(own == first[:, None], e[None, :], 0x7FFFFFFF), 1)
         second = tl.max(tl.where(e[None, :] == first_id[:, None], float("-inf"), own), 1)
-        strength = tl.where(g < GROUPS, first + second, float("-inf"))
+        strength = tl.where(g < GROUPS, _keys(first + second), _LOWEST)
         open_groups = tl.zeros([BLOCK_G], tl.int32)
         for _ in tl.static_range(TOP_GROUPS):
             _, group, strength = _take_best(strength, g)
             open_groups = tl.where(g == group, 1, open_groups)
         open_experts = tl.sum(tl.where((e // size)[None, :] == g[:, None], open_groups[:, None], 0), 0)
         biased = tl.where(open_experts > 0, biased, float("-inf"))
-    weights, ids = tl.zeros([BLOCK_K], tl.float32), E - TOP_K + j
+    keys, bits = tl.where(e < E, _keys(biased), _LOWEST), scores.to(tl.int32, bitcast=True)
+    best_bits, ids = tl.zeros([BLOCK_K], tl.int32), E - TOP_K + j
     for k in tl.static_range(TOP_K):
-        _, chosen, biased = _take_best(biased, e)
-        weights = tl.where(j == k, tl.sum(tl.where(e == chosen, scores, 0.0), 0), weights)
+        _, chosen, keys = _take_best(keys, e)
+        best_bits = tl.where(j == k, tl.max(tl.where(e == chosen, bits, 0), 0), best_bits)
         ids = tl.where(j == k, chosen, ids)
+    weights = best_bits.to(tl.float32, bitcast=True)
     if RENORMALIZE:
         weights /= tl.sum(weights, 0) + 1e-20
     return tl.where(j < TOP_K, weights * scaling, 1.0), ids

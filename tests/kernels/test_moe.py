@@ -59,6 +59,17 @@ def test_shared_experts_behind_sigmoid_scores_weigh_one():
     assert weights[:, 3:].tolist() == [[1.0, 1.0]] * 5 and ids[:, 3:].tolist() == [[12, 13]] * 5
 
 
+def test_logits_that_are_no_numbers_choose_experts_that_exist():
+    for logits in (torch.full((1, 12), float("nan")), -torch.full((1, 12), float("nan")), torch.full((1, 12), 1e38)):
+        for n_group in (1, 4):
+            _, ids = router_sigmoid_grouped(
+                logits, torch.zeros(12), GroupedChoice(3, n_group, n_group // 2 + 1, True, 2.5)
+            )
+            assert ((ids >= 0) & (ids < 12)).all() and len(ids.unique()) == 3
+        _, ids = router_softmax(logits, SoftmaxChoice(3, True))
+        assert ((ids >= 0) & (ids < 12)).all() and len(ids.unique()) == 3
+
+
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("n_group", "topk_group"), [(1, 1), (4, 2)])
 def test_router_sigmoid_grouped(renormalize, n_group, topk_group):
