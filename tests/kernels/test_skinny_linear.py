@@ -10,6 +10,7 @@ from hybridrt.kernels import launch
 from hybridrt.kernels.skinny_linear import MAX_TOKENS, InputGate, InputNorm, is_skinny, skinny_linear
 from hybridrt.kernels.skinny_linear_triton import Tile, matmul_tile
 from hybridrt.layers.linear import RowLinear, Segment
+from hybridrt.layers.methods import DenseMethod, LinearMethod
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm, SigmoidGate
 from hybridrt.layers.weights import Build
@@ -141,6 +142,24 @@ def test_a_gate_of_one_token_and_a_norm_in_groups(activation, group):
     h = h / (1 + torch.exp(-gate.double())) * (gate.double() if activation == "silu" else 1.0)
     assert residual is None
     check(y, h @ weight.double().t(), torch.float32)
+
+
+def test_parts_of_one_token_meet_parts_of_the_rows(monkeypatch):
+    x, weight, _ = case(1, 48, 3 * 16, torch.float32)
+    weight = weight[:, :16].contiguous()
+    y, _ = skinny_linear(x, weight, parts=3)
+    for i in range(3):
+        rows = slice(16 * i, 16 * (i + 1))
+        check(y[:, rows], by_formula(x[:, rows], weight[rows])[0], torch.float32)
+    with pytest.raises(ConfigError, match="2 parts takes one token of 32 numbers and a multiple of 16 rows"):
+        skinny_linear(x, weight, parts=2)
+    method = DenseMethod(48, 16, Build(TPGroup(), torch.float32, torch.device("cpu")))
+    method.weight.data = weight
+    inputs = x.chunk(3, 1)
+    founds = [method.apply_each(inputs), LinearMethod.apply_each(method, inputs)]
+    monkeypatch.setattr("hybridrt.layers.methods.is_skinny", lambda *_: True)
+    for found in (*founds, method.apply_each(inputs)):
+        torch.testing.assert_close(torch.cat(list(found), 1), y)
 
 
 def test_gates_that_do_not_fit_are_refused():
