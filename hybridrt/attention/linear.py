@@ -219,6 +219,9 @@ class MambaAttnBackendBase(AttentionBackend):
         for part in batch.extend_passes:
             for name in ("read_state_slots", "write_state_slots"):
                 check_range(f"{name} of a pass", getattr(part, name).clamp(min=0), end, BackendError)
+        for saved in batch.saved_states.values():
+            check_range("row_slots of saved states", saved.row_slots, end, BackendError)
+            check_range("chunk_slots of saved states", saved.chunk_slots, end, BackendError)
 
     def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
         """A captured step: fills the view's buffers, which the graph reads, in stream order."""

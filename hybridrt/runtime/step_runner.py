@@ -22,6 +22,7 @@ from hybridrt.runtime.prompt_columns import Bucket
 from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
+from hybridrt.runtime.saved_states import pack_saves, saved_states
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageCopy, PageWrite, StepHandle, StepPlan, int32s
 from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
@@ -34,7 +35,7 @@ from hybridrt.runtime.step_inputs import (
     pack_bookkeeping,
     pack_step,
 )
-from hybridrt.runtime.step_passes import extend_passes, pack_passes
+from hybridrt.runtime.step_passes import extend_passes
 
 
 class StepRunner:
@@ -233,7 +234,7 @@ class StepRunner:
     def _launch_eager(self, plan: StepPlan, tokens: int) -> Sampling:
         scored, places = self._prompts.of(plan.extend, len(plan.decode) * tokens)
         columns = pack_step(plan, tokens, self._packing) | places
-        columns |= pack_passes(plan.extend, self._packing.chunk_sizes)
+        columns |= pack_saves(plan.extend, self._packing.chunk_sizes, self.backend.saves_at_chunks)
         sections = self._staging.upload(columns)
         self._apply_allocations(sections)
         for arrival in plan.imports:
@@ -336,6 +337,7 @@ class StepRunner:
             read_state_slots=sections.get("read_state_slots"),
             chunk_plans=None if passes else chunk_plans(columns, sections, new, sizes),
             extend_passes=passes,
+            saved_states=saved_states(sections, sizes),
         )
 
     def _sample(
