@@ -23,7 +23,8 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import SavedStates, TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, StepModel, free_bytes
+from hybridrt.models.base import CausalLM
+from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, free_bytes
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, StateSaves, pack_padded
 from hybridrt.runtime.step import StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
@@ -74,7 +75,7 @@ class PromptGraphs:
     def __init__(
         self,
         *,
-        model: StepModel,
+        model: CausalLM,
         backend: AttentionBackend,
         req_to_token_pool: HybridReqToTokenPool,
         last_tokens: torch.Tensor,
@@ -102,7 +103,7 @@ class PromptGraphs:
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:
         """Records every bucket, the largest first: smaller ones reuse its memory (`captured_bytes`)."""
-        free = free_bytes(self.model.device)
+        free, stack = free_bytes(self.model.device), self.model.stack
         largest_first = sorted(self.buckets, key=lambda bucket: (bucket.tokens, bucket.decode_rows), reverse=True)
         for bucket in tqdm(largest_first, desc="capturing prompt graphs", disable=not progress):
             columns = self._pack(StepPlan(), bucket)
@@ -112,7 +113,8 @@ class PromptGraphs:
             self.backend.prepare(graph.batch, graph=self._view)
             # A run before the capture takes as long as the capture. One for each number of decode rows is enough.
             warm = any(known.decode_rows == bucket.decode_rows for known in self._graphs)
-            graph.replay = self.recorder(self._bind(graph), warm)
+            with stack.calling(splits(len(stack.parts)), self.recorder.split):
+                graph.replay = self.recorder(self._bind(graph), warm)
             self._graphs[bucket] = graph
         self.captured_bytes = free - free_bytes(self.model.device)
 
@@ -195,6 +197,13 @@ class PromptGraphs:
                 self.backend.commit(batch)
 
         return step
+
+
+def splits(parts: int) -> list[int]:
+    """Before which of a stack's parts a graph is split. The host takes a microsecond for each kernel of a graph before
+    the first one starts, a tenth of the time that they run: the launch of each piece but a small first one passes
+    while the piece in front runs."""
+    return sorted({parts // 24, parts // 4} - {0})
 
 
 def saved_states(sections: Sections, sizes: Sequence[int]) -> dict[int, SavedStates]:
