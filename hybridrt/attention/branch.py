@@ -47,10 +47,9 @@ class Branch:
             decoded = decode(first)
         chunks = extend(second)
         self.join()
-        in_place = first is not None and second is not None
-        if in_place and (decoded.data_ptr(), chunks.data_ptr()) == (first.data_ptr(), second.data_ptr()):
-            return out
-        return torch.cat((decoded, chunks))
+        if out is None or decoded.data_ptr() != out.data_ptr() or chunks.data_ptr() != out[split:].data_ptr():
+            return torch.cat((decoded, chunks))
+        return out
 
     def _capturing(self) -> torch.cuda.Stream | None:
         return self._stream if self._stream is not None and torch.cuda.is_current_stream_capturing() else None
