@@ -119,8 +119,8 @@ class PromptGraphs:
         self.captured_bytes = free - free_bytes(self.model.device)
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
-        """The smallest captured bucket that holds a step (`Bucket.holds`). None: it runs eagerly."""
-        return min((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), default=None)
+        """The captured bucket of the fewest tokens that holds a step (`Bucket.holds`). None: it runs eagerly."""
+        return min((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), key=sum, default=None)
 
     def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
         """One step up to its logits, in inference mode. What it changes in tables has been written."""

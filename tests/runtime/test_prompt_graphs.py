@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -248,6 +249,15 @@ def test_the_option_leaves_them_out(checkpoints: CheckpointStore) -> None:
         session = Session(checkpoints["falcon-plain"].path, cuda_graph_prompts=on, chunked_prefill_size=128)
         session.runner.capture()
         assert (session.runner.prompt_graphs is not None) == on and session.runner.graphs
+
+
+def test_common_steps_are_padded_little() -> None:
+    """By at most an eighth, or to so few tokens that padding costs no time."""
+    found = [Bucket(*pair) for pair in product(prompt_columns.DECODE_ROWS, prompt_columns.PROMPT_TOKENS)]
+    assert len(found) <= 24
+    for rows, n in product((0, 8, 32, 64, 128), (128, 256, 512, 1024)):
+        padded = min(sum(bucket) for bucket in found if bucket.decode_rows >= rows and bucket.tokens >= n)
+        assert padded <= max(1.125 * (rows + n), 200), (rows, n)
 
 
 class FakeGraph:
