@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hybridrt.attention.branch import Branch
 from hybridrt.config import ModelConfig
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import Rope
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
-from hybridrt.layers.branch import Branch
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
 from hybridrt.layers.mlp import MLP
@@ -52,9 +52,7 @@ class ParallelMixer(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
-        # Rows of one kind leave both results side by side; those of a mixed step are put together anyway.
-        mixed = batch.num_decode_rows and batch.num_extend_rows
-        for_attn, for_ssm = (None, None) if mixed else self.out_proj.places(projected)
+        for_attn, for_ssm = self.out_proj.places(projected)
         for_mamba, q, k, v = projected.split(self.sizes, dim=-1)
         with self.branch.beside():
             ssm = self.mamba(for_mamba, batch, for_ssm)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.base import SegmentedAttnBackend
+from hybridrt.attention.branch import Branch
 from hybridrt.attention.checks import (
     check_batch,
     check_device_lengths,
@@ -69,6 +70,7 @@ class PagedKVBackend(SegmentedAttnBackend):
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         self.kv_pool = kv_pool
         self.req_to_token_pool = req_to_token_pool
+        self.branch = Branch(kv_pool.device)
         device, specs = kv_pool.device, set(kv_pool.specs.values())
         require(self.provider, type(self).__name__)
         if reason := self.objection(device, specs):

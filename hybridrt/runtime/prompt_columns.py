@@ -17,8 +17,10 @@ from hybridrt.runtime.step import DecodeRows, ExtendRow, StepPlan
 from hybridrt.runtime.step_inputs import Columns, Packing, chunk_names, pack_batch
 from hybridrt.runtime.step_passes import Run, in_pass, pack_runs, runs_of
 
-PROMPT_TOKENS = tuple(range(128, 1025, 128))  # of a step; larger ones keep a device busy without graphs
-DECODE_ROWS = (0, 32, 128)
+# Of a step; larger ones keep a device busy without graphs. Padding costs what tokens cost, unless there are fewer than
+# 200 or so: then the weights take longer to read.
+PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024)
+DECODE_ROWS = (0, 32, 64, 128)
 PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts of a bucket, which has room for one in so many tokens
 TAIL = 16  # tokens behind a saved state, in the mean of the prompts: states stand on a grid, usually of 16 tokens
 
