@@ -64,18 +64,22 @@ class KimiLinearForCausalLM(CausalLM):
         return None, None
 
     def _moe(self, name: str, layer_id: int) -> MoE:
-        """Routed SwiGLU experts, chosen within the best groups by corrected sigmoid scores, beside a shared one."""
+        """Routed SwiGLU experts, chosen within the best groups by corrected sigmoid scores, and a shared one: one more
+        expert, or beside them where its limit differs."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         size, (limit, shared_limit) = hf.moe_intermediate_size, self.limits(layer_id)
+        shared_size = size * hf.n_shared_experts
+        alike = limit == shared_limit
+        experts = Experts(
+            f"{name}.experts", hf.num_local_experts, hidden, size, activation="silu", limit=limit,
+            shared_size=shared_size if alike else 0, build=build,
+        )  # fmt: skip
         router = SigmoidGroupRouter(
             f"{name}.router", hidden, hf.num_local_experts, top_k=hf.num_experts_per_tok, n_group=hf.n_group,
             topk_group=hf.topk_group, renormalize=hf.norm_topk_prob, scaling=float(hf.routed_scaling_factor),
-            build=build,
+            shared_experts=experts.num_shared, build=build,
         )  # fmt: skip
-        experts = Experts(
-            f"{name}.experts", hf.num_local_experts, hidden, size, activation="silu", limit=limit, build=build
-        )
-        shared = MLP(f"{name}.shared", hidden, size * hf.n_shared_experts, limit=shared_limit, build=build)
+        shared = None if alike else MLP(f"{name}.shared", hidden, shared_size, limit=shared_limit, build=build)
         return MoE(router, experts, shared=shared, keys=MOE_KEYS)
 
     def rename_key(self, key: str) -> str:

@@ -74,6 +74,7 @@ def latent_extend(
     return out
 
 
+@operation(by("triton"))
 def into_latent(q: Tensor, weights: LatentWeights) -> Tensor:
     """Queries [..., H, nope + rope] multiplied by their key matrices: [..., H, rank + rope], as latent vectors are."""
     heads, nope, rank = weights.up_k.shape
@@ -84,6 +85,7 @@ def into_latent(q: Tensor, weights: LatentWeights) -> Tensor:
     return found
 
 
+@operation(by("triton"))
 def from_latent(x: Tensor, weights: LatentWeights, out: Tensor | None = None) -> Tensor:
     """Weighted sums of latent vectors [..., H, rank] times the value matrices: [..., H, value], in `out` if given."""
     heads, rank, value_dim = weights.up_v.shape

@@ -58,7 +58,7 @@ class KDAMixer(nn.Module):
         if self.gate_projs:
             decay, gate = (linear(x) for linear, x in zip(self.gate_projs, (decay, gate), strict=True))
         y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=decay, b=b)
-        return self.out_proj.onto(residual, self.norm(y, gate))
+        return self.out_proj.gated_onto(residual, self.norm, y, gate)
 
     def by_head(self, channels: torch.Tensor) -> torch.Tensor:
         """[..., width] as [..., H, head_dim]."""
