@@ -85,8 +85,7 @@ class CausalLM(nn.Module, ABC):
     def predict(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The prediction head over hidden states [T, hidden] and the batch's tokens, which follow them: [T, hidden]."""
         assert self.mtp is not None, "attach_mtp comes first"
-        predicted: torch.Tensor = self.mtp(self.embed(batch.input_ids), hidden, batch)
-        return predicted
+        return self.mtp(self.embed(batch.input_ids), hidden, batch)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states after the final norm, [T, hidden]."""

@@ -54,8 +54,7 @@ class NemotronHForCausalLM(CausalLM):
 
     def size_of(self, field: str, layer_id: int) -> int:
         """A number of config.json as a layer has it."""
-        size: int = getattr(self.config.hf, field)
-        return size
+        return getattr(self.config.hf, field)
 
     def _mlp(self, name: str, size: int) -> MLP:
         hidden, bias = self.config.hidden_size, self.config.hf.mlp_bias

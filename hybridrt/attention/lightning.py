@@ -43,8 +43,7 @@ class LightningAttnBackend(MambaAttnBackendBase):
     @staticmethod
     def ring_decay(layer: Any) -> torch.Tensor:
         """[heads]: the gates in the ring are time steps, of which A makes decays."""
-        decay: torch.Tensor = layer.A
-        return decay
+        return layer.A
 
 
 def _weights(layer: Any) -> SSMWeights:

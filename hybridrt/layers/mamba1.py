@@ -89,8 +89,7 @@ class Mamba1Mixer(nn.Module):
             dt, _ = self.dt_proj.method.apply_normed(self.norms[0], dt, None, None)
         else:
             dt = self.dt_proj(dt)
-        mixed: torch.Tensor = backend.run(self, batch, x=x, dt=dt, B=B, C=C, z=z)
-        return mixed
+        return backend.run(self, batch, x=x, dt=dt, B=B, C=C, z=z)
 
     @property
     def bc_norms(self) -> BCNorms | None:

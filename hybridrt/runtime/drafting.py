@@ -39,7 +39,6 @@ class DeviceDrafter(Protocol):
 
     def capture(self, max_bs: int, progress: bool = False) -> None:
         """Records its own steps as graphs of up to `max_bs` rows, and adds them to `StepRunner.graphs`."""
-        ...
 
     def follow(
         self,
@@ -57,7 +56,6 @@ class DeviceDrafter(Protocol):
             accepted: of a verify step.
             sections: of a step with extend rows, packed with `following`.
         """
-        ...
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
         """Launches `steps` drafts for each row.
@@ -65,7 +63,6 @@ class DeviceDrafter(Protocol):
         Returns:
             Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens there.
         """
-        ...
 
 
 class DraftTask(msgspec.Struct, frozen=True):
