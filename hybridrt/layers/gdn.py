@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.views import by_head
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
@@ -83,12 +84,8 @@ class GDNMixer(nn.Module):
     def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k [..., Hk, K] and v [..., Hv, V] of the conv's output."""
         q, k, v = conved.split([width for _, width in self.shape.segments], dim=-1)
-        key_heads = (self.num_k_heads, self.head_k_dim)
-        return (
-            q.unflatten(-1, key_heads),
-            k.unflatten(-1, key_heads),
-            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-        )
+        keys = (self.num_k_heads, self.head_k_dim)
+        return by_head(q, *keys), by_head(k, *keys), by_head(v, self.num_v_heads, self.head_v_dim)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets under `key`, by the names of `keys`."""

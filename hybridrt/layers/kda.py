@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.views import by_head
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
@@ -61,7 +62,7 @@ class KDAMixer(nn.Module):
 
     def by_head(self, channels: torch.Tensor) -> torch.Tensor:
         """[..., width] as [..., H, head_dim]."""
-        return channels.unflatten(-1, (self.num_heads, self.head_dim))
+        return by_head(channels, self.num_heads, self.head_dim)
 
     def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v [..., H, head_dim] of the conv's output."""

@@ -5,6 +5,7 @@ from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.views import by_head
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
@@ -75,7 +76,7 @@ class Mamba2Mixer(nn.Module):
         """x [..., H, P], B and C [..., G, N] of the conv's output."""
         x, B, C = conved.split([width for _, width in self.shape.segments], dim=-1)
         groups = (self.shape.groups, self.state_size)
-        return x.unflatten(-1, (self.heads, self.head_dim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
+        return by_head(x, self.heads, self.head_dim), by_head(B, *groups), by_head(C, *groups)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the conv, A_log, D, dt_bias and the norm under `key`; the projections are the block's."""
