@@ -98,15 +98,16 @@ class Attention(nn.Module):
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Attention over norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.qkv, x, residual)
-        q, k, v, *gate = projected.split(self.sizes, dim=-1)
-        out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
-        return self.o_proj.onto(residual, sigmoid_mul(out, *gate) if gate else out)
+        return self.o_proj.onto(residual, self._attend(projected, batch))
 
     def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attention over hidden states as they are: [T, hidden] to [T, hidden]."""
-        q, k, v, *gate = self.qkv(x).split(self.sizes, dim=-1)
+        return self.o_proj(self._attend(self.qkv(x), batch))
+
+    def _attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        q, k, v, *gate = projected.split(self.sizes, dim=-1)
         out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
-        return self.o_proj(sigmoid_mul(out, *gate) if gate else out)
+        return sigmoid_mul(out, *gate) if gate else out
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and norms under `key`."""

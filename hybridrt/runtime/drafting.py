@@ -15,7 +15,7 @@ from hybridrt.runtime.sampler import Accepted
 from hybridrt.runtime.step import StepHandle
 from hybridrt.runtime.step_inputs import Sections
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.speculative.drafter import Drafter
+from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
 from hybridrt.speculative.registry import DraftMethodBase, load_method
 
 if TYPE_CHECKING:
@@ -140,3 +140,18 @@ def draft_method(config: SpeculativeConfig) -> DraftMethod:
     if not isinstance(method, DraftMethod):
         raise BackendError(f"method {config.method!r} leads to {method!r}; it must be a DraftMethod")
     return method
+
+
+def make_drafter(target: "StepRunner", everywhere: Everywhere | None = None) -> Drafter:
+    """The drafter that the target's configuration names.
+
+    Args:
+        everywhere: reaches the target's tensor-parallel ranks; None where `target` is all there is.
+
+    Raises:
+        ConfigError: the method cannot draft for this target.
+    """
+    spec = target.config.speculative
+    assert spec is not None
+    inner = draft_method(spec).drafter(target, everywhere or (lambda task: task(target)))
+    return AdaptiveDrafter(inner, spec.num_draft_tokens)
