@@ -40,7 +40,8 @@ class GDNAttnBackend(MambaAttnBackendBase):
         self, layer: Any, conved: torch.Tensor, a: torch.Tensor, b: torch.Tensor
     ) -> tuple[DeltaInputs, GateWeights | None]:
         """Tokens of the delta rule, and what it makes their gates of; None: they are made."""
-        return DeltaInputs(*layer.split_heads(conved), *gdn_gates(a, b, self.weights(layer))), None
+        q, k, v = layer.split_heads(conved)
+        return DeltaInputs(q, k, v, *gdn_gates(a, b, self.weights(layer))), None
 
     @staticmethod
     def weights(layer: Any) -> GateWeights:

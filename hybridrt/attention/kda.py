@@ -21,7 +21,8 @@ class KDAAttnBackend(GDNAttnBackend):
     def gated(
         self, layer: Any, conved: torch.Tensor, a: torch.Tensor, b: torch.Tensor
     ) -> tuple[DeltaInputs, GateWeights | None]:
-        return DeltaInputs(*layer.split_heads(conved), a, b), self.weights(layer)
+        q, k, v = layer.split_heads(conved)
+        return DeltaInputs(q, k, v, a, b), self.weights(layer)
 
     @staticmethod
     def weights(layer: Any) -> GateWeights:

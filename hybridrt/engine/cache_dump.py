@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -77,11 +77,12 @@ class CacheDump:
 
 def cache_dump(pools: CacheCoordinator, decode: Callable[[Sequence[int]], str] | None = None) -> CacheDump:
     """What a prefix cache holds now; also of which texts, if `decode` makes text of tokens."""
+    counts: dict[str, Any] = pools.prefixes.totals()
     return CacheDump(
         page_size=pools.prefixes.tree.page_size,
         pages=pools.pages.num_cached, pages_total=pools.pages.total,
         states=pools.slots.num_cached, states_total=pools.slots.total,
-        **pools.prefixes.totals(), nodes=_dumped_nodes(pools.prefixes.tree, decode),
+        **counts, nodes=_dumped_nodes(pools.prefixes.tree, decode),
     )  # fmt: skip
 
 
