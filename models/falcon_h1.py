@@ -98,7 +98,7 @@ class FalconH1ForCausalLM(CausalLM):
         hf, self.branch = config.hf, Branch(build.device)
         # The head's multiplier commutes with the head, so the norm before it takes it, tied or not.
         scales = {"embed_scale": hf.embedding_multiplier, "norm_scale": hf.lm_head_multiplier}
-        super().__init__(config, build, max_len, eps=hf.rms_norm_eps, **scales)
+        super().__init__(config, build, max_len, **scales)
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf = self.config, self.config.hf

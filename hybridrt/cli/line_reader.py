@@ -24,7 +24,6 @@ class LineReader(Protocol):
         Raises:
             KeyboardInterrupt: Ctrl-C was typed.
         """
-        ...
 
 
 def make_reader(commands: Sequence[str]) -> LineReader:

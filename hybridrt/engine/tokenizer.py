@@ -19,19 +19,15 @@ class Tokenizer(Protocol):
     @property
     def characters_per_token(self) -> int:
         """The longest text of one token, in characters."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with whatever the tokenizer puts before it."""
-        ...
 
     def encode_bare(self, text: str) -> list[int]:
         """Token ids of text that holds its special tokens already: nothing is put before it."""
-        ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; U+FFFD replaces bytes that are no character (yet)."""
-        ...
 
 
 class HFTokenizer:
@@ -74,8 +70,7 @@ class HFTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if self._plain:
-            text: str = self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-            return text
+            return self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         # Cleaning up spaces would change text that has already been streamed.
         return self.hf.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 

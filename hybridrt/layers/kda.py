@@ -57,7 +57,7 @@ class KDAMixer(nn.Module):
         mixed_qkv, decay, gate, b = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         if self.gate_projs:
             decay, gate = (linear(x) for linear, x in zip(self.gate_projs, (decay, gate), strict=True))
-        y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=decay, b=b)
+        y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=self.by_head(decay), b=b)
         return self.out_proj.gated_onto(residual, self.norm, y, gate)
 
     def by_head(self, channels: torch.Tensor) -> torch.Tensor:

@@ -258,12 +258,10 @@ class StepHandle(Protocol):
 
     def ready(self) -> bool:
         """True if `result` would not wait."""
-        ...
 
     def result(self) -> StepResult:
         """Returns the step's tokens; waits for them if the step samples any. A step that samples nothing is not waited
         for: later work is safe because it is queued on the same stream. Call this in launch order."""
-        ...
 
 
 class Executor(Protocol):
@@ -273,7 +271,6 @@ class Executor(Protocol):
 
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended."""
-        ...
 
     def sample(self, masks: np.ndarray) -> None:
         """Launches the sampling of the step that was launched last, whose plan has `constrained` rows.
@@ -282,4 +279,3 @@ class Executor(Protocol):
             masks: [lines, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set where token i is allowed: of each
                 constrained row in order one line for its last token, then one for each of its drafts.
         """
-        ...

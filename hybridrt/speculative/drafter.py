@@ -39,7 +39,6 @@ class DraftRequest(Protocol):
     @property
     def end_page(self) -> int:
         """Pages of the target's KV are lent up to this one."""
-        ...
 
 
 def num_tokens(request: DraftRequest) -> int:

@@ -18,13 +18,13 @@ from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
 from hybridrt.engine.sessions import Sessions
 from hybridrt.errors import ConfigError
+from hybridrt.runtime.drafting import make_drafter
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.rank_start import start_ranks
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
-from hybridrt.speculative.make import make_drafter
 from tests.models.test_models_parity import prompts, requests
 from tests.support.cache_ledger import check_cache
 from tests.support.checkpoints import SPLIT, Checkpoint, CheckpointStore
