@@ -131,7 +131,7 @@ class Intake:
         rules = make_rules(params, forbidden, self._bad_words(params), limits.vocab_size)
         _check_constants(params, rules)
         structured = params.structured_outputs
-        matcher = None if structured is None else self.compiler.matcher(structured)
+        matcher = None if structured is None else self.compiler.matcher(structured, params.n)
         if rules is not None:
             _check_first(params, rules, matcher)
         self.check_fits(max_len)
