@@ -9,6 +9,7 @@ from typing import Any
 from hybridrt.config_json import FieldType, integer, list_of
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.errors import CacheDumpError, shown
+from hybridrt.files import read_bytes
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
 
@@ -122,12 +123,9 @@ def read_dump(path: str | Path) -> CacheDump:
         CacheDumpError: it cannot be read, or is no such file; the text names what is wrong.
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as e:
-        raise CacheDumpError(f"the dump {path} cannot be read: {e.strerror or e}") from e
-    if len(data) > MAX_BYTES:
-        raise CacheDumpError(f"the dump {path} is larger than {MAX_BYTES} bytes")
+        data = read_bytes(path, MAX_BYTES)
+    except (OSError, ValueError) as e:
+        raise CacheDumpError(f"the dump {path} cannot be read: {e}") from e
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as e:
