@@ -102,7 +102,7 @@ class SlotAllocator:
         """Keeps entries of the cache from being evicted until `unlock`. PoolError if they are not the cache's."""
         indices = self._checked(slots, _CACHED)
         locks = self._locks[indices]
-        self._num_locked += len(locks) - np.count_nonzero(locks)
+        self._num_locked += len(locks) - int(np.count_nonzero(locks))
         self._locks[indices] = locks + 1
 
     def unlock(self, slots: Sequence[Slot]) -> None:
@@ -112,7 +112,7 @@ class SlotAllocator:
         if np.count_nonzero(locks) < len(locks):
             raise PoolError(f"{self._what} {indices[locks.argmin()]} is not locked")
         self._locks[indices] = locks - 1
-        self._num_locked -= np.count_nonzero(locks == 1)
+        self._num_locked -= int(np.count_nonzero(locks == 1))
 
     def reclaim(self) -> None:
         """Frees every entry of every owner: after a call that was broken off, no ledger is right."""
