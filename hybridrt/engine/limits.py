@@ -117,7 +117,7 @@ class Intake:
             raise RequestError(
                 f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {limits.vocab_size - 1}"
             )
-        if held := limits.image_tokens.keys() & set(tokens):
+        if limits.image_tokens and (held := limits.image_tokens.keys() & set(tokens)):
             raise RequestError(
                 f"the prompt holds token {min(held)} ({limits.image_tokens[min(held)]}), which stands for an image or "
                 "a video; hybridrt runs the text part of this model alone: leave images out"
