@@ -97,7 +97,9 @@ def _traced(config: WorkloadConfig, draw: random.Random) -> Iterator[Work]:
     try:
         lines = Path(config.data).read_text().splitlines()[: config.requests]
         entries = [json.loads(line) for line in lines if line.strip()]
-        start = float(entries[0].get("timestamp", 0)) if entries else 0.0
+        if not entries:
+            raise ValueError("it has no lines")
+        start = float(entries[0].get("timestamp", 0))
         for i, entry in enumerate(entries):
             for block in entry.get("hash_ids", ()):
                 blocks.setdefault(block, _ids(_BLOCK, config, random.Random(f"{config.seed} {block}")))
