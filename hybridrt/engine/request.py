@@ -220,6 +220,13 @@ class Request:
         self.metrics.finish_time = time.monotonic()
         self.finish_reason, self.error = reason, error
 
+    @property
+    def stop_reason(self) -> int | str | None:
+        """Of a request that has stopped: the stop string or the one of `stop_token_ids` that has ended it."""
+        if self.detokenizer is not None and self.detokenizer.stopped_by is not None:
+            return self.detokenizer.stopped_by
+        return self.output[-1] if self.output[-1] in self.params.stop_token_ids else None
+
     def delta(self) -> Delta:
         """What is new since the last delta; with the last one why the request ended, and its metrics."""
         tokens = self.output[self.told :]
@@ -230,7 +237,10 @@ class Request:
         text = detokenizer.take(reason is not None) if detokenizer is not None else ""
         metrics = self.metrics if reason is not None else None
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
-        return Delta(self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, prompt_logprobs)
+        return Delta(
+            self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, prompt_logprobs,
+            self.stop_reason if reason == "stop" else None,
+        )  # fmt: skip
 
 
 def new_samples(

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridrt.config_json import read_object
+<<<<<<< HEAD
 from hybridrt.errors import CheckpointError, RequestError, shown
 from hybridrt.files import check_file
+=======
+from hybridrt.errors import CheckpointError, PromptTooLongError, RequestError, shown
+>>>>>>> http
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -88,9 +92,10 @@ def encode_prompt(tokenizer: Tokenizer, text: str, max_tokens: int, *, bare: boo
     """
     width = tokenizer.characters_per_token
     if len(text) > max_tokens * width:
-        raise RequestError(
-            f"the prompt has {len(text)} characters; it may have at most {max_tokens} tokens (max_model_len less one "
-            f"for the output), and none stands for more than {width} characters: shorten it or raise max_model_len"
+        raise PromptTooLongError(
+            f"the prompt has {len(text)} characters; it may have at most {max_tokens} tokens (this model's maximum "
+            f"context length is {max_tokens + 1} tokens, one of them for the output), and none stands for more than "
+            f"{width} characters: shorten it or raise max_model_len"
         )
     try:
         text.encode()
