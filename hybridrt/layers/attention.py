@@ -98,7 +98,7 @@ class Attention(nn.Module):
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Attention over norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.qkv, x, residual)
-        q, k, v, *gate = projected.split(self.sizes, dim=-1)
+        q, k, v, *gate = projected.split_with_sizes(self.sizes, dim=-1)
         out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
         return self.o_proj.onto(residual, sigmoid_mul(out, *gate) if gate else out)
 
