@@ -9,15 +9,13 @@ arXiv:2510.26692).
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from hybridrt.config import ModelConfig
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.layers.kda import KDAMixer
 from hybridrt.layers.mla import LatentAttention
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
 from hybridrt.layers.stack import ResidualPart
-from hybridrt.layers.weights import Build
-from hybridrt.models.base import CausalLM
+from hybridrt.models.base import SWIGLU, CausalLM
 
 MOE_KEYS = {"router": "gate", "experts": "experts", "shared": "shared_experts"}
 
@@ -26,16 +24,7 @@ class KimiLinearForCausalLM(CausalLM):
     """Kimi-Linear (48B-A3B)."""
 
     gated: ClassVar[bool] = False  # the outputs of latent attention
-    # Parts of keys in checkpoints, and what they are in the keys of the blocks.
-    spellings: ClassVar[dict[str, str]] = {
-        ".block_sparse_moe.": ".mlp.",
-        ".w1.": ".gate_proj.",
-        ".w2.": ".down_proj.",
-        ".w3.": ".up_proj.",
-    }
-
-    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps)
+    spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp."}
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)
@@ -81,8 +70,3 @@ class KimiLinearForCausalLM(CausalLM):
         )  # fmt: skip
         shared = None if alike else MLP(f"{name}.shared", hidden, shared_size, limit=shared_limit, build=build)
         return MoE(router, experts, shared=shared, keys=MOE_KEYS)
-
-    def rename_key(self, key: str) -> str:
-        for theirs, ours in self.spellings.items():
-            key = key.replace(theirs, ours)
-        return key

@@ -48,8 +48,7 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
     @staticmethod
     def ring_decay(layer: Any) -> torch.Tensor:
         """Gates of the ring are time steps: A makes decays of them."""
-        decay: torch.Tensor = layer.A
-        return decay
+        return layer.A
 
 
 def _weights(layer: Any) -> SSMWeights:

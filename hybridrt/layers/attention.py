@@ -99,15 +99,18 @@ class Attention(nn.Module):
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Attention over norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.qkv, x, residual)
-        q, k, v, *gate = projected.split(self.sizes, dim=-1)
-        out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
+        out, gate = self._attend(projected, batch)
         return self.o_proj.gated_onto(residual, GATING, out, *gate) if gate else self.o_proj.onto(residual, out)
 
     def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attention over hidden states as they are: [T, hidden] to [T, hidden]."""
-        q, k, v, *gate = self.qkv(x).split(self.sizes, dim=-1)
-        out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
+        out, gate = self._attend(self.qkv(x), batch)
         return self.o_proj(GATING(out, *gate) if gate else out)
+
+    def _attend(self, projected: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The heads' results before their gate, and the gate if there is one."""
+        q, k, v, *gate = projected.split_with_sizes(self.sizes, dim=-1)
+        return batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope), gate
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and norms under `key`."""

@@ -13,7 +13,7 @@ from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, sharded, whole
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,10 @@ class GDNMixer(nn.Module):
         """Targets under `key`, by the names of `keys`."""
         keys, key_heads = self.keys, self.config.num_k_heads
 
-        def heads(name: str, dest: torch.Tensor) -> CheckpointTarget:
-            return whole(f"{self.name}.{name}", dest, lambda t: self.tp.shard(t, 0))
-
         found = {
             **self.out_proj.targets(f"{key}.{keys.out}", "x"),
-            f"{key}.A_log": heads("A_log", self.A_log.data),
-            f"{key}.dt_bias": heads("dt_bias", self.dt_bias.data),
+            f"{key}.A_log": sharded(self.tp, f"{self.name}.A_log", self.A_log.data),
+            f"{key}.dt_bias": sharded(self.tp, f"{self.name}.dt_bias", self.dt_bias.data),
             f"{key}.{keys.norm}.weight": whole(
                 f"{self.name}.norm.weight", self.norm.weight.data, lambda t: t.repeat(self.num_v_heads)
             ),

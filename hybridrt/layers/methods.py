@@ -298,8 +298,7 @@ def linear_method(name: str) -> type[LinearMethod]:
     Raises:
         BackendError: there is none, its package cannot be imported, or it brings something else.
     """
-    method: type[LinearMethod] = _METHODS.load(name)
-    return method
+    return _METHODS.load(name)
 
 
 def experts_method(name: str) -> type[ExpertsMethod]:

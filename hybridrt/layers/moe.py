@@ -172,6 +172,10 @@ class Experts(nn.Module):
         return self._targets(key, name, self.num_experts, self.num_shared, by_expert, down)
 
 
+# Ends of the keys of tensors that hold all experts, as newer versions of transformers write them.
+STACKS = {".experts.gate_up_proj": ("gate", "up"), ".experts.down_proj": ("down",)}
+
+
 def stacked_experts(key: str, matrices: Sequence[str], count: int) -> list[TensorPart]:
     """The parts of a tensor that holds these matrices of all experts, [E, rows of one above rows of the next, in], by
     the names that tensors of single experts would have: `key`.{expert}.{matrix}_proj.weight."""

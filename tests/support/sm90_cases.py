@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice
+from hybridrt.kernels.records import SavedStates
 from hybridrt.kernels.sampling import Penalties
 from hybridrt.kernels.state_ring import RingFolds
 
@@ -79,6 +80,8 @@ def mamba2() -> Cases:
             for batch, tokens, width in ((128, 1, 16), (32, 5, 32)):
                 yield from mamba2_step(shape, state, batch, tokens, width)
         yield from mamba2_prefill(shape, 8192, 256)
+        *_, (scan, args), _ = mamba2_prefill(shape, 512, 256)
+        yield scan, args | {"saves": SavedStates(int32(2), int32(1), int32(1))}
         yield "causal_conv1d_update", mamba2_conv(shape, 32, 5) | {"parents": int32(32, 5)}
     yield from lightning()
 

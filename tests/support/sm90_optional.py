@@ -182,7 +182,6 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     chain = {"drawn": meta(B, T, dtype=torch.int64), "drafts": int32(B, T - 1), "num_drafts": ROWS, "rows": ROWS}
     yield "accept_chain", chain | {"last_tokens": int32(SLOTS)}, {}
     yield "greedy", {"logits": logits["logits"]}, {"bitmask": filters["bitmask"]}
-    yield "uniform", {"seed": keys, "index": keys, "stream": 0, "ids": int32(vocabulary)}, {}
     outputs = {name: int32(B) for name in ("input_ids", "positions", "out_cache_loc")}
     table = {"rows": ROWS, "seq_lens": ROWS, "new_pages": ROWS, "last_tokens": int32(SLOTS), "page_size": 16}
     plain = outputs | table | {"req_to_token": int32(SLOTS, 64), "drafts": None, "num_drafts": None}
