@@ -68,8 +68,8 @@ def _check(
         )
     if gated is not None:
         _check_gate(x, gated)
-    if weight.dtype != x.dtype and x.shape[0] > 1:
-        raise ConfigError(f"skinny_linear takes one token, not {x.shape[0]}, where x is {x.dtype} and W {weight.dtype}")
+    if weight.dtype != x.dtype:
+        raise ConfigError(f"skinny_linear takes x and W of one dtype, not {x.dtype} and {weight.dtype}")
     if x.shape[0] > MAX_TOKENS:
         raise ConfigError(f"skinny_linear takes at most {MAX_TOKENS} tokens, not {x.shape[0]}")
     if tail is not None and norm is not None:
@@ -102,7 +102,7 @@ def skinny_linear(
 
     Args:
         x: [T, K] with any row stride, T at most MAX_TOKENS.
-        weight: [N, K] contiguous, in x's dtype, or with one token in float32; bias: [N] or None.
+        weight: [N, K] contiguous, in x's dtype; bias: [N] or None.
         tail: [T, K - K1], the last columns of the input where x `[T, K1]` holds the first: two inputs of one merged
             weight need no copy side by side. Not with a norm.
         gated: of x, with one token. Not with a norm or a tail.
@@ -111,7 +111,7 @@ def skinny_linear(
         activation: "silu_and_mul" halves N (gate rows, then up rows); "relu2".
 
     Returns:
-        y [T, N] or [T, N / 2] in W's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
+        y [T, N] or [T, N / 2] in x's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
 
     Raises:
         ConfigError: too many tokens, or a tail, a norm and a gate that do not fit together.
@@ -127,7 +127,6 @@ def skinny_linear(
         x = rms_norm.reference(x, norm.norm_weight, norm.eps).to(dtype)
     if gated is not None:
         x = _gated(x, gated)
-    x = x.to(weight.dtype)
     if parts > 1:
         pairs = zip(x.chunk(parts, 1), weight.chunk(parts), strict=True)
         y = torch.cat([F.linear(part, rows) for part, rows in pairs], 1)

@@ -231,7 +231,7 @@ def skinny_linear_triton(
     """`skinny_linear`: one launch for one token, one more where several tokens have a norm."""
     assert weight.is_contiguous() and x.stride(1) == 1
     out_features = weight.shape[0] // (2 if activation == "silu_and_mul" else 1)
-    out = torch.empty(x.shape[0], out_features, dtype=weight.dtype, device=x.device)
+    out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
         return out, _matvec(x, tail, weight, bias, norm, gated, activation, parts, out)
     norm_weight, eps, residual = norm or _NO_NORM
