@@ -289,5 +289,5 @@ def test_a_gated_product_is_the_same_with_it_and_without(tokens, monkeypatch):
 
 def test_weights_of_another_dtype_are_refused() -> None:
     x, weight, _ = case(1, 24, 40, torch.float32)
-    with pytest.raises(ConfigError, match="takes x and W of one dtype, not torch.bfloat16 and torch.float32"):
+    with pytest.raises(ConfigError, match=r"takes x and W of one dtype, not torch\.bfloat16 and torch\.float32"):
         skinny_linear(x.bfloat16(), weight)
