@@ -24,6 +24,7 @@ from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.providers import needs_host
 from hybridrt.kernels.records import ConvWeights, FusedStep, RowTables
+from hybridrt.kernels.views import take_tokens
 from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -136,10 +137,8 @@ class MambaAttnBackendBase(AttentionBackend):
 
     def _extend_in_passes(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
         """`extend` of a segment, then of those that follow it: their tokens' outputs replace the segment's."""
-        chosen = [
-            {name: t.index_select(0, tokens) for name, t in inputs.items() if name != "out"}
-            for tokens, _ in segment.later
-        ]
+        sources = {name: t for name, t in inputs.items() if name != "out"}
+        chosen = [take_tokens(sources, tokens) for tokens, _ in segment.later]
         outputs = self.extend(layer, inputs, segment)
         for (tokens, later), part in zip(segment.later, chosen, strict=True):
             replaced = self.extend(layer, part, later)
@@ -231,6 +230,9 @@ class MambaAttnBackendBase(AttentionBackend):
         for part in batch.extend_passes:
             for name in ("read_state_slots", "write_state_slots"):
                 check_range(f"{name} of a pass", getattr(part, name).clamp(min=0), end, BackendError)
+        for saved in batch.saved_states.values():
+            check_range("row_slots of saved states", saved.row_slots, end, BackendError)
+            check_range("chunk_slots of saved states", saved.chunk_slots, end, BackendError)
 
     def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
         """A captured step: fills the view's buffers, which the graph reads, in stream order."""

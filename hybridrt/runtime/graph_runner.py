@@ -38,11 +38,9 @@ class StepModel(Protocol):
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, hidden]."""
-        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] to [T, vocab]."""
-        ...
 
 
 class StaticBuffers:

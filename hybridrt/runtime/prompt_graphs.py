@@ -21,11 +21,12 @@ from tqdm.auto import tqdm
 
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.records import SavedStates, TokenInputs
+from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, free_bytes
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, StateSaves, pack_padded
+from hybridrt.runtime.saved_states import saved_states
 from hybridrt.runtime.step import StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, cut, packed_size
@@ -204,14 +205,6 @@ def splits(parts: int) -> list[int]:
     the first one starts, a tenth of the time that they run: the launch of each piece but a small first one passes
     while the piece in front runs."""
     return sorted({parts // 24, parts // 4} - {0})
-
-
-def saved_states(sections: Sections, sizes: Sequence[int]) -> dict[int, SavedStates]:
-    """By chunk size what `pack_padded` packed; nothing if no states are saved at the ends of chunks."""
-    if "row_slots" not in sections:
-        return {}
-    of_rows = sections["row_slots"], sections["row_lengths"]
-    return {size: SavedStates(sections[f"saves of {size}"], *of_rows) for size in sizes}
 
 
 def make_buckets(

@@ -183,6 +183,10 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "gated_rms_norm", partial(others.gated_rms_norm, 128, 128, True)
         yield "sigmoid_mul", partial(others.elementwise, "sigmoid_mul", 4096, 40)
         yield "router_softmax", partial(others.router_softmax, config)
+        for softmax in (True, False):
+            yield f"route_token {'softmax' if softmax else 'sigmoid'}", partial(others.route_token, softmax)
+        for group_size in (0, 128):
+            yield f"skinny_linear gate {group_size}", partial(others.gated_product, group_size)
         for tokens in (8, 400):
             yield f"fused_experts {tokens}", partial(others.fused_experts, config, tokens)
 
@@ -196,5 +200,7 @@ def latent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield f"attention_decode latent {tokens} full", partial(others.attention_decode, attention, tokens, 18)
     for what, new in (("few", [3, 1, 13, 8]), ("", [300, 1, 130, 133]), ("long", [3000, 1, 700, 1500])):
         yield f"latent_extend {what}", partial(others.latent_extend, attention, new)
+    for op in ("into_latent", "from_latent"):
+        yield op, partial(others.latent_product, attention, op)
     for rotated in (False, True):
         yield f"write_latent {'rotated' * rotated}", partial(others.write_latent, attention, rotated)

@@ -16,7 +16,8 @@ from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime import prompt_columns
 from hybridrt.runtime.graph_runner import ClosureRecorder, CudaGraphRecorder
 from hybridrt.runtime.prompt_columns import Bucket, StateSaves, pack_padded
-from hybridrt.runtime.prompt_graphs import PromptGraphs, saved_states, splits
+from hybridrt.runtime.prompt_graphs import PromptGraphs, splits
+from hybridrt.runtime.saved_states import saved_states
 from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import chunk_plans
