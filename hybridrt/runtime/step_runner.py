@@ -364,13 +364,9 @@ class StepRunner:
         )
 
     def _sample(
-        self,
-        on_host: tuple[np.ndarray, np.ndarray],
-        rows: torch.Tensor,
-        output_indices: torch.Tensor,
-        logits: torch.Tensor,
-        bitmask: torch.Tensor | None,
-    ) -> LaunchedStep:
+        self, on_host: tuple[np.ndarray, np.ndarray], rows: torch.Tensor, output_indices: torch.Tensor,
+        logits: torch.Tensor, bitmask: torch.Tensor | None,
+    ) -> LaunchedStep:  # fmt: skip
         """`on_host`: rows and output indices on the host."""
         filters, wanted = self._required.of(*on_host)
         tokens = self.sampler(logits, rows, output_indices, filters, bitmask)
