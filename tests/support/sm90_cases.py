@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
-from hybridrt.kernels.records import SavedStates
 from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice
+from hybridrt.kernels.records import SavedStates
 from hybridrt.kernels.sampling import Penalties
 from hybridrt.kernels.state_ring import RingFolds
 
