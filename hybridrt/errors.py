@@ -62,6 +62,10 @@ class RequestError(HybridrtError, ValueError):
         self.field = field
 
 
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for an output within `max_model_len`."""
+
+
 class MemoryBudgetError(HybridrtError):
     """The memory budget cannot hold what was asked for; the text names the number to change."""
 

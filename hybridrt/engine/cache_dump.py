@@ -10,6 +10,7 @@ import msgspec
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.errors import CacheDumpError
+from hybridrt.files import read_bytes
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
 
@@ -120,12 +121,9 @@ def read_dump(path: str | Path) -> CacheDump:
         CacheDumpError: it cannot be read, or is no such file; the text names what is wrong.
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as e:
-        raise CacheDumpError(f"the dump {path} cannot be read: {e.strerror or e}") from e
-    if len(data) > MAX_BYTES:
-        raise CacheDumpError(f"the dump {path} is larger than {MAX_BYTES} bytes")
+        data = read_bytes(path, MAX_BYTES)
+    except (OSError, ValueError) as e:
+        raise CacheDumpError(f"the dump {path} cannot be read: {e}") from e
     try:
         dump = msgspec.json.decode(data, type=CacheDump)
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:

@@ -45,12 +45,12 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
         return crc32(end.tobytes(), 0 if self.params.greedy else self.seed & 0xFFFFFFFF) >> 1
 
 
-class PageWrite(msgspec.Struct, frozen=True, array_like=True):
-    """`pages` become pages first_page, first_page + 1, ... of `row`'s KV."""
+class PageWrite(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """`pages` [n] int32 become pages first_page, first_page + 1, ... of `row`'s KV."""
 
     row: int
     first_page: int
-    pages: Sequence[int]
+    pages: np.ndarray
 
 
 class PageCopy(msgspec.Struct, frozen=True, array_like=True):

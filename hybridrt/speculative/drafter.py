@@ -7,7 +7,7 @@ from typing import Protocol
 
 from hybridrt.errors import EngineError
 from hybridrt.kernels.token_rules import TokenRules
-from hybridrt.mem_cache.allocator import Slot
+from hybridrt.mem_cache.slots import Slot
 from hybridrt.sampling_params import SamplingParams
 
 

@@ -67,6 +67,13 @@ def test_a_budget_beside_a_form_and_beside_calls(talker: Talker) -> None:
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_left_out_if_it_is_not_wanted(stream: bool, talker: Talker) -> None:
+    served, model = talker
+    model.say("<think>0123456789</think>So.")
+    assert answered(served, stream, include_reasoning=False) == ("So.", "", 12, "stop")
+
+
 def test_a_budget_of_messages(talker: Talker) -> None:
     """Thinking that is enabled is opened by the prompt, where the template has a switch for it."""
     served, model = talker
