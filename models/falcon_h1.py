@@ -52,15 +52,8 @@ class ParallelMixer(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
-<<<<<<< HEAD
         for_attn, for_ssm = self.out_proj.places(projected)
-        for_mamba, q, k, v = projected.split(self.sizes, dim=-1)
-=======
-        # Rows of one kind leave both results side by side; those of a mixed step are put together anyway.
-        mixed = batch.num_decode_rows and batch.num_extend_rows
-        for_attn, for_ssm = (None, None) if mixed else self.out_proj.places(projected)
         for_mamba, q, k, v = projected.split_with_sizes(self.sizes, dim=-1)
->>>>>>> cpu
         with self.branch.beside():
             ssm = self.mamba(for_mamba, batch, for_ssm)
         attn = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope, out=for_attn)

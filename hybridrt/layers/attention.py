@@ -99,14 +99,8 @@ class Attention(nn.Module):
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Attention over norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.qkv, x, residual)
-<<<<<<< HEAD
         out, gate = self._attend(projected, batch)
         return self.o_proj.gated_onto(residual, GATING, out, *gate) if gate else self.o_proj.onto(residual, out)
-=======
-        q, k, v, *gate = projected.split_with_sizes(self.sizes, dim=-1)
-        out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
-        return self.o_proj.onto(residual, sigmoid_mul(out, *gate) if gate else out)
->>>>>>> cpu
 
     def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attention over hidden states as they are: [T, hidden] to [T, hidden]."""
@@ -115,7 +109,7 @@ class Attention(nn.Module):
 
     def _attend(self, projected: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The heads' results before their gate, and the gate if there is one."""
-        q, k, v, *gate = projected.split(self.sizes, dim=-1)
+        q, k, v, *gate = projected.split_with_sizes(self.sizes, dim=-1)
         return batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope), gate
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:

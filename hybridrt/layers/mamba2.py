@@ -64,17 +64,10 @@ class Mamba2Mixer(nn.Module):
             )
 
     def forward(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-<<<<<<< HEAD
         """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` unless there
         is a draft tree or a norm follows."""
-        z, xBC, dt = projected.split((self.width, self.shape.conv_dim, self.heads), dim=-1)
-        place = out if self.norm is None else z.new_empty(z.shape)
-=======
-        """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` where a step
-        has one segment, no draft tree, and no norm follows."""
         z, xBC, dt = projected.split_with_sizes((self.width, self.shape.conv_dim, self.heads), dim=-1)
-        place = out if self.norm is None else None
->>>>>>> cpu
+        place = out if self.norm is None else z.new_empty(z.shape)
         backend = batch.attn_backend.route(self)
         y: torch.Tensor = backend.run(self, batch, z=z, xBC=xBC, dt=dt, out=place)
         return y if self.norm is None else self.norm(y, z)
