@@ -230,8 +230,8 @@ class StepRunner:
         return launched
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> Sampling:
-        scored, places = self._prompts.of(plan.extend, len(plan.decode) * tokens)
-        columns = pack_step(plan, tokens, self._packing) | places
+        scored, scored_columns = self._prompts.of(plan.extend, len(plan.decode) * tokens)
+        columns = pack_step(plan, tokens, self._packing) | scored_columns
         columns |= pack_saves(plan.extend, self._packing.chunk_sizes, self.backend.saves_at_chunks)
         sections = self._staging.upload(columns)
         self._apply_allocations(sections)
