@@ -19,6 +19,7 @@ from hybridrt.cli import main
 from hybridrt.cli.app import app
 from hybridrt.engine.llm import LLM
 from tests.support.http_server import CHAT_TEMPLATE, WAIT, serving
+from tests.support.listening import LOOPBACK, listening
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "hybridrt", "serve", "--device", "cpu", "--max-running-requests", "2", "--port", "0"]
@@ -49,6 +50,7 @@ def test_it_serves_and_drains(tmp_path: Path) -> None:
             messages = [{"role": "user", "content": "Hi"}]
             answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3})
             assert answer.status_code == 200, answer.text
+            assert listening(process.pid) == {LOOPBACK}
             body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
             with client.stream("POST", "/v1/completions", json=body) as stream:
                 lines = stream.iter_lines()
