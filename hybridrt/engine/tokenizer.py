@@ -6,12 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridrt.config_json import read_object
-<<<<<<< HEAD
-from hybridrt.errors import CheckpointError, RequestError, shown
-from hybridrt.files import check_file
-=======
 from hybridrt.errors import CheckpointError, PromptTooLongError, RequestError, shown
->>>>>>> http
+from hybridrt.files import check_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
