@@ -53,7 +53,7 @@ class ParallelMixer(nn.Module):
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
         for_attn, for_ssm = self.out_proj.places(projected)
-        for_mamba, q, k, v = projected.split(self.sizes, dim=-1)
+        for_mamba, q, k, v = projected.split_with_sizes(self.sizes, dim=-1)
         with self.branch.beside():
             ssm = self.mamba(for_mamba, batch, for_ssm)
         attn = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope, out=for_attn)

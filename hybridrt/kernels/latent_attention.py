@@ -39,7 +39,7 @@ def write_latent(
     if cos_sin is not None:
         q_tail, turned = qk_norm_rotary.reference(q[..., nope:], tail.unsqueeze(1), positions, Rope(cos_sin))
         q, tail = torch.cat((q[..., :nope], q_tail), dim=-1), turned.squeeze(1)
-    store(torch.cat((latent, tail), dim=-1).unsqueeze(1), cache, out_cache_loc)
+    store([(cache, torch.cat((latent, tail), dim=-1).unsqueeze(1))], out_cache_loc)
     return q
 
 

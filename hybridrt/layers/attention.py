@@ -109,7 +109,7 @@ class Attention(nn.Module):
 
     def _attend(self, projected: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The heads' results before their gate, and the gate if there is one."""
-        q, k, v, *gate = projected.split(self.sizes, dim=-1)
+        q, k, v, *gate = projected.split_with_sizes(self.sizes, dim=-1)
         return batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope), gate
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
