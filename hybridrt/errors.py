@@ -1,5 +1,34 @@
 """Typed errors. Each is raised before any state changes, and its text says what to do about it."""
 
+__all__ = [
+    "AuthenticationError",
+    "BackendError",
+    "CacheDumpError",
+    "CheckpointError",
+    "ConfigError",
+    "DeviceError",
+    "EngineError",
+    "GrammarError",
+    "HandshakeError",
+    "HybridrtError",
+    "MemoryBudgetError",
+    "MessageError",
+    "NoTokenLeftError",
+    "OutOfSlotsError",
+    "PeerGoneError",
+    "PoolError",
+    "ProviderNotInstalledError",
+    "QueueFullError",
+    "RankError",
+    "RequestError",
+    "ServerError",
+    "SessionError",
+    "TransferError",
+    "UnavailableError",
+    "UnsupportedLayerError",
+    "UnsupportedModelError",
+]
+
 
 class HybridrtError(Exception):
     """Base class: `except HybridrtError` catches everything that this package raises on purpose."""

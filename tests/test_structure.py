@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt.models", "mem_cache": "hybridrt.mem_cache"}
 # Arrows point from the right to the left. Within a name they are free: the package's own files may import each other.
 ORDER = (
-    "version", "errors", "plugins", "distributed.channel", "distributed.control", "structured_outputs",
+    "version", "errors", "files", "plugins", "distributed.channel", "distributed.control", "structured_outputs",
     "sampling_params",
     "speculative.registry", "config", "kinds", "families", "hf_config", "forward_batch", "kernels", "mem_cache",
     "attention", "distributed.groups", "distributed.conv_transfer", "layers", "models", "speculative.drafter",

@@ -14,6 +14,7 @@ import typer
 
 from hybridrt.cli.options import (
     EMBEDDED,
+    MAX_CHARS,
     EngineOptions,
     ModelOption,
     SamplingOptions,
@@ -144,9 +145,11 @@ def _read_stdin() -> str:
     if sys.stdin.isatty():
         raise RequestError(f"no prompt: {advice}")
     try:
-        text = sys.stdin.read()
+        text = sys.stdin.read(MAX_CHARS + 1)
     except UnicodeDecodeError as e:
         raise RequestError(f"standard input is no {e.encoding} text (byte {e.start}): convert it") from e
+    if len(text) > MAX_CHARS:
+        raise RequestError(f"standard input has more than {MAX_CHARS} characters; a prompt has fewer")
     if not text:
         raise RequestError(f"the prompt is empty, for standard input holds nothing: {advice}")
     return text

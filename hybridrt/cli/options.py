@@ -4,15 +4,16 @@ import inspect
 from collections.abc import Callable
 from copy import copy
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 
+from hybridrt import files
 from hybridrt.errors import ConfigError
 from hybridrt.speculative.registry import BUILT_IN, load_method
 
 EMBEDDED, EMBEDDED_DRAFT = "embedded", "embedded_draft"
+MAX_CHARS = 1 << 24  # of a prompt or a message that standard input brings
 ModelOption = Annotated[
     str,
     typer.Option("--model", "-m", metavar="NAME", help="Checkpoint directory, hub name, or the built-in model."),
@@ -141,8 +142,8 @@ def read_text(option_name: str, file: str) -> str:
         ConfigError: it cannot be read.
     """
     try:
-        return Path(file).read_text()
-    except (OSError, UnicodeDecodeError, ValueError) as e:
+        return files.read_text(file)
+    except (OSError, ValueError) as e:
         raise ConfigError(f"{option_name}: {file} cannot be read: {e}") from e
 
 

@@ -225,8 +225,7 @@ class AsyncLLM:
         """Checks a conversation and converts it to tokens, in another thread. Raises what `LLM.chat` raises first."""
         compiles = params.structured_outputs is not None or asks_for_grammar(conversation)
         prepare = self.llm.prepare_chat
-        prepared: PreparedChat = await self.in_thread(prepare, conversation, params, chat, compiles=compiles)
-        return prepared
+        return await self.in_thread(prepare, conversation, params, chat, compiles=compiles)
 
     async def stream_chat(
         self,

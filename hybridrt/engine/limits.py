@@ -119,7 +119,7 @@ class Intake:
             raise RequestError(
                 f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {limits.vocab_size - 1}"
             )
-        if held := limits.image_tokens.keys() & set(tokens):
+        if limits.image_tokens and (held := limits.image_tokens.keys() & set(tokens)):
             raise RequestError(
                 f"the prompt holds token {min(held)} ({limits.image_tokens[min(held)]}), which stands for an image or "
                 "a video; hybridrt runs the text part of this model alone: leave images out"
@@ -133,7 +133,7 @@ class Intake:
         rules = make_rules(params, forbidden, self._bad_words(params), limits.vocab_size)
         _check_constants(params, rules)
         structured = params.structured_outputs
-        matcher = None if structured is None else self.compiler.matcher(structured)
+        matcher = None if structured is None else self.compiler.matcher(structured, params.n)
         if rules is not None:
             _check_first(params, rules, matcher)
         self.check_fits(max_len)

@@ -178,6 +178,10 @@ RESPONSES: Effects = {
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": FORM}}},
         lambda seen: seen.params is not None and seen.params.structured_outputs is not None,
     ),
+    "thinking_token_budget": (
+        {"thinking_token_budget": 3},
+        lambda seen: seen.refused("thinking_token_budget"),
+    ),
     "chat_template_kwargs": PROMPTS["chat_template_kwargs"],
     "include": (TOKEN_LOGPROBS, lambda seen: len(seen.written["logprobs"]) > 0),
     "top_logprobs": (
