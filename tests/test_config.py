@@ -172,7 +172,7 @@ def test_unknown_architectures(
         ("zamba2-plain", {"hidden_act": "silu"}, "gelu"),
         ("zamba2-two_blocks_adapters_rope", {"num_key_value_heads": 2}, "adapters of keys"),
         ("nemotron-plain", {"per_layer_config": {"1": {"intermediate_size": 24}}}, "per_layer_config"),
-        ("qwen35", {"output_gate_type": "sigmoid"}, "output_gate_type"),
+        ("qwen35-split", {"output_gate_type": "sigmoid"}, "output_gate_type"),
         ("qwen-plain", {"attn_output_gate": False}, "attn_output_gate"),
         ("kimi-plain", {"linear_attn_config": {"gate_lower_bound": -5.0}}, "gate_lower_bound"),
         ("kimi-plain", {"linear_attn_config": {"use_full_rank_gate": True}}, "use_full_rank_gate"),
