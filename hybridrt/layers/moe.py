@@ -249,7 +249,7 @@ class MoE(nn.Module):
     def _sum(self, h: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Of the chosen experts and the shared MLP, over all ranks."""
         all_reduce = self.experts.tp.all_reduce
-        if self.latent is not None:
+        if self.latent is not None:  # its way back takes whole sums: the routed experts' are reduced before
             routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
             return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
         routed = self.experts(h, weights, ids)

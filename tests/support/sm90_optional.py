@@ -78,6 +78,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     )
     scan = {"z": meta(TOKENS, H, P)} | per_head
     yield "mamba2_chunk_scan", mamba(TOKENS) | PROMPTS | none, scan
+    yield "mamba2_chunk_scan", mamba(16 * TOKENS) | PROMPTS | none, {}  # many tokens take other kernels
     inner = {"rows": ROWS, "stored": f32(SLOTS, T, H * P, N)}
     norms = {"B_weight": f32(N), "C_weight": f32(N), "eps": 1e-5}
     yield "mamba1_update", mamba1(B, T) | SLOT_ARGS, norms | inner | parents
@@ -192,3 +193,7 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     rows = {"req_pool_indices": ROWS, "seq_lens": ROWS, "num_real": 2, "tokens_per_row": 1}
     pools = {"req_to_state_slot": int32(SLOTS), "ring_start": int32(SLOTS), "ring_length": int32(SLOTS)}
     yield "fill_decode_metadata", {"out": buffers} | rows | pools, {}
+    yield "enter_rows", {"rows": ROWS, "state_slots": ROWS, "phases": None, "apart": 16} | pools, {"phases": ROWS}
+    pages = {"rows": ROWS, "page_indices": ROWS, "pages": ROWS, "req_to_token": int32(SLOTS, 64), "page_size": 16}
+    yield "enter_pages", pages, {}
+    yield "enter_tokens", {"rows": ROWS, "tokens": meta(B, dtype=torch.int64), "last_tokens": int32(SLOTS)}, {}
