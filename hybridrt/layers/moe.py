@@ -16,6 +16,7 @@ from hybridrt.kernels.moe import (
     RoutedToken,
     SoftmaxChoice,
     route_token,
+    router_product,
     router_sigmoid_grouped,
     router_softmax,
 )
@@ -92,7 +93,7 @@ class SigmoidGroupRouter(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32; no expert for padding."""
-        logits = F.linear(x.float(), self.weight)
+        logits = router_product(x, self.weight)
         return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows)
 
     def route(self, norm: InputNorm, x: torch.Tensor, batch: ForwardBatch) -> RoutedToken:

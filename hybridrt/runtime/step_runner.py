@@ -10,6 +10,7 @@ import torch
 from hybridrt.errors import ConfigError, EngineError
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
+from hybridrt.kernels.row_tables import enter_tokens
 from hybridrt.mem_cache.bounds import DEBUG
 from hybridrt.runtime.build import Runtime
 from hybridrt.runtime.capture import capture_graphs
@@ -304,11 +305,10 @@ class StepRunner:
         copies the pages that the step names."""
         table = self.pools.req_to_token
         if sections["admit_rows"].numel():
-            rows = sections["admit_rows"].long()
-            table.admit(rows, sections["admit_state_slots"].long(), sections["admit_phases"])
-            self.sampling_table.admit(rows, sections)
+            table.admit(sections["admit_rows"], sections["admit_state_slots"], sections["admit_phases"])
+            self.sampling_table.admit(sections["admit_rows"].long(), sections)
         if sections["pages"].numel():
-            table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
+            table.write_pages(sections["page_rows"], sections["page_indices"], sections["pages"])
         if "copy_sources" in sections:
             self.pools.kv.copy_pages(*(sections[name].long() for name in ("copy_sources", "copy_targets")))
 
@@ -344,17 +344,13 @@ class StepRunner:
         )
 
     def _sample(
-        self,
-        on_host: tuple[np.ndarray, np.ndarray],
-        rows: torch.Tensor,
-        output_indices: torch.Tensor,
-        logits: torch.Tensor,
-        bitmask: torch.Tensor | None,
-    ) -> LaunchedStep:
+        self, on_host: tuple[np.ndarray, np.ndarray], rows: torch.Tensor, output_indices: torch.Tensor,
+        logits: torch.Tensor, bitmask: torch.Tensor | None,
+    ) -> LaunchedStep:  # fmt: skip
         """`on_host`: rows and output indices on the host."""
         filters, wanted = self._required.of(*on_host)
         tokens = self.sampler(logits, rows, output_indices, filters, bitmask)
-        self.last_tokens[rows] = tokens.int()
+        enter_tokens(rows, tokens, self.last_tokens)
         return LaunchedStep(tokens[:, None], None, *requested_logprobs(logits, tokens, wanted))
 
     def _verify(
