@@ -9,9 +9,9 @@ engine's hook for them is taken out: what is left is the few comparisons of a st
 outputs would not make. At the end the three figures stand beside their targets.
 
 `masks_in_time` is the share of steps whose masks were on their way before the forward pass had ended: an event behind
-the forward pass must not have come when the sampling is launched; a CPU has none. `sampling_ms` is the host's median
-time from the end of the step before, or from the launch of the forward pass if that was later, until the sampling is
-launched: it fills the masks and copies them (on a CPU it also samples).
+the forward pass must not have come when the sampling is launched; a CPU has none. `sampling_ms` is the host's time
+(median, 99th percentile, maximum) from the end of the step before, or from the launch of the forward pass if that was
+later, until the sampling is launched: it fills the masks and copies them (on a CPU it also samples).
 """
 
 import argparse
@@ -22,6 +22,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.common import environment, save, settle
@@ -55,7 +56,7 @@ class Row:
     ratio: float
     in_turns: list[float]
     masks_in_time: float | None
-    sampling_ms: float | None
+    sampling_ms: list[float] | None
 
 
 class Masks:
@@ -143,7 +144,7 @@ def measure(llm: LLM, batch: int, prompt: int, output: int, turns: int) -> list[
     rows = []
     for case, noted in masks.items():
         in_time = sum(noted.in_time) / len(noted.in_time) if noted.in_time else None
-        ms = 1e3 * statistics.median(noted.seconds) if noted.seconds else None
+        ms = [round(1e3 * float(x), 3) for x in np.percentile(noted.seconds, (50, 99, 100))] if noted.seconds else None
         rows.append(Row(case, batch, rate[case], rate[case] / rate["none"], rates[case], in_time, ms))
         print(rows[-1])
     return rows

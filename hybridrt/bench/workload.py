@@ -100,7 +100,9 @@ def _traced(config: WorkloadConfig, draw: random.Random) -> Iterator[Work]:
     try:
         lines = islice(read_lines(config.data), config.requests)
         entries = [json.loads(line) for line in lines if line.strip()]
-        start = _timestamp(entries[0]) if entries else 0.0
+        if not entries:
+            raise ValueError("it has no lines")
+        start = _timestamp(entries[0])
         for i, entry in enumerate(entries):
             length = _length(entry, "input_length")
             hashes = entry.get("hash_ids", [])[: -(-length // _BLOCK)]

@@ -9,7 +9,7 @@ from hybridrt.errors import RequestError, shown
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARACTERS = 256
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # Arguments of transformers' apply_chat_template and of ours; a caller sets variables of the template alone.
 RESERVED = {
     "self", "messages", "template", "conversation", "conversations", "tools", "documents", "chat_template",

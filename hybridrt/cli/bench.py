@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from hybridrt.bench.timing import Goal, Timing, plot, summary
+from hybridrt.bench.timing import Goal, Timing, check_picture, plot, summary
 from hybridrt.bench.workload import WorkloadConfig, make_work
 from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, Overrides, SpeculativeOptions, option
 from hybridrt.errors import ConfigError, EngineError
@@ -65,11 +65,24 @@ class ResultOptions:
         return None if limits == [None] * 3 else Goal(*limits)
 
     def check(self) -> None:
-        """Before the load begins: ConfigError where a result could not be written."""
+        """Before the load begins.
+
+        Raises:
+            ConfigError: a limit is no limit, or a result could not be written.
+            ProviderNotInstalledError: there is no matplotlib for the picture.
+        """
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
+        for name in ("slo_ttft", "slo_tpot", "slo_e2e"):
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"{name} is {limit}; it must be more than 0 milliseconds")
         for file in filter(None, (self.output, self.picture)):
             path = Path(file)
             if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise ConfigError(f"{file} cannot be written; pass a file in a directory that exists")
+        if self.picture is not None:
+            check_picture(self.picture)
 
     def show(self, timings: Sequence[Timing], planned: int, load: WorkloadConfig, **facts: Any) -> None:
         """Prints and writes results. Fewer timings than were planned: Ctrl-C ended the run.
@@ -83,9 +96,9 @@ class ResultOptions:
         text = json.dumps(found, indent=2)
         if self.output is not None:
             Path(self.output).write_text(text + "\n")
+        typer.echo(text if self.json_only else "\n".join(_lines(found)))
         if self.picture is not None:
             plot(timings, self.picture)
-        typer.echo(text if self.json_only else "\n".join(_lines(found)))
         if found["interrupted"]:
             raise typer.Exit(130)
         if found["failed"] == found["requests"]:

@@ -29,7 +29,6 @@ class LineReader(Protocol):
             KeyboardInterrupt: Ctrl-C was typed.
             RequestError: it has more than MAX_CHARS characters.
         """
-        ...
 
 
 def make_reader(commands: Sequence[str]) -> LineReader:

@@ -44,7 +44,7 @@ class ServerOptions:
     reasoning_parser: Annotated[str | None, option("How the model marks reasoning.", "auto", "NAME")] = None
     max_waiting: Annotated[int | None, option("Samples that may wait; more get 429.", "4096", "N")] = None
     max_body_bytes: Annotated[int | None, option("Longest body of a request.", "16777216", "N")] = None
-    request_timeout: Annotated[float | None, option("Seconds that a request may take; 0: any.", "600", "S")] = None
+    request_timeout: Annotated[float | None, option("Seconds that a request may take.", "600", "S")] = None
     drain_timeout: Annotated[float | None, option("Seconds for running requests after SIGTERM.", "30", "S")] = None
     step_timeout: Annotated[float | None, option("A longer step makes /health fail.", "120", "S")] = None
     stats_interval: Annotated[float | None, option("Seconds between lines of statistics; 0: none.", "10", "S")] = None

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,20 +15,69 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 
+class Grammar:
+    """A compiled grammar. Any thread may use it.
+
+    Copies of an LLMatcher share one lexer behind a lock: their masks are computed one after the other, however many
+    threads there are. So a grammar may have several roots, each with a lexer of its own, and its matchers are copies of
+    the roots in turn.
+
+    Args:
+        root: has taken no token and computed a first mask.
+        eos: tokens that end an output.
+
+    Attributes:
+        roots: one or more, all alike.
+    """
+
+    def __init__(self, root: "LLMatcher", eos: frozenset[int]) -> None:
+        self.roots: tuple[LLMatcher, ...] = (root,)
+        self.eos = eos
+        self._turn = count()
+
+    def start(self) -> "tuple[int, LLMatcher]":
+        """The number of the next root, and a copy of it."""
+        roots = self.roots
+        number = next(self._turn) % len(roots)
+        return number, roots[number].deep_copy()
+
+
 class Matcher:
     """Follows the output of one sample.
 
     Args:
-        inner: llguidance's matcher, which has taken the output so far.
-        eos: tokens that end an output.
+        grammar: what the output follows.
+        started: the number of a root, and a copy of it that has taken the output so far. None: the matcher starts when
+            it is first needed, when the grammar may have more roots.
     """
 
-    def __init__(self, inner: "LLMatcher", eos: frozenset[int]) -> None:
-        self.inner, self._eos = inner, eos
+    def __init__(self, grammar: Grammar, started: "tuple[int, LLMatcher] | None" = None) -> None:
+        self._grammar = grammar
+        if started is not None:
+            self._started = started
+
+    @cached_property
+    def _started(self) -> "tuple[int, LLMatcher]":
+        return self._grammar.start()
+
+    @property
+    def root(self) -> int:
+        """The number of the grammar's root whose lexer this matcher uses."""
+        return self._started[0]
+
+    @property
+    def inner(self) -> "LLMatcher":
+        """llguidance's matcher, which has taken the output so far."""
+        return self._started[1]
+
+    @property
+    def _eos(self) -> frozenset[int]:
+        return self._grammar.eos
 
     def copy(self) -> "Matcher":
         """A matcher in the same state, independent of this one."""
-        return Matcher(self.inner.deep_copy(), self._eos)
+        started = (self.root, self.inner.deep_copy()) if "_started" in self.__dict__ else None
+        return Matcher(self._grammar, started)
 
     def advance(self, token: int) -> bool:
         """Takes a token of the output, other than one that ends it. Returns True if the output is complete and no token
@@ -100,20 +151,21 @@ class MaskedRow:
 
 def fill_masks(rows: Sequence[MaskedRow], words: int, executor: "LLExecutor") -> np.ndarray:
     """[sum(1 + len(draft)), words] int32, bit i % 32 of word i // 32 set where token i may follow. The masks of chains
-    are computed in the executor's threads, without Python's lock."""
+    are computed in the executor's threads, without Python's lock. A thread takes neighbours, so those of one root stand
+    together: two threads would wait for its lexer."""
     from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
-    masks = np.full((sum(1 + len(row.draft) for row in rows), words), -1, np.int32)
-    plain, drafted, start = [], [], 0
-    for row in rows:
-        end = start + 1 + len(row.draft)
-        if row.matcher is not None and row.draft.parents is not None:
-            row.matcher.fill_tree(row.draft, masks[start:end])
-        elif row.matcher is not None and len(row.draft):
-            drafted.append((row.matcher.inner, start, list(row.draft.tokens)))
-        elif row.matcher is not None:
-            plain.append((row.matcher.inner, start))
-        start = end
+    starts = [0, *accumulate(1 + len(row.draft) for row in rows)]
+    masks = np.full((starts[-1], words), -1, np.int32)
+    live = [(row.matcher, row.draft, start) for row, start in zip(rows, starts) if row.matcher is not None]
+    plain, drafted = [], []
+    for matcher, draft, start in sorted(live, key=lambda row: row[0].root):
+        if draft.parents is not None:
+            matcher.fill_tree(draft, masks[start : start + 1 + len(draft)])
+        elif len(draft):
+            drafted.append((matcher.inner, start, list(draft.tokens)))
+        else:
+            plain.append((matcher.inner, start))
     if plain:
         fill_next_token_bitmask_par(executor, plain, masks)
     if drafted:

@@ -1,27 +1,32 @@
 """Compiles structured outputs for a model's tokens: in threads, within a time limit, each of them once."""
 
 import json
+import os
+import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybridrt.engine.grammar import Matcher, shortened
+from hybridrt.engine.grammar import Grammar, Matcher, shortened
 from hybridrt.engine.tokenizer import HFTokenizer, Tokenizer
 from hybridrt.errors import QueueFullError, RequestError
 from hybridrt.structured_outputs import WHITESPACE, StructuredOutputs
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 COMPILE_SECONDS = 10.0
 COMPILING = 4  # requests that wait for their grammars at a time
 RUNNING = 8  # threads that compile at a time, those included whose requests have given up: each may take 1 GB
 KEPT = 64  # grammars, also those that failed
+SHARED = 8  # grammars with more than one root at a time: each root has a lexer, which may take 100 MB
+GROW_SECONDS = 0.1  # a grammar gets no more roots after that: they save a millisecond or so in each step
 # llguidance's limits of one mask: an expression made to be slow delays all rows by 400 ms at the defaults, by 100 ms
 # with these. verbose_errors would quote the grammar.
 _LIMITS = {"step_lexer_fuel": 100_000, "max_lexer_states": 50_000, "verbose_errors": False}
@@ -37,12 +42,14 @@ class GrammarCompiler:
     """Makes matchers of structured outputs. Any thread may call `matcher`.
 
     llguidance compiles without Python's lock and has limits of its own, which end it within a second or so. A request
-    waits `seconds` at most; the thread that compiles may run a little longer.
+    waits `seconds` at most; the thread that compiles may run a little longer. A grammar that several samples follow is
+    compiled again, up to once for each thread that computes masks (`Grammar.roots`), without anything waiting for it.
 
     Args:
         tokenizer: None: the model has none, so requests are refused.
         vocab_size: of the model. Tokens beyond the tokenizer's are never allowed.
         eos_token_ids: allowed where an output may end.
+        threads: that compute masks; None: four of five CPUs, 16 at most.
     """
 
     def __init__(
@@ -51,10 +58,13 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         seconds: float = COMPILE_SECONDS,
+        threads: int | None = None,
     ) -> None:
         self.seconds, self.vocab_size = seconds, vocab_size
+        self.threads = _num_threads() if threads is None else threads
         self._tokenizer, self._eos = tokenizer, frozenset(eos_token_ids)
-        self._compiled: OrderedDict[StructuredOutputs, Future[Matcher | str]] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutputs, Future[Grammar | str]] = OrderedDict()
+        self._shared = deque[Grammar]()
         self._running = 0
         self._lock = threading.Lock()  # guards `_compiled` and `_running`
         self._loading = threading.Lock()
@@ -70,10 +80,13 @@ class GrammarCompiler:
         """The threads that compute masks."""
         from llguidance import LLExecutor
 
-        return LLExecutor()
+        return LLExecutor(self.threads)
 
-    def matcher(self, outputs: StructuredOutputs) -> Matcher:
+    def matcher(self, outputs: StructuredOutputs, samples: int = 1) -> Matcher:
         """A new matcher, before the first token.
+
+        Args:
+            samples: that will have copies of it.
 
         Raises:
             RequestError: the model has no tokenizer or no end of sequence, llguidance is not installed, or the
@@ -88,9 +101,11 @@ class GrammarCompiler:
         found = self._wait(outputs, tokenizer) if job is None or not job.done() else job.result()
         if isinstance(found, str):
             raise RequestError(f"{_FIELD}: this {outputs.kind} cannot be used: {found}", _FIELD)
-        return found.copy()
+        if samples > 1 or job is not None:
+            self._grow(found, outputs, tokenizer)
+        return Matcher(found)
 
-    def _wait(self, outputs: StructuredOutputs, tokenizer: "LLTokenizer") -> Matcher | str:
+    def _wait(self, outputs: StructuredOutputs, tokenizer: "LLTokenizer") -> Grammar | str:
         """Starts to compile, unless another request has; waits for the result."""
         if not self._places.acquire(timeout=self.seconds):
             raise QueueFullError("too many grammars are being compiled: try again later")
@@ -101,7 +116,7 @@ class GrammarCompiler:
         finally:
             self._places.release()
 
-    def _job(self, outputs: StructuredOutputs, tokenizer: "LLTokenizer") -> "Future[Matcher | str]":
+    def _job(self, outputs: StructuredOutputs, tokenizer: "LLTokenizer") -> "Future[Grammar | str]":
         with self._lock:
             job = self._compiled.get(outputs)
             if job is not None:
@@ -115,27 +130,55 @@ class GrammarCompiler:
 
         def run() -> None:
             try:
-                found = self._compile(outputs, tokenizer)
+                inner = self._compile(outputs, tokenizer)
+                found = inner if isinstance(inner, str) else Grammar(inner, self._eos)
             except BaseException as e:  # a failed assertion in llguidance is no Exception
                 found = f"{type(e).__name__}: {shortened(str(e))}"
             with self._lock:
                 self._running -= 1
             job.set_result(found)
 
-        with _starting:
-            before = threading.stack_size(_STACK_BYTES)
-            try:
-                threading.Thread(target=run, name="hybridrt-grammar", daemon=True).start()
-            except RuntimeError as e:  # not enough memory for the stack: a later request tries again
-                with self._lock:
-                    self._compiled.pop(outputs, None)
-                    self._running -= 1
-                job.set_exception(QueueFullError(f"no thread to compile a grammar ({e}): try again later"))
-            finally:
-                threading.stack_size(before)
+        try:
+            _start(run)
+        except RuntimeError as e:  # not enough memory for the stack: a later request tries again
+            with self._lock:
+                self._compiled.pop(outputs, None)
+                self._running -= 1
+            job.set_exception(QueueFullError(f"no thread to compile a grammar ({e}): try again later"))
         return job
 
-    def _compile(self, outputs: StructuredOutputs, tokenizer: "LLTokenizer") -> Matcher | str:
+    def _grow(self, grammar: Grammar, outputs: StructuredOutputs, tokenizer: "LLTokenizer") -> None:
+        """Starts to make the other roots of a grammar, unless it has them or the threads are needed elsewhere: then a
+        later request does it."""
+        with self._lock:
+            if grammar in self._shared or self.threads == 1 or self._running >= RUNNING // 2:
+                return
+            self._running += 1
+            if len(self._shared) == SHARED:
+                dropped = self._shared.popleft()
+                dropped.roots = dropped.roots[:1]
+            self._shared.append(grammar)
+
+        def run() -> None:
+            try:
+                end = time.monotonic() + GROW_SECONDS
+                while len(grammar.roots) < self.threads and time.monotonic() < end:
+                    inner = self._compile(outputs, tokenizer)
+                    with self._lock:
+                        if isinstance(inner, str) or grammar not in self._shared:
+                            return
+                        grammar.roots += (inner,)
+            finally:
+                with self._lock:
+                    self._running -= 1
+
+        try:
+            _start(run)
+        except RuntimeError:  # not enough memory for the stack; the grammar works with one root
+            with self._lock:
+                self._running -= 1
+
+    def _compile(self, outputs: StructuredOutputs, tokenizer: "LLTokenizer") -> "LLMatcher | str":
         from llguidance import LLMatcher, LLParserLimits
         from llguidance.numpy import fill_next_token_bitmask
 
@@ -143,9 +186,7 @@ class GrammarCompiler:
         first = np.zeros((1, self.words), np.int32)
         if not inner.is_error():
             fill_next_token_bitmask(inner, first)
-        if inner.is_error():
-            return shortened(inner.get_error())
-        return Matcher(inner, self._eos)
+        return shortened(inner.get_error()) if inner.is_error() else inner
 
     def _loaded(self) -> "LLTokenizer":
         with self._loading:  # cached_property alone would load it twice
@@ -171,6 +212,22 @@ class GrammarCompiler:
                 f"have a tokenizer.json whose tokens are in the model's vocabulary of {self.vocab_size}",
                 _FIELD,
             ) from e
+
+
+def _num_threads() -> int:
+    """Four of five CPUs, 16 at most."""
+    cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(max(cpus * 4 // 5, 1), 16)
+
+
+def _start(run: Callable[[], None]) -> None:
+    """Runs it in a thread with a large stack. Raises RuntimeError if there is no memory for that."""
+    with _starting:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="hybridrt-grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
 
 
 def _grammar(outputs: StructuredOutputs) -> str:

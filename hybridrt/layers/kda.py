@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.views import by_head
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
@@ -56,12 +57,12 @@ class KDAMixer(nn.Module):
         mixed_qkv, decay, gate, b = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         if self.gate_projs:
             decay, gate = (linear(x) for linear, x in zip(self.gate_projs, (decay, gate), strict=True))
-        y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=decay, b=b)
-        return self.out_proj.onto(residual, self.norm(y, gate))
+        y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=self.by_head(decay), b=b)
+        return self.out_proj.gated_onto(residual, self.norm, y, gate)
 
     def by_head(self, channels: torch.Tensor) -> torch.Tensor:
         """[..., width] as [..., H, head_dim]."""
-        return channels.unflatten(-1, (self.num_heads, self.head_dim))
+        return by_head(channels, self.num_heads, self.head_dim)
 
     def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v [..., H, head_dim] of the conv's output."""

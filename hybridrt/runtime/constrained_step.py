@@ -61,10 +61,14 @@ class ConstrainedStep:
             raise EngineError(f"{-missing} masks too many for a step with {len(self._lines)} constrained lines")
         if missing:
             return False
-        sections = staging.upload({"lines": self._lines, "masks": np.concatenate(self._masks)})
-        copied, lines = sections["masks"], sections["lines"].long()
-        bitmask = torch.full((self._total, masks.shape[1]), -1, dtype=torch.int32, device=copied.device)
-        self._launched = self._sampling(bitmask.index_copy_(0, lines, copied))
+        together = masks if len(self._masks) == 1 else np.concatenate(self._masks)
+        if len(self._lines) == self._total:
+            bitmask = staging.upload({"masks": together})["masks"]
+        else:
+            sections = staging.upload({"lines": self._lines, "masks": together})
+            bitmask = torch.full((self._total, masks.shape[1]), -1, dtype=torch.int32, device=staging.device)
+            bitmask.index_copy_(0, sections["lines"].long(), sections["masks"])
+        self._launched = self._sampling(bitmask)
         return True
 
     def ready(self) -> bool:

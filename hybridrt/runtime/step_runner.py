@@ -10,9 +10,11 @@ import torch
 from hybridrt.errors import ConfigError, EngineError
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
+from hybridrt.mem_cache.bounds import DEBUG
 from hybridrt.runtime.build import Runtime
 from hybridrt.runtime.capture import capture_graphs
 from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
+from hybridrt.runtime.cpu_decode import CPUDecode
 from hybridrt.runtime.drafting import DeviceDrafter, draft_needs
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.host_copies import HostCopies
@@ -22,6 +24,7 @@ from hybridrt.runtime.prompt_columns import Bucket
 from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
+from hybridrt.runtime.saved_states import pack_saves, saved_states
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageCopy, PageWrite, StepHandle, StepPlan, int32s
 from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
@@ -34,7 +37,7 @@ from hybridrt.runtime.step_inputs import (
     pack_bookkeeping,
     pack_step,
 )
-from hybridrt.runtime.step_passes import extend_passes, pack_passes
+from hybridrt.runtime.step_passes import extend_passes
 
 
 class StepRunner:
@@ -69,6 +72,10 @@ class StepRunner:
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._unsampled: ConstrainedStep | None = None
         self._packing = Packing(self.trees, self.drafter is not None, self.backend.chunk_sizes)
+        self._cpu_decode: CPUDecode | None = None
+        # With HYBRIDRT_DEBUG=1 each step is eager: then the backends look at all numbers.
+        if self.device.type == "cpu" and self.drafter is None and not DEBUG:
+            self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens)
 
     def capture(self, progress: bool = False) -> None:
         """Records steps as graphs (hybridrt.runtime.capture)."""
@@ -140,12 +147,17 @@ class StepRunner:
 
     def _way(self, plan: StepPlan, tokens: int) -> Callable[[], Sampling]:
         """What launches a step: one graph for all rows, a graph for the decode rows and the chunks behind it, or the
-        model itself."""
+        model itself, over tensors that are kept for plain decode on a CPU, else over new ones."""
         bucket = self._prompt_bucket(plan, tokens)
         if bucket is not None:
             return partial(self._launch_prompts, plan, bucket)
         found = self._graph_of(plan, tokens)
-        return partial(self._launch_eager, plan, tokens) if found is None else partial(self._launch_graph, plan, *found)
+        if found is not None:
+            return partial(self._launch_graph, plan, *found)
+        plain = len(plan.decode) and tokens == 1 and not (plan.extend or plan.imports or plan.exports)
+        if self._cpu_decode is not None and plain:
+            return partial(self._launch_cpu_decode, plan, self._cpu_decode)
+        return partial(self._launch_eager, plan, tokens)
 
     def _prompt_bucket(self, plan: StepPlan, tokens: int) -> Bucket | None:
         """The graph of a step with prompts; None if it runs without."""
@@ -156,13 +168,20 @@ class StepRunner:
         return None if plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
     def _launch_prompts(self, plan: StepPlan, bucket: Bucket) -> Sampling:
-        if plan.admissions or plan.page_writes or plan.page_copies:
-            self._apply_allocations(self._staging.upload(pack_bookkeeping(plan)))
+        self._apply_bookkeeping(plan)
         assert self.prompt_graphs is not None
         lines = self.prompt_graphs.replay(plan, bucket)
         if not len(lines.rows):
             return lambda _: LaunchedStep(None)
         return lambda bitmask: self._sample(lines.on_host, lines.rows, lines.output_indices, lines.logits, bitmask)
+
+    def _launch_cpu_decode(self, plan: StepPlan, steps: CPUDecode) -> Sampling:
+        self._apply_bookkeeping(plan)
+        batch, indices = steps.prepare(plan.decode)
+        logits = self.model.logits(self.model(batch))
+        self.backend.commit(batch)
+        on_host = plan.decode.rows, plan.decode.output_indices
+        return lambda bitmask: self._sample(on_host, batch.req_pool_indices, indices, logits, bitmask)
 
     def _keep_pages(self, copies: Sequence[PageCopy]) -> None:
         """Fills pages of the prefix cache, in all KV layers."""
@@ -233,7 +252,7 @@ class StepRunner:
     def _launch_eager(self, plan: StepPlan, tokens: int) -> Sampling:
         scored, places = self._prompts.of(plan.extend, len(plan.decode) * tokens)
         columns = pack_step(plan, tokens, self._packing) | places
-        columns |= pack_passes(plan.extend, self._packing.chunk_sizes)
+        columns |= pack_saves(plan.extend, self._packing.chunk_sizes, self.backend.saves_at_chunks)
         sections = self._staging.upload(columns)
         self._apply_allocations(sections)
         for arrival in plan.imports:
@@ -295,6 +314,11 @@ class StepRunner:
         if not self.trees and plan.decode.parents is not None:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
+    def _apply_bookkeeping(self, plan: StepPlan) -> None:
+        """`_apply_allocations` of a step whose columns hold nothing of them."""
+        if plan.admissions or plan.page_writes or plan.page_copies:
+            self._apply_allocations(self._staging.upload(pack_bookkeeping(plan)))
+
     def _apply_allocations(self, sections: Sections) -> None:
         """Writes the step's admissions and page writes to the device tables, zeroes the admitted state slots, and
         copies the pages that the step names."""
@@ -336,6 +360,7 @@ class StepRunner:
             read_state_slots=sections.get("read_state_slots"),
             chunk_plans=None if passes else chunk_plans(columns, sections, new, sizes),
             extend_passes=passes,
+            saved_states=saved_states(sections, sizes),
         )
 
     def _sample(

@@ -34,6 +34,8 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(service, name, deltas, body)
         self._reader = ChatReader(prepared)
+        self._most = prepared.prompt.params.logprobs or 0
+        self._shows_reasoning = body.include_reasoning is not False
 
     def usage(self) -> dict[str, Any]:
         reasoning = sum(answer.reasoning_tokens for answer in self._reader.answers)
@@ -48,7 +50,8 @@ class ChatAnswer(Answer):
         (choice,) = chunk["choices"]
         if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
             return sse_event(chunk)
-        last = {"index": choice["index"], "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+        ending = {"finish_reason": choice["finish_reason"], "stop_reason": choice.pop("stop_reason")}
+        last = {"index": choice["index"], "delta": {}, "logprobs": None, **ending}
         first = choice | {"finish_reason": None}
         return b"".join(sse_event(chunk | {"choices": [part]}) for part in (first, last))
 
@@ -57,16 +60,26 @@ class ChatAnswer(Answer):
         chunk = super().chunk(delta)
         return chunk and chunk | (self._prompt_logprobs(delta.request_id) if delta.prompt_logprobs else {})
 
-    def whole(self, ended: list[Delta]) -> dict[str, Any]:
-        return super().whole(ended) | self._prompt_logprobs(ended[0].request_id)
+    def opening(self) -> bytes:
+        """As Reply.opening; the first chunk has the prompt's tokens, if they are wanted."""
+        first, *others = (self._chunk([self._first_choice(i)]) for i in range(len(self._places)))
+        return b"".join(map(sse_event, (first | self._prompt_tokens(), *others)))
 
-    def _first_choice(self, index: int) -> dict[str, Any] | None:
+    def whole(self, ended: list[Delta]) -> dict[str, Any]:
+        return super().whole(ended) | self._prompt_logprobs(ended[0].request_id) | self._prompt_tokens()
+
+    def _prompt_tokens(self) -> dict[str, Any]:
+        (tokens,) = self._prompts.values()
+        return {"prompt_token_ids": tokens} if self._wants_tokens else {}
+
+    def _first_choice(self, index: int) -> dict[str, Any]:
         message = {"role": "assistant", "content": ""}
         return {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
 
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         gain = self._reader.read(delta)
-        return self._choice(index, delta, gain.finish_reason) | {"delta": _message_delta(gain.events)}
+        events = (e for e in gain.events if self._shows_reasoning or not isinstance(e, Reasoning))
+        return self._choice(index, delta, gain.finish_reason) | {"delta": _message_delta(events)}
 
     def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         reason = self._reader.read(delta).finish_reason
@@ -74,7 +87,7 @@ class ChatAnswer(Answer):
         calls = [_call(call.id, call.name, call.arguments) for call in answer.tool_calls]
         content = None if calls and not answer.content else answer.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        message |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+        message |= {"reasoning_content": answer.reasoning} if answer.reasoning and self._shows_reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
         return self._choice(index, delta, reason) | {"message": message}
 
@@ -88,7 +101,7 @@ class ChatAnswer(Answer):
         if delta.logprobs is None:
             return None
         scored = zip(delta.token_ids, delta.logprobs, strict=True)
-        return {"content": [self._token_text.entry(*each) for each in scored], "refusal": None}
+        return {"content": [self._names.entry(*each, self._most) for each in scored], "refusal": None}
 
 
 def _call(name: str, function: str, arguments: str) -> dict[str, Any]:

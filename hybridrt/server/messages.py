@@ -15,6 +15,7 @@ from hybridrt.server.message_protocol import (
     MessageToolChoice,
     MessageTurn,
     Thinking,
+    ThinkingOptions,
     ToolResult,
     ToolUse,
 )
@@ -65,13 +66,18 @@ def _as_chat(body: CountRequest) -> ChatRequest:
         tools=[_tool(t.name, t.description, t.input_schema, t.strict) for t in body.tools or ()] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
-        reasoning_effort="xhigh" if effort == "max" else effort,
+        reasoning_effort=effort,
         thinking_token_budget=thinking and thinking.budget_tokens,
         response_format=output and output.format and _format(output.format.schema_),
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs=_switches(thinking) | (body.chat_template_kwargs or {}),
         add_generation_prompt=not prefilled,
         continue_final_message=prefilled,
     )
+
+
+def _switches(thinking: ThinkingOptions | None) -> dict[str, Any]:
+    """Variables of templates that reason only if they are told to; those of type "disabled" come with the effort."""
+    return {"enable_thinking": True, "thinking": True} if thinking and thinking.type == "enabled" else {}
 
 
 def _tool(name: str, description: str | None, schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:

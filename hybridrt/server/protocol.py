@@ -107,6 +107,7 @@ class Sampling(Body):
     stream_options: StreamOptions | None = None
     request_id: Annotated[str | None, Field(pattern=r"^[\x21-\x7e]{1,128}$")] = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     user: str | None = None
 
 
@@ -116,6 +117,7 @@ class CompletionRequest(Sampling):
     prompt: str | TokenIds | list[str | TokenIds]
     echo: bool | None = False
     logprobs: int | None = None
+    add_special_tokens: bool | None = True
     best_of: int | None = None
     suffix: str | None = None
 
@@ -154,6 +156,7 @@ class ChatRequest(ChatFields, Sampling):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
+    include_reasoning: bool | None = True
     logprobs: bool | None = False
     top_logprobs: int | None = None
 

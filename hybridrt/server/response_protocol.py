@@ -113,6 +113,7 @@ class ResponseRequest(Sampling):
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
+    thinking_token_budget: int | None = None
     text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None

@@ -70,6 +70,7 @@ def _as_chat(body: ResponseRequest) -> ChatRequest:
         tool_choice=choice if choice is None or isinstance(choice, str) else _tool({"name": choice.name}),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning and body.reasoning.effort,
+        thinking_token_budget=body.thinking_token_budget,
         response_format=_response_format(body),
         logprobs=body.wants_logprobs,
         top_logprobs=body.top_logprobs if body.wants_logprobs else None,

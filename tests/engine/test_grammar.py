@@ -35,7 +35,7 @@ def make_compiler(**options: Any) -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
-    return make_compiler()
+    return make_compiler(threads=3)
 
 
 def tokens_of(mask: np.ndarray) -> list[int]:
@@ -236,6 +236,52 @@ def test_equal_grammars_compile_once_and_old_ones_are_forgotten(monkeypatch: pyt
     assert len(compiled) == KEPT + 1
     compiler.matcher(specs[0])
     assert len(compiled) == KEPT + 2
+
+
+def grow(compiler: GrammarCompiler, spec: StructuredOutputs, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Asks for a matcher, and waits until the grammar has the roots that it gets."""
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_compiler, "_start", lambda run: run())
+        compiler.matcher(spec, **options)
+
+
+def test_a_shared_grammar_has_a_lexer_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, spec = make_compiler(threads=3), StructuredOutputs(regex="[ab]c")
+    waiting = compiler.matcher(spec)  # alone: not worth more than one
+    grammar = waiting._grammar
+    assert len(grammar.roots) == 1
+    grow(compiler, spec, monkeypatch)
+    assert len(grammar.roots) == 3
+    matchers = [compiler.matcher(spec) for _ in range(5)]
+    assert [m.root for m in (waiting, *matchers)] == [0, 1, 2, 0, 1, 2]
+    for token in compiler._tokenizer.encode_bare("b"):  # type: ignore[union-attr]
+        for m in matchers:
+            m.advance(token)
+    copies = [m.copy() for m in matchers]
+    masks = fill_masks(
+        [MaskedRow(m, Draft()) for m in (*matchers, *copies, waiting)], compiler.words, compiler.executor
+    )
+    assert len({line.tobytes() for line in masks[:-1]}) == 1 and (masks[0] != masks[-1]).any()
+
+
+def test_samples_of_one_request_share_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, spec = make_compiler(threads=2), StructuredOutputs(regex="[ab]c")
+    grow(compiler, spec, monkeypatch, samples=4)
+    first = compiler.matcher(spec)
+    assert sorted(m.root for m in (first.copy(), first.copy(), first)) == [0, 0, 1]
+
+
+def test_few_grammars_have_several_lexers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = make_compiler(threads=2)
+    specs = [StructuredOutputs(regex=f"a{i}") for i in range(grammar_compiler.SHARED + 1)]
+    for spec in specs:
+        grow(compiler, spec, monkeypatch, samples=2)
+    roots = [len(compiler._compiled[spec].result().roots) for spec in specs]  # type: ignore[union-attr]
+    assert roots == [1] + [2] * grammar_compiler.SHARED
+    monkeypatch.setattr(grammar_compiler, "GROW_SECONDS", 0.0)
+    late = StructuredOutputs(regex="late")
+    grow(compiler, late, monkeypatch, samples=2)
+    assert len(compiler.matcher(late)._grammar.roots) == 1 and not compiler._running
 
 
 def test_models_and_installations_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,9 +72,17 @@ def test_a_budget_beside_a_form_and_beside_calls(talker: Talker) -> None:
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]
 
 
-def test_a_budget_of_messages(talker: Talker) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_left_out_if_it_is_not_wanted(stream: bool, talker: Talker) -> None:
     served, model = talker
     model.say("<think>0123456789</think>So.")
+    assert answered(served, stream, include_reasoning=False) == ("So.", "", 12, "stop")
+
+
+def test_a_budget_of_messages(talker: Talker) -> None:
+    """Thinking that is enabled is opened by the prompt, where the template has a switch for it."""
+    served, model = talker
+    model.say("0123456789</think>So.")
     client = anthropic.Anthropic(api_key="none", base_url=served.url, max_retries=0)
     asked: Any = {"model": "tested", "messages": ASK, "max_tokens": 60}
     asked["thinking"] = {"type": "enabled", "budget_tokens": 4}
@@ -83,19 +91,34 @@ def test_a_budget_of_messages(talker: Talker) -> None:
     for got in (client.messages.create(**asked), streamed):
         thought, text = got.content
         assert (thought.thinking, text.text) == ("0123", "56789</think>So.")  # type: ignore[union-attr]
+    body = asked | {"chat_template_kwargs": {"enable_thinking": False}}
+    assert served.post("/v1/messages", body).json()["content"][0]["text"].startswith("0123")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_budget_of_responses(stream: bool, talker: Talker) -> None:
+    served, model = talker
+    model.say("0123456789</think>So.")
+    asked: Any = {"model": "tested", "input": "Why?", "extra_body": {"thinking_token_budget": 4, **OPEN}}
+    got = served.client().responses.create(**asked, stream=stream)
+    if stream:
+        got = next(event for event in got if event.type == "response.completed").response
+    thought, message = got.output
+    assert (thought.content[0].text, message.content[0].text) == ("0123", "56789</think>So.")
+    assert got.usage.output_tokens_details.reasoning_tokens == 5
 
 
 def test_efforts_reach_the_template(talker: Talker) -> None:
     """On each endpoint under its own name. The prompt's length tells what the template has seen."""
     _, model = talker
-    template = "{{ 'x' * {'none': 1, 'low': 2, 'xhigh': 3}[reasoning_effort] }}{{ '' if enable_thinking is defined }}"
+    template = "{{ 'x' * {'none': 1, 'low': 2, 'max': 3}[reasoning_effort] }}{{ '' if enable_thinking is defined }}"
     template += "{{ 'yyyyy' if enable_thinking is false }}"
     with serving(model.llm, chat_template=template) as served:
-        for effort, length in (("none", 6), ("low", 2), ("xhigh", 3)):
+        for effort, length in (("none", 6), ("low", 2), ("max", 3)):
             bodies: dict[str, Any] = {
                 "/v1/chat/completions": {"messages": ASK, "reasoning_effort": effort},
                 "/v1/responses": {"input": "Why?", "reasoning": {"effort": effort}},
-                "/v1/messages": {"messages": ASK, "output_config": {"effort": effort.replace("xhigh", "max")}},
+                "/v1/messages": {"messages": ASK, "output_config": {"effort": effort}},
             }
             for path, body in bodies.items():
                 usage = served.post(path, body | {"max_tokens": 3}).json()["usage"]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import signal
 import socket
 import ssl
@@ -21,6 +22,7 @@ from hybridrt.engine.llm import LLM
 from tests.support.http_server import CHAT_TEMPLATE, WAIT, serving
 from tests.support.listening import LOOPBACK, listening
 
+FILES = resource.RLIMIT_NOFILE
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "hybridrt", "serve", "--device", "cpu", "--max-running-requests", "2", "--port", "0"]
 
@@ -28,7 +30,13 @@ COMMAND = [sys.executable, "-m", "hybridrt", "serve", "--device", "cpu", "--max-
 def start(*options: str, log: Path) -> tuple[subprocess.Popen[bytes], str]:
     """The process, and its address once it is ready."""
     with log.open("wb") as file:
-        process = subprocess.Popen([*COMMAND, *options], cwd=ROOT, stderr=file, stdout=file)
+        process = subprocess.Popen(
+            [*COMMAND, *options],
+            cwd=ROOT,
+            stderr=file,
+            stdout=file,
+            preexec_fn=lambda: resource.setrlimit(FILES, (256, 2000)),
+        )
     deadline = time.monotonic() + WAIT
     while not (found := re.search(r"serving (\S+) on (\S+)", log.read_text())):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -45,6 +53,7 @@ def test_it_serves_and_drains(tmp_path: Path) -> None:
     )
     try:
         assert url.startswith("http://127.0.0.1:")
+        assert resource.prlimit(process.pid, FILES) == (2000, 2000), "files of many connections may be open"
         with httpx.Client(base_url=url, timeout=WAIT, headers={"authorization": "Bearer two"}) as client:
             assert client.get("/v1/models").json()["data"][0]["id"] == "embedded"
             messages = [{"role": "user", "content": "Hi"}]
@@ -83,6 +92,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(

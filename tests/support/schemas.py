@@ -1,7 +1,9 @@
-"""JSON schemas over the keywords that llguidance supports, after the idea of JSON-Schema-Test-Suite. Texts that they
-accept are short: a model with random weights writes each of them to its end."""
+"""JSON schemas: a list and random ones, over the keywords that llguidance supports, and those of the official suite.
+Texts that the first two accept are short: a model with random weights writes each of them to its end."""
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 _SHORT = {"type": "string", "maxLength": 4}
@@ -70,6 +72,10 @@ SCHEMAS: list[dict[str, Any]] = [
         "type": "boolean",
     },
 ]
+
+# Of JSON-Schema-Test-Suite, draft 2020-12. The file names its licence.
+_FILES = json.loads(Path(__file__).with_name("json_schema_suite.json").read_text())["schemas"]
+SUITE: list[dict[str, Any] | bool] = [schema for schemas in _FILES.values() for schema in schemas]
 
 
 def random_schema(rng: random.Random) -> dict[str, Any]:

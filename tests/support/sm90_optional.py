@@ -7,6 +7,7 @@ import torch
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.decode_metadata import DecodeBuffers
+from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice
 from hybridrt.kernels.sampling import Penalties
 from hybridrt.kernels.state_ring import RingFolds
 from tests.support.sm90_cases import Args, f32, flags, int32, meta
@@ -128,6 +129,8 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "latent_extend", paged(TOKENS) | shared | lens | {"seq_lens_host": [9000] * B}, window
     stored = {"cache": vectors, "out_cache_loc": int32(TOKENS), "positions": int32(TOKENS), "k": meta(TOKENS, P + 16)}
     yield "write_latent", {"q": shared["q"], "cos_sin": None} | stored | latent, {"cos_sin": f32(64, 16)}
+    yield "into_latent", {"q": shared["q"][:2]} | latent, {}
+    yield "from_latent", {"x": meta(2, H, P)} | latent, {}
     caches = {"k_cache": meta(20, 16, G, P), "v_cache": meta(20, 16, G, P), "out_cache_loc": int32(TOKENS)}
     heads = {"q": meta(TOKENS, H, P), "k": meta(TOKENS, G, P)}
     yield "write_kv", {"k": heads["k"], "v": heads["k"]} | caches, {}
@@ -149,10 +152,18 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         normed = {"norm_weight": f32(64), "residual": meta(tokens, 64), "activation": "silu_and_mul"}
         yield "skinny_linear", linear, {"bias": meta(32)} | normed
         yield "skinny_linear", linear | {"tail": meta(tokens, 16), "x": meta(tokens, 48)}, {"activation": "relu2"}
+    gate = {"gate": meta(1, 64), "gate_activation": "sigmoid"}
+    groups = {"group_norm": f32(64), "group_size": 16, "group_eps": 1e-5}
+    yield "skinny_linear", {"x": meta(1, 64), "weight": meta(32, 64)} | gate, groups
     shared = {"shared_gate": meta(B), "shared": 1, "rows": ROWS}
     yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, shared
     scores = {"logits": f32(B, 8), "correction_bias": f32(8), "top_k": 2, "n_group": 2, "topk_group": 1}
     yield "router_sigmoid_grouped", scores | {"renormalize": True, "scaling": 2.5}, {"rows": ROWS}
+    one = {"x": meta(1, 64), "norm_weight": f32(64), "eps": 1e-5}
+    options = {"residual": meta(1, 64), "rows": int32(1)}
+    yield "route_token", one | {"weight": meta(16, 64), "choice": SoftmaxChoice(2, True, 1)}, options
+    grouped = {"weight": f32(8, 64), "choice": GroupedChoice(2, 2, 1, True, 2.5), "correction_bias": f32(8)}
+    yield "route_token", one | grouped, options
     for tokens in (2, 400):
         picks = {"ids": int32(tokens, 2), "weights": f32(tokens, 2), "x": meta(tokens, 64)}
         gated = {"w_up": meta(8, 64, 64), "w_down": meta(8, 64, 32), "activation": "silu", "gated": True}
@@ -170,7 +181,6 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     chain = {"drawn": meta(B, T, dtype=torch.int64), "drafts": int32(B, T - 1), "num_drafts": ROWS, "rows": ROWS}
     yield "accept_chain", chain | {"last_tokens": int32(SLOTS)}, {}
     yield "greedy", {"logits": logits["logits"]}, {"bitmask": filters["bitmask"]}
-    yield "uniform", {"seed": keys, "index": keys, "stream": 0, "ids": int32(vocabulary)}, {}
     outputs = {name: int32(B) for name in ("input_ids", "positions", "out_cache_loc")}
     table = {"rows": ROWS, "seq_lens": ROWS, "new_pages": ROWS, "last_tokens": int32(SLOTS), "page_size": 16}
     plain = outputs | table | {"req_to_token": int32(SLOTS, 64), "drafts": None, "num_drafts": None}
