@@ -76,7 +76,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    gc.unfreeze()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["ties"] = [ties.COMPARED[0], ties.FOUND]
 
