@@ -49,8 +49,6 @@ class ExpertStack(NamedTuple):
         w_up: `[E, 2I, D]` (gate rows, then up rows) if `gated`, else `[E, I, D]`; w_down: `[E, D, I]`.
         activation: of the gate, or of up where there is no gate.
         limit: of a SwiGLU whose two factors are clamped (`clamped_silu_and_mul`); None for none.
-        shared: how many of the last experts every token passes, as the last of its k; a kernel may read their weights
-            before it knows the others.
     """
 
     w_up: Tensor
@@ -58,7 +56,6 @@ class ExpertStack(NamedTuple):
     activation: Literal["silu", "relu2"]
     gated: bool
     limit: float | None = None
-    shared: int = 0
 
 
 @operation(by("triton", "hybridrt.kernels.moe_router_triton:router_softmax_triton"))
