@@ -140,6 +140,10 @@ BAD = [
     ({"json": {"$ref": "https://example.com/schema"}}, "not present in a registry"),
     ({"json": {"$ref": "file:///etc/passwd"}}, "not present in a registry"),
     ({"json": {"enum": []}}, "[Uu]nsatisfiable"),
+    ({"json": {"$ref": "#"}}, "no text of finite length"),
+    ({"json": {"type": "integer", "multipleOf": 9999991}}, "multipleOf"),
+    ({"json": {"allOf": [{"multipleOf": 99.73}, {"multipleOf": 9967}]}}, "multipleOf"),
+    ({"grammar": 'start: %json {"m\\u0075ltipleOf" : 9999991.0}'}, "multipleOf"),
     ({"json": {"type": "integer", "minimum": 5, "maximum": 1}}, "."),
     ({"regex": "[a"}, "unclosed"),
     ({"regex": "[^\\x00-\\U0010ffff]"}, "."),
@@ -155,6 +159,12 @@ def test_grammars_that_cannot_be_used(fields: dict[str, Any], text: str, compile
         with pytest.raises(RequestError, match=text) as info:
             compiler.matcher(StructuredOutputs(**fields))
         assert info.value.field == "structured_outputs" and len(str(info.value)) < 700
+
+
+def test_multiples_that_need_few_remainders(compiler: GrammarCompiler) -> None:
+    values = [7, 11, 0.13, 2.5, 1_000_000, 0.0001, 2**40, 30]
+    schema = {"anyOf": [{"type": "number", "multipleOf": value} for value in values]}
+    compiler.matcher(StructuredOutputs(json=schema))
 
 
 def test_a_long_chain_of_rules_ends_no_process(compiler: GrammarCompiler) -> None:
@@ -279,9 +289,9 @@ def test_few_grammars_have_several_lexers_at_a_time(monkeypatch: pytest.MonkeyPa
     roots = [len(compiler._compiled[spec].result().roots) for spec in specs]  # type: ignore[union-attr]
     assert roots == [1] + [2] * grammar_compiler.SHARED
     monkeypatch.setattr(grammar_compiler, "GROW_SECONDS", 0.0)
-    late = StructuredOutputs(regex="late")
-    grow(compiler, late, monkeypatch, samples=2)
-    assert len(compiler.matcher(late)._grammar.roots) == 1 and not compiler._running
+    slow = StructuredOutputs(regex="slow")
+    grow(compiler, slow, monkeypatch, samples=2)
+    assert len(compiler.matcher(slow)._grammar.roots) == 1 and not compiler._running
 
 
 def test_models_and_installations_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
