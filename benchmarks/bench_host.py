@@ -5,17 +5,19 @@
 The model, the backend, the graphs and the sampler are replaced by doubles that return at once. What remains is the work
 of the host: `launch` packs the step and keeps the books of the pools, `rest` schedules, consumes and hands out outputs.
 Each figure is the median over steps in which all requests decode, on a CPU, in milliseconds. Rows with "text" have a
-tokenizer. Rows that begin with "prefill" are of steps that admit and prefill prompts.
+tokenizer. Rows that begin with "prefill" are of steps that admit and prefill prompts. Rows that begin with "prefix" are
+of the prefix cache: what it adds to one prompt, the least of all repeats.
 """
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +78,19 @@ class NullSampler:
         return Accepted(torch.full((rows, width), 5), torch.ones(rows, dtype=torch.int32))
 
 
-def build(directory: str, rows: int, context: int, steps: int, drafts: int = 0, text: bool = False) -> LLM:
-    """An LLM of one tiny layer whose executor packs every step and computes nothing; `text`: with a tokenizer."""
+def build(
+    directory: str, rows: int, context: int, steps: int, drafts: int = 0, text: bool = False, prefix_pages: int = 0
+) -> LLM:
+    """An LLM of one tiny layer whose executor packs every step and computes nothing; `text`: with a tokenizer;
+    `prefix_pages`: with a prefix cache of pages of so many tokens."""
     (Path(directory) / "config.json").write_text(json.dumps(SHAPE))
     for name in ("tokenizer.json", "tokenizer_config.json") if text else ():
         shutil.copy(ASSETS / "embedded" / name, directory)
     speculative = SpeculativeConfig(num_draft_tokens=drafts) if drafts else None
     llm = LLM(
         directory, device="cpu", load_format="dummy", max_model_len=context + steps + 64, max_running_requests=rows,
-        chunked_prefill_size=2**20, speculative=speculative, prefix_cache=False,
+        chunked_prefill_size=2**20, speculative=speculative, prefix_cache=prefix_pages > 0,
+        **({"page_size": prefix_pages} if prefix_pages else {}),
     )  # fmt: skip
     runner: Any = llm.engine.executor
     runner.model, runner.backend, runner.sampler = NullModel(runner.model), NullBackend(), NullSampler(None)
@@ -170,6 +176,37 @@ def measure_prefill(prompts: int, length: int, repeats: int) -> dict[str, Any]:
     return {"what": what, "launch_ms": launch, "rest_ms": total - launch, "total_ms": total}
 
 
+def measure_prefix(page_size: int, length: int, repeats: int) -> dict[str, Any]:
+    """Least times over `repeats` new prompts of `length` tokens, and over as many that go on from them: of
+    `CacheCoordinator.admit` (match, locks, pages, the plan), `settle` (the prompt is shared) and `release` (the request
+    is donated), and of the prefix tree's part of them."""
+    with tempfile.TemporaryDirectory() as directory, build(directory, 2, length, 8, prefix_pages=page_size) as llm:
+        engine, params = llm.engine, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        pools: Any = engine._coordinator
+        owners = {"match": pools.prefixes.tree, "insert": pools.prefixes.tree}
+        owners |= dict.fromkeys(("admit", "settle", "release"), pools)
+        generator = torch.Generator().manual_seed(0)
+        found: dict[str, Any] = {"what": f"prefix of {length} tokens, pages of {page_size}"}
+        for _ in range(repeats):
+            prompt = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+            for kind, tokens in (("new", prompt), ("hit", [*prompt, 3, 4, 5])):
+                with ExitStack() as stack:
+                    times: dict[str, list[float]] = {name: [] for name in owners}
+                    for name, owner in owners.items():
+                        stack.enter_context(clock(owner, name, times[name]))
+                    engine.add_request(tokens, params, stream=False)
+                    while engine.has_unfinished():
+                        engine.step()
+                for name, seconds in times.items():
+                    found[key] = min(found.get(key := f"{kind} {name} ms", math.inf), max(seconds) * 1e3)
+    return found
+
+
+def show_prefix(row: dict[str, Any]) -> dict[str, Any]:
+    print(row["what"], *(f"{name[:-3]} {ms:.3f}" for name, ms in row.items() if name != "what"), sep="  ", flush=True)
+    return row
+
+
 def show(row: dict[str, Any]) -> dict[str, Any]:
     print(f"{row['what']:48} launch {row['launch_ms']:7.3f}  rest {row['rest_ms']:7.3f}  "
           f"total {row['total_ms']:7.3f} ms", flush=True)  # fmt: skip
@@ -191,6 +228,7 @@ def main() -> None:
         for stream, drafts, text in ((False, 0, False), (True, 0, False), (True, 0, True), (False, 4, False))
     ]
     rows += [show(measure_prefill(prompts, length, args.steps)) for prompts, length in ((1, 2048), (4, 2048))]
+    rows += [show_prefix(measure_prefix(page_size, 32_000, args.steps)) for page_size in (1, 16, 64)]
     if args.name:
         print(save(args.name, rows))
 

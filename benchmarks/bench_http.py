@@ -67,12 +67,13 @@ def serving(llm: LLM) -> Iterator[str]:
         thread.join()
 
 
-def over_http(url: str, config: WorkloadConfig, concurrency: int | None) -> dict[str, Any]:
-    """What a client of its own process measures."""
+def over_http(url: str, config: WorkloadConfig, concurrency: int | None, text: bool) -> dict[str, Any]:
+    """What a client of its own process measures. Without `text` (no tokenizer), chunks come for token ids alone."""
+    extra = {"temperature": 1.0} | ({} if text else {"return_token_ids": True})
     command = [
         sys.executable, "-m", "hybridrt", "bench", "serve", url, "--json", "--requests", str(config.requests),
         "--prompt-tokens", str(config.prompt_tokens), "--output-tokens", str(config.output_tokens),
-        "--vocab", str(config.vocab), "--extra-body", '{"temperature": 1.0}',
+        "--vocab", str(config.vocab), "--extra-body", json.dumps(extra),
         *(["--concurrency", str(concurrency)] if concurrency else []),
         *(["--rate", str(config.rate)] if config.rate else []),
     ]  # fmt: skip
@@ -96,7 +97,7 @@ def compare(llm: LLM, config: WorkloadConfig, concurrency: int | None, rounds: i
     for _ in range(rounds):
         found["engine"].append(figures(summary(run_engine(llm, make_work(config), concurrency, temperature=1.0))))
         with serving(llm) as url:
-            found["http"].append(figures(over_http(url, config, concurrency)))
+            found["http"].append(figures(over_http(url, config, concurrency, llm.tokenizer is not None)))
     rows = []
     for way, each in found.items():
         medians = {name: statistics.median(row[name] for row in each) for name in each[0]}

@@ -6,34 +6,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrt.errors import (
-    AuthenticationError,
-    BackendError,
-    CacheDumpError,
-    CheckpointError,
-    ConfigError,
-    DeviceError,
-    EngineError,
-    GrammarError,
-    HandshakeError,
-    HybridrtError,
-    MemoryBudgetError,
-    MessageError,
-    NoTokenLeftError,
-    OutOfSlotsError,
-    PeerGoneError,
-    PoolError,
-    ProviderNotInstalledError,
-    QueueFullError,
-    RankError,
-    RequestError,
-    ServerError,
-    SessionError,
-    TransferError,
-    UnavailableError,
-    UnsupportedLayerError,
-    UnsupportedModelError,
-)
+from hybridrt import errors
+from hybridrt.errors import *  # noqa: F403  # every error is public
 from hybridrt.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -52,47 +26,22 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
-    "AuthenticationError",
-    "BackendError",
-    "CacheDumpError",
     "ChatDelta",
     "ChatOutput",
-    "CheckpointError",
-    "ConfigError",
     "Delta",
-    "DeviceError",
     "Engine",
     "EngineConfig",
-    "EngineError",
     "FinishReason",
-    "GrammarError",
-    "HandshakeError",
-    "HybridrtError",
-    "MemoryBudgetError",
-    "MessageError",
-    "NoTokenLeftError",
-    "OutOfSlotsError",
-    "PeerGoneError",
-    "PoolError",
     "Prompt",
-    "ProviderNotInstalledError",
-    "QueueFullError",
-    "RankError",
-    "RequestError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
-    "ServerError",
     "Session",
-    "SessionError",
     "SpeculativeConfig",
     "StructuredOutputs",
     "ToolCall",
-    "TransferError",
-    "UnavailableError",
-    "UnsupportedLayerError",
-    "UnsupportedModelError",
 ]
+__all__ += errors.__all__
 
 _HOME = {
     "EngineConfig": "hybridrt.config",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.errors import ConfigError, HybridrtError, shown
+from hybridrt.files import read_text
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def read_object(file: Path, error: type[HybridrtError] = ConfigError) -> dict[st
         error: the file cannot be read, is not JSON, is nested too deeply, or does not hold an object.
     """
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_float)
+        raw = json.loads(read_text(file), object_hook=_special_float)
     except OSError as e:
         raise error(f"{file} cannot be read: {e.strerror or e}; check that it is a file with read permission") from e
     except (ValueError, RecursionError) as e:

@@ -1,5 +1,34 @@
 """Typed errors. Each is raised before any state changes, and its text says what to do about it."""
 
+__all__ = [
+    "AuthenticationError",
+    "BackendError",
+    "CacheDumpError",
+    "CheckpointError",
+    "ConfigError",
+    "DeviceError",
+    "EngineError",
+    "GrammarError",
+    "HandshakeError",
+    "HybridrtError",
+    "MemoryBudgetError",
+    "MessageError",
+    "NoTokenLeftError",
+    "OutOfSlotsError",
+    "PeerGoneError",
+    "PoolError",
+    "ProviderNotInstalledError",
+    "QueueFullError",
+    "RankError",
+    "RequestError",
+    "ServerError",
+    "SessionError",
+    "TransferError",
+    "UnavailableError",
+    "UnsupportedLayerError",
+    "UnsupportedModelError",
+]
+
 
 class HybridrtError(Exception):
     """Base class: `except HybridrtError` catches everything that this package raises on purpose."""
@@ -31,6 +60,10 @@ class RequestError(HybridrtError, ValueError):
     def __init__(self, text: str, field: str | None = None) -> None:
         super().__init__(text)
         self.field = field
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for an output within `max_model_len`."""
 
 
 class MemoryBudgetError(HybridrtError):

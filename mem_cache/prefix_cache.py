@@ -1,16 +1,18 @@
 """What the prefix cache and the requests that use it tell each other: matches, entries and counts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hybridrt.mem_cache.allocator import Slot
+from hybridrt.mem_cache.slots import Slot, Slots
+
+NO_SLOTS = Slots()
 
 
 class CacheEntries(NamedTuple):
     """KV pages and state slots that change hands together."""
 
-    pages: Sequence[Slot] = ()
+    pages: Slots = NO_SLOTS
     states: Sequence[Slot] = ()
 
 
@@ -37,7 +39,7 @@ class PrefixMatch:
     """
 
     length: int = 0
-    pages: Sequence[Slot] = ()
+    pages: Slots = field(default_factory=Slots)
     state: Slot | None = None
     tail: Slot | None = None
     known: int = 0

@@ -22,9 +22,9 @@ from itertools import count
 
 import numpy as np
 
-from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
 from hybridrt.mem_cache.radix_node import Node, StateKind, in_common, is_idle_leaf, leaves_prompt, left_answer
+from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.mem_cache.state_worth import NewState, StateWorths
 from hybridrt.mem_cache.waiting_texts import WaitingTexts
 
@@ -125,9 +125,9 @@ class RadixCache:
             match.tail_node.readers += 1
             match.tail_node.tail_readers += 1
 
-    def unlock_state(self, match: PrefixMatch) -> list[Slot]:
+    def unlock_state(self, match: PrefixMatch) -> Slots:
         """The request has read the state and the tail of its match. Returns pages that were kept for it alone."""
-        freed, owner = list[Slot](), match.tail_node
+        freed, owner = Slots(), match.tail_node
         if match.node is not None and match.state is not None:
             match.node.state_readers -= 1
             self._worths.enlist(match.node)
@@ -167,7 +167,7 @@ class RadixCache:
             The entries that the tree takes over (the caller keeps the others), and the deepest node of the text: a root
             (parent None) if the tree keeps nothing of it.
         """
-        root, taken_pages, taken_states = self._root(salt), list[Slot](), list[Slot]()
+        root, pages, taken_pages, taken_states = self._root(salt), Slots(pages), Slots(), list[Slot]()
         answer = len(tokens) if prompt is None else prompt
         ends = sorted(end for end in states if 0 < end <= len(tokens))
         complete = self.complete(len(tokens))
@@ -189,7 +189,7 @@ class RadixCache:
     def evict(self, num_pages: int, num_states: int, *, new: NewState | None = None) -> CacheEntries:
         """Removes entries that no request reads, up to these numbers, and returns them. `new`: the state that takes the
         place of the evicted one, if that is worth less."""
-        pages, states = list[Slot](), list[Slot]()
+        pages, states = Slots(), list[Slot]()
         while len(pages) < num_pages and (leaf := self._oldest_leaf()) is not None:
             self._shorten(leaf, num_pages - len(pages), pages, states)
         while len(states) < num_states and (node := self._worths.least(new, self._clock)) is not None:
@@ -246,10 +246,10 @@ class RadixCache:
                 break
         return node, known
 
-    def _pages(self, node: Node) -> list[Slot]:
+    def _pages(self, node: Node) -> Slots:
         """The complete pages of a path."""
         path = list(node.path)
-        return [page for step in reversed(path) for page in step.pages]
+        return Slots(*[step.pages for step in reversed(path)])
 
     def _covering(self, node: Node, pages: int) -> Node:
         """The highest node of a path whose end has so many complete pages."""
@@ -273,17 +273,17 @@ class RadixCache:
 
     # -- growing ------------------------------------------------------------------------------------------------
 
-    def _extend(self, node: Node, tokens: np.ndarray, pages: Sequence[Slot], taken: list[Slot], answer: int) -> Node:
+    def _extend(self, node: Node, tokens: np.ndarray, pages: Slots, taken: Slots, answer: int) -> Node:
         """The node of `tokens`, made if there is none, below a node of a prefix of them."""
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
-                fresh = list(pages[self.complete(node.end) : self.complete(len(tokens))])
+                fresh = pages[self.complete(node.end) : self.complete(len(tokens))]
                 edge = tokens[node.end :].copy()
                 child = Node(edge, node.end, node, pages=fresh, answer=answer, first=int(edge[0]))
                 node.children[child.first] = child
                 self._size += 1
-                taken += fresh
+                taken.extend(fresh)
                 return child
             shared = in_common(child.tokens, tokens[node.end :])
             node = child if shared == len(child.tokens) else self._split(child, shared)
@@ -307,7 +307,7 @@ class RadixCache:
         self._size += 1
         return upper
 
-    def _keep_state(self, node: Node, state: Slot, pages: Sequence[Slot], taken: list[Slot]) -> None:
+    def _keep_state(self, node: Node, state: Slot, pages: Slots, taken: Slots) -> None:
         node.state = state
         index = self.complete(node.end)
         if self.page_size and index * self.page_size < node.end and self._tail_node(node) is None:
@@ -338,14 +338,17 @@ class RadixCache:
                 heapq.heappush(self._leaves, (node.used, next(self._order), node))
         return None
 
-    def _shorten(self, leaf: Node, max_pages: int, pages: list[Slot], states: list[Slot]) -> None:
+    def _shorten(self, leaf: Node, max_pages: int, pages: Slots, states: list[Slot]) -> None:
         """Removes the state of a leaf, and up to `max_pages` pages from its end; adds them to `pages` and `states`."""
-        before = len(pages)
+        first, wanted = self.complete(leaf.start), len(pages) + max_pages
         self._drop_state(leaf, pages, states)
-        while leaf.pages and len(pages) - before < max_pages:
-            self._let_go(leaf, self.complete(leaf.start) + len(leaf.pages) - 1, leaf.pages.pop(), pages)
+        if leaf.pages:  # of those whose tokens are all the leaf's, no state above can need any as its tail
+            own = len(leaf.pages) + first - -(-leaf.start // self.page_size)
+            pages.extend(leaf.pages.cut(max(min(own, wanted - len(pages)), 0)))
+        while leaf.pages and len(pages) < wanted:
+            self._let_go(leaf, first + len(leaf.pages) - 1, leaf.pages.cut(1)[0], pages)
         if leaf.pages:
-            end = (self.complete(leaf.start) + len(leaf.pages)) * self.page_size + self.lookahead
+            end = (first + len(leaf.pages)) * self.page_size + self.lookahead
             leaf.tokens = leaf.tokens[: end - leaf.start].copy()
         else:
             leaf.tokens = leaf.tokens[:0]
@@ -353,20 +356,20 @@ class RadixCache:
         leaf.used = 0 if self.recurrent else leaf.used
         self._prune(leaf)
 
-    def _drop_state(self, node: Node, pages: list[Slot], states: list[Slot]) -> None:
+    def _drop_state(self, node: Node, pages: Slots, states: list[Slot]) -> None:
         if node.state is not None:
             states.append(node.state)
             self._worths.dropped(node)
         node.state = None
         self._drop_tail(node, pages)
 
-    def _drop_tail(self, node: Node, pages: list[Slot]) -> None:
+    def _drop_tail(self, node: Node, pages: Slots) -> None:
         """Lets go of the tail of a node without a state, unless a request reads it for a state further up."""
         if node.tail is not None and not node.tail_readers:
             tail, node.tail = node.tail, None
             self._let_go(node, self.complete(node.end), tail, pages)
 
-    def _let_go(self, node: Node, index: int, page: Slot, pages: list[Slot]) -> None:
+    def _let_go(self, node: Node, index: int, page: Slot, pages: Slots) -> None:
         """Adds page `index`, which `node` has owned, to `pages`. But if a state above it ends in the middle of the page
         and has no other tail, the page becomes its tail."""
         for step in node.path:

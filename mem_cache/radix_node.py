@@ -6,7 +6,7 @@ from enum import Enum
 
 import numpy as np
 
-from hybridrt.mem_cache.allocator import Slot
+from hybridrt.mem_cache.slots import Slot, Slots
 
 
 class StateKind(Enum):
@@ -44,7 +44,7 @@ class Node:
     start: int
     parent: "Node | None" = None
     children: "dict[int, Node]" = field(default_factory=dict)
-    pages: list[Slot] = field(default_factory=list)
+    pages: Slots = field(default_factory=Slots)
     state: Slot | None = None
     tail: Slot | None = None
     readers: int = 0

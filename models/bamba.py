@@ -7,13 +7,11 @@ Rotary turns half of each head (IBM, Princeton, CMU and UIUC 2024).
 
 from collections.abc import Sequence
 
-from hybridrt.config import ModelConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.mamba2 import Mamba2Block
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.stack import ResidualPart
-from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM
 
 
@@ -21,9 +19,6 @@ class BambaForCausalLM(CausalLM):
     """Bamba (2024)."""
 
     norm_key = "model.final_layernorm"
-
-    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps)
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, hidden, build = self.config, self.config.hf, self.config.hidden_size, self.build

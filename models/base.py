@@ -1,7 +1,7 @@
 """What every model gives the runtime."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -12,15 +12,19 @@ from torch import nn
 from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.config import AttentionConfig, ModelConfig
 from hybridrt.distributed.groups import TPGroup
+from hybridrt.families.base import routed_experts
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import RowLinear, Segment
+from hybridrt.layers.moe import stacked_experts
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.rotary import rotary_table
 from hybridrt.layers.stack import ResidualPart, ResidualStack
 from hybridrt.layers.weights import Build, CheckpointMap, TensorPart
 
 MTP_KEYS = r"mtp\..*"
+# Spellings of the matrices of SwiGLU that several families use.
+SWIGLU = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 
 
 class CausalLM(nn.Module, ABC):
@@ -29,7 +33,6 @@ class CausalLM(nn.Module, ABC):
 
     Args:
         max_len: positions that the rotary table covers.
-        eps, zero_centered: of the norms.
         embed_scale, norm_scale: multipliers of the embedding's rows and of the final norm.
     """
 
@@ -40,15 +43,22 @@ class CausalLM(nn.Module, ABC):
     embed_key: ClassVar[str] = "model.embed_tokens"
     norm_key: ClassVar[str] = "model.norm"
     layers_key: ClassVar[str] = "model.layers"
+    # Parts of keys in checkpoints, and what they are in the keys of the blocks.
+    spellings: ClassVar[Mapping[str, str]] = {}
+    # Ends of keys whose tensors hold a matrix of all experts, or several of them one behind the other.
+    stacks: ClassVar[Mapping[str, Sequence[str]]] = {}
+    # Of the norms: the field of the model's config with their epsilon, and whether weights are stored less 1.
+    eps_field: ClassVar[str] = "rms_norm_eps"
+    zero_centered: ClassVar[bool] = False
 
     def __init__(
-        self, config: ModelConfig, build: Build, max_len: int, *, eps: float, zero_centered: bool = False,
-        embed_scale: float = 1.0, norm_scale: float = 1.0,
-    ) -> None:  # fmt: skip
+        self, config: ModelConfig, build: Build, max_len: int, *, embed_scale: float = 1.0, norm_scale: float = 1.0
+    ) -> None:
         super().__init__()
         self.config, self.build, self.max_len = config, build, max_len
         self.tp, self.dtype, self.device = build.tp, build.dtype, build.device
-        self.norm_options: dict[str, Any] = {"eps": eps, "device": build.device, "zero_centered": zero_centered}
+        eps = getattr(config.hf, self.eps_field)
+        self.norm_options: dict[str, Any] = {"eps": eps, "device": build.device, "zero_centered": self.zero_centered}
         self.mtp: MTPHead | None = None
         self._rotary: list[tuple[AttentionConfig, torch.Tensor]] = []
         tables = (config.vocab_size, config.hidden_size)
@@ -85,8 +95,7 @@ class CausalLM(nn.Module, ABC):
     def predict(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The prediction head over hidden states [T, hidden] and the batch's tokens, which follow them: [T, hidden]."""
         assert self.mtp is not None, "attach_mtp comes first"
-        predicted: torch.Tensor = self.mtp(self.embed(batch.input_ids), hidden, batch)
-        return predicted
+        return self.mtp(self.embed(batch.input_ids), hidden, batch)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states after the final norm, [T, hidden]."""
@@ -115,12 +124,18 @@ class CausalLM(nn.Module, ABC):
         return self.stack.mixers()
 
     def rename_key(self, key: str) -> str:
-        """Brings an older spelling of a checkpoint key into the map's."""
+        """A checkpoint's key in the map's spelling."""
+        for theirs, ours in self.spellings.items():
+            key = key.replace(theirs, ours)
         return key
 
     def parts_of(self, key: str) -> list[TensorPart]:
         """What a checkpoint's tensor holds, by keys of the map: itself, or several parts."""
-        return [(self.rename_key(key), lambda t: t)]
+        name = self.rename_key(key)
+        for end, matrices in self.stacks.items():
+            if name.endswith(end):
+                return stacked_experts(f"{name.removesuffix(end)}.experts", matrices, routed_experts(self.config.hf))
+        return [(name, lambda t: t)]
 
 
 class MTPHead(nn.Module, ABC):

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from hybridrt.attention.branch import Branch
 from hybridrt.config import ModelConfig
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import Rope
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
-from hybridrt.layers.branch import Branch
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
 from hybridrt.layers.mlp import MLP
@@ -52,10 +52,8 @@ class ParallelMixer(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
-        # Rows of one kind leave both results side by side; those of a mixed step are put together anyway.
-        mixed = batch.num_decode_rows and batch.num_extend_rows
-        for_attn, for_ssm = (None, None) if mixed else self.out_proj.places(projected)
-        for_mamba, q, k, v = projected.split(self.sizes, dim=-1)
+        for_attn, for_ssm = self.out_proj.places(projected)
+        for_mamba, q, k, v = projected.split_with_sizes(self.sizes, dim=-1)
         with self.branch.beside():
             ssm = self.mamba(for_mamba, batch, for_ssm)
         attn = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope, out=for_attn)
@@ -100,7 +98,7 @@ class FalconH1ForCausalLM(CausalLM):
         hf, self.branch = config.hf, Branch(build.device)
         # The head's multiplier commutes with the head, so the norm before it takes it, tied or not.
         scales = {"embed_scale": hf.embedding_multiplier, "norm_scale": hf.lm_head_multiplier}
-        super().__init__(config, build, max_len, eps=hf.rms_norm_eps, **scales)
+        super().__init__(config, build, max_len, **scales)
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf = self.config, self.config.hf

@@ -28,7 +28,7 @@ class GraniteMoeHybridForCausalLM(CausalLM):
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
         hf = config.hf
         scales = {"embed_scale": float(hf.embedding_multiplier), "norm_scale": 1.0 / hf.logits_scaling}
-        super().__init__(config, build, max_len, eps=hf.rms_norm_eps, **scales)
+        super().__init__(config, build, max_len, **scales)
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)

@@ -7,14 +7,12 @@ Positions come from the recurrent layers: attention rotates nothing (AI21 2024, 
 
 from collections.abc import Sequence
 
-from hybridrt.config import ModelConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.mamba1 import Mamba1Mixer
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
 from hybridrt.layers.stack import ResidualPart
-from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM
 
 
@@ -22,9 +20,6 @@ class JambaForCausalLM(CausalLM):
     """Jamba (AI21 2024), any size."""
 
     norm_key = "model.final_layernorm"
-
-    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps)
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)

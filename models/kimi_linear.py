@@ -9,15 +9,13 @@ arXiv:2510.26692).
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from hybridrt.config import ModelConfig
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.layers.kda import KDAMixer
 from hybridrt.layers.mla import LatentAttention
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
 from hybridrt.layers.stack import ResidualPart
-from hybridrt.layers.weights import Build
-from hybridrt.models.base import CausalLM
+from hybridrt.models.base import SWIGLU, CausalLM
 
 MOE_KEYS = {"router": "gate", "experts": "experts", "shared": "shared_experts"}
 
@@ -26,16 +24,7 @@ class KimiLinearForCausalLM(CausalLM):
     """Kimi-Linear (48B-A3B)."""
 
     gated: ClassVar[bool] = False  # the outputs of latent attention
-    # Parts of keys in checkpoints, and what they are in the keys of the blocks.
-    spellings: ClassVar[dict[str, str]] = {
-        ".block_sparse_moe.": ".mlp.",
-        ".w1.": ".gate_proj.",
-        ".w2.": ".down_proj.",
-        ".w3.": ".up_proj.",
-    }
-
-    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps)
+    spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp."}
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)
@@ -64,21 +53,20 @@ class KimiLinearForCausalLM(CausalLM):
         return None, None
 
     def _moe(self, name: str, layer_id: int) -> MoE:
-        """Routed SwiGLU experts, chosen within the best groups by corrected sigmoid scores, beside a shared one."""
+        """Routed SwiGLU experts, chosen within the best groups by corrected sigmoid scores, and a shared one: one more
+        expert, or beside them where its limit differs."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         size, (limit, shared_limit) = hf.moe_intermediate_size, self.limits(layer_id)
+        shared_size = size * hf.n_shared_experts
+        alike = limit == shared_limit
+        experts = Experts(
+            f"{name}.experts", hf.num_local_experts, hidden, size, activation="silu", limit=limit,
+            shared_size=shared_size if alike else 0, build=build,
+        )  # fmt: skip
         router = SigmoidGroupRouter(
             f"{name}.router", hidden, hf.num_local_experts, top_k=hf.num_experts_per_tok, n_group=hf.n_group,
             topk_group=hf.topk_group, renormalize=hf.norm_topk_prob, scaling=float(hf.routed_scaling_factor),
-            build=build,
+            shared_experts=experts.num_shared, build=build,
         )  # fmt: skip
-        experts = Experts(
-            f"{name}.experts", hf.num_local_experts, hidden, size, activation="silu", limit=limit, build=build
-        )
-        shared = MLP(f"{name}.shared", hidden, size * hf.n_shared_experts, limit=shared_limit, build=build)
+        shared = None if alike else MLP(f"{name}.shared", hidden, shared_size, limit=shared_limit, build=build)
         return MoE(router, experts, shared=shared, keys=MOE_KEYS)
-
-    def rename_key(self, key: str) -> str:
-        for theirs, ours in self.spellings.items():
-            key = key.replace(theirs, ours)
-        return key

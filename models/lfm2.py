@@ -6,37 +6,28 @@ Queries and keys are normed head by head before they are rotated (Liquid AI 2025
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from hybridrt.config import ModelConfig
 from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
 from hybridrt.layers.short_conv import ShortConvMixer
 from hybridrt.layers.stack import ResidualPart
-from hybridrt.layers.weights import Build, CheckpointMap
-from hybridrt.models.base import CausalLM
-
-# LFM2's spelling of keys that the blocks call otherwise.
-SPELLINGS = {
-    ".gate_proj.": ".w1.",
-    ".down_proj.": ".w2.",
-    ".up_proj.": ".w3.",
-    ".q_norm.": ".q_layernorm.",
-    ".k_norm.": ".k_layernorm.",
-    ".self_attn.o_proj.": ".self_attn.out_proj.",
-    ".gate.e_score_correction_bias": ".expert_bias",
-}
+from hybridrt.models.base import SWIGLU, CausalLM
 
 
 class Lfm2ForCausalLM(CausalLM):
     """LFM2 (Liquid AI 2025), dense."""
 
-    norm_key = "model.embedding_norm"
-
-    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=config.hf.norm_eps)
+    norm_key, eps_field = "model.embedding_norm", "norm_eps"
+    spellings: ClassVar[dict[str, str]] = {
+        **SWIGLU,
+        ".q_layernorm.": ".q_norm.",
+        ".k_layernorm.": ".k_norm.",
+        ".self_attn.out_proj.": ".self_attn.o_proj.",
+        ".expert_bias": ".gate.e_score_correction_bias",
+    }
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)
@@ -73,14 +64,6 @@ class Lfm2ForCausalLM(CausalLM):
         size = hf.moe_intermediate_size
         experts = Experts(f"{name}.experts", hf.num_experts, hidden, size, activation="silu", build=build)
         return MoE(router, experts, keys={"router": "gate", "experts": "experts"})
-
-    def checkpoint_map(self) -> CheckpointMap:
-        found: CheckpointMap = {}
-        for key, target in super().checkpoint_map().items():
-            for ours, theirs in SPELLINGS.items():
-                key = key.replace(ours, theirs)
-            found[key] = target
-        return found
 
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):

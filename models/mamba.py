@@ -7,7 +7,7 @@ Gu & Dao 2023 (arXiv:2312.00752), Dao & Gu 2024 (arXiv:2405.21060).
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,9 +26,11 @@ class PureMamba(CausalLM):
     """A stack of mixers, whose residuals may be float32."""
 
     embed_key, norm_key, layers_key = "backbone.embeddings", "backbone.norm_f", "backbone.layers"
+    spellings: ClassVar[dict[str, str]] = {"backbone.embedding.": "backbone.embeddings."}
+    eps_field = "layer_norm_epsilon"
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=config.hf.layer_norm_epsilon)
+        super().__init__(config, build, max_len)
         self.residual_dtype = torch.float32 if config.hf.residual_in_fp32 else build.dtype
 
     @abstractmethod
@@ -44,9 +46,6 @@ class PureMamba(CausalLM):
         for norm, part in self.stack:
             x, residual = part(norm, x, residual, batch)
         return self.norm(x, residual)[0]
-
-    def rename_key(self, key: str) -> str:
-        return key.replace("backbone.embedding.", "backbone.embeddings.")
 
 
 class MambaForCausalLM(PureMamba):

@@ -7,26 +7,23 @@ arXiv:2501.08313).
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from hybridrt.config import ModelConfig
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.lightning import LightningMixer
 from hybridrt.layers.linear import Summands
-from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter, stacked_experts
+from hybridrt.layers.moe import STACKS, Experts, MoE, SoftmaxRouter
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.stack import ResidualPart
-from hybridrt.layers.weights import Build, CheckpointMap, TensorPart
-from hybridrt.models.base import MTP_KEYS, CausalLM
+from hybridrt.layers.weights import CheckpointMap
+from hybridrt.models.base import MTP_KEYS, SWIGLU, CausalLM
 
-# Parts of keys in checkpoints, and what they are in the keys of the blocks.
-SPELLINGS = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj.", ".block_sparse_moe.": ".mlp."}
 LIGHTNING_EPS = 1e-6  # of the norm in lightning attention; rms_norm_eps of config.json is for the other norms
-STACKED = {".experts.gate_up_proj": ("gate", "up"), ".experts.down_proj": ("down",)}
 
 
 class OntoNormed(nn.Module):
@@ -47,11 +44,10 @@ class OntoNormed(nn.Module):
 class MiniMaxForCausalLM(CausalLM):
     """MiniMax-Text-01 and MiniMax-M1 (MiniMax 2025)."""
 
+    spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp."}
+    stacks = STACKS
     # Powers of the decays, which follow from the configuration.
     skipped_keys = (MTP_KEYS, r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)")
-
-    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps)
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, hidden, build = self.config, self.config.hf, self.config.hidden_size, self.build
@@ -85,16 +81,3 @@ class MiniMaxForCausalLM(CausalLM):
             f"{name}.experts", count, hidden, hf.intermediate_size, activation="silu", scales=scales, build=build
         )
         return MoE(router, experts, keys={"router": "gate", "experts": "experts"})
-
-    def rename_key(self, key: str) -> str:
-        for theirs, ours in SPELLINGS.items():
-            key = key.replace(theirs, ours)
-        return key
-
-    def parts_of(self, key: str) -> list[TensorPart]:
-        """A tensor may hold all experts; that of gate and up holds both."""
-        for end, matrices in STACKED.items():
-            if key.endswith(end):
-                stack = key.removesuffix(end) + ".experts"
-                return stacked_experts(stack, matrices, self.config.hf.num_local_experts)
-        return super().parts_of(key)

@@ -6,16 +6,15 @@ Positions come from the recurrent layers: attention rotates nothing (NVIDIA 2025
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from hybridrt.config import ModelConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.mamba2 import Mamba2Block
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, Latent, MoE, SigmoidGroupRouter
 from hybridrt.layers.stack import ResidualPart
-from hybridrt.layers.weights import Build, CheckpointMap
+from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import CausalLM, MTPHead
 
 MOE_KEYS = {
@@ -31,9 +30,8 @@ class NemotronHForCausalLM(CausalLM):
     """Nemotron-H and Nemotron 3 (NVIDIA)."""
 
     embed_key, norm_key, layers_key = "backbone.embeddings", "backbone.norm_f", "backbone.layers"
-
-    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=config.hf.layer_norm_epsilon)
+    spellings: ClassVar[dict[str, str]] = {"model.": "backbone."}
+    eps_field = "layer_norm_epsilon"
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         return [ResidualPart("norm", "mixer", self._part(layer_id, f"{name}.mixer"))]
@@ -54,8 +52,7 @@ class NemotronHForCausalLM(CausalLM):
 
     def size_of(self, field: str, layer_id: int) -> int:
         """A number of config.json as a layer has it."""
-        size: int = getattr(self.config.hf, field)
-        return size
+        return getattr(self.config.hf, field)
 
     def _mlp(self, name: str, size: int) -> MLP:
         hidden, bias = self.config.hidden_size, self.config.hf.mlp_bias
@@ -75,9 +72,6 @@ class NemotronHForCausalLM(CausalLM):
         shared = self._mlp(f"{name}.shared", self.size_of("moe_shared_expert_intermediate_size", layer_id))
         latent = Latent(name, hidden, size, bias=hf.mlp_bias, build=build) if hf.moe_latent_size else None
         return MoE(router, experts, shared=shared, latent=latent, keys=MOE_KEYS)
-
-    def rename_key(self, key: str) -> str:
-        return f"backbone.{key.removeprefix('model.')}" if key.startswith("model.") else key
 
 
 class NemotronHMTP(MTPHead):

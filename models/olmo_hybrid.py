@@ -7,12 +7,12 @@ attention norms stand behind, and q and k are normed over all heads together (Ai
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from hybridrt.config import AttentionConfig, ModelConfig
+from hybridrt.config import AttentionConfig
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
@@ -28,8 +28,6 @@ PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_pr
 CONVS = {"q_conv1d": "q", "k_conv1d": "k", "v_conv1d": "v"}
 GDN_KEYS = GDNKeys(PROJECTIONS, convs=CONVS, norm="o_norm", out="o_proj")
 GDN_EPS = 1e-5  # of the gated norm, whatever config.json says of the others
-# Spellings of norms, those of newer checkpoints first.
-NORMS = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
 
 
 class WholeNormAttention(Attention):
@@ -80,8 +78,10 @@ class PostNormed(nn.Module):
 class OlmoHybridForCausalLM(CausalLM):
     """OLMo-Hybrid (Ai2 2026)."""
 
-    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps)
+    spellings: ClassVar[dict[str, str]] = {  # of norms in newer checkpoints
+        ".attention_layer_norm.": ".input_layernorm.",
+        ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    }
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, hidden, build = self.config, self.config.hf, self.config.hidden_size, self.build
@@ -103,11 +103,6 @@ class OlmoHybridForCausalLM(CausalLM):
             ResidualPart("input_layernorm", "linear_attn", gdn),
             ResidualPart("post_attention_layernorm", "mlp", mlp),
         ]
-
-    def rename_key(self, key: str) -> str:
-        for newer, name in NORMS.items():
-            key = key.replace(newer, name)
-        return key
 
     def parts_of(self, key: str) -> list[TensorPart]:
         """One tensor may hold the convolutions of q, k and v."""

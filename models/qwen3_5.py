@@ -11,20 +11,16 @@ from hybridrt.layers.gdn import GDNKeys
 from hybridrt.models.base import MTP_KEYS
 from hybridrt.models.qwen3_next import Qwen3NextForCausalLM
 
-TEXT_PREFIX = "model.language_model."
-
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
     """Qwen3.5, dense."""
 
     gdn_keys: ClassVar[GDNKeys] = GDNKeys({"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"})
     skipped_keys = (MTP_KEYS, r"model\.visual\..*")
+    spellings: ClassVar[dict[str, str]] = {"model.language_model.": "model."}
 
     def renormalizes(self) -> bool:
         return True
-
-    def rename_key(self, key: str) -> str:
-        return f"model.{key.removeprefix(TEXT_PREFIX)}" if key.startswith(TEXT_PREFIX) else key
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):

@@ -9,14 +9,13 @@ Norms are zero-centred (1 + w), rotary turns a quarter of each head, attention's
 from collections.abc import Sequence
 from typing import ClassVar
 
-from hybridrt.config import ModelConfig
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.gdn import GDNKeys, GDNMixer
 from hybridrt.layers.mlp import MLP
-from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter, stacked_experts
+from hybridrt.layers.moe import STACKS, Experts, MoE, SoftmaxRouter
 from hybridrt.layers.stack import ResidualPart
-from hybridrt.layers.weights import Build, CheckpointMap, TensorPart
+from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import CausalLM, MTPHead
 
 MOE_KEYS = {
@@ -25,8 +24,6 @@ MOE_KEYS = {
     "shared": "shared_expert",
     "shared_gate": "shared_expert_gate",
 }
-# Tensors that hold all experts.
-STACKED = {".experts.gate_up_proj": ("gate", "up"), ".experts.down_proj": ("down",)}
 GDN_KEYS = GDNKeys({"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}, by_key_head=True)
 
 
@@ -34,9 +31,7 @@ class Qwen3NextForCausalLM(CausalLM):
     """Qwen3-Next (80B-A3B and its kin)."""
 
     gdn_keys: ClassVar[GDNKeys] = GDN_KEYS
-
-    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps, zero_centered=True)
+    stacks, zero_centered = STACKS, True
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)
@@ -74,13 +69,6 @@ class Qwen3NextForCausalLM(CausalLM):
             shared_experts=experts.num_shared, build=build,
         )  # fmt: skip
         return MoE(router, experts, keys=MOE_KEYS)
-
-    def parts_of(self, key: str) -> list[TensorPart]:
-        for end, matrices in STACKED.items():
-            if key.endswith(end):
-                stack = self.rename_key(key).removesuffix(end) + ".experts"
-                return stacked_experts(stack, matrices, self.config.hf.num_experts)
-        return super().parts_of(key)
 
 
 class Qwen3NextMTP(MTPHead):

@@ -9,8 +9,7 @@ from hybridrt.plugins import load_object
 
 def model_class(architecture: str) -> type[CausalLM]:
     """The class that implements an architecture; UnsupportedModelError lists those there are."""
-    cls: type[CausalLM] = load_object(family_of(architecture).model)
-    return cls
+    return load_object(family_of(architecture).model)
 
 
 def make_mtp_head(model: CausalLM) -> MTPHead:
@@ -26,5 +25,4 @@ def make_mtp_head(model: CausalLM) -> MTPHead:
             f'method "mtp" needs a model with one multi-token-prediction head of attention and feed-forward layers; '
             f'this {config.architecture} has none by its config.json: use "ngram" or "draft"'
         )
-    head: MTPHead = load_object(target)(model)
-    return head
+    return load_object(target)(model)

@@ -26,7 +26,7 @@ class SwaSsmForCausalLM(CausalLM):
     composite = WindowHistoryBackend
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps)
+        super().__init__(config, build, max_len)
         unused = [i for i, adapter in self.mixers().items() if not adapter.targets("")]
         self.skipped_keys = tuple(re.escape(f"model.layers.{i}.history.") + ".*" for i in unused)
 

@@ -1,5 +1,6 @@
 """Safetensors files as they lie on a disk: their tensors by name."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hybridrt.errors import CheckpointError
+from hybridrt.files import check_file
 
 Shards = dict[Path, list[str]]
 
@@ -47,8 +49,9 @@ def mapped_tensors(shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
+        check_file(file, sys.maxsize)
         opened = safe_open(file, "pt")
-    except (SafetensorError, OSError) as e:
+    except (SafetensorError, OSError, MemoryError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}; the file is damaged or was not downloaded whole") from e
     with opened as f:
         yield f

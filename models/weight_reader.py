@@ -127,8 +127,7 @@ class _Readers(AbstractContextManager["_Readers"]):
         """[BLOCK] bytes of pinned memory of this thread."""
         if not hasattr(self._local, "staging"):
             self._local.staging = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
-        staging: torch.Tensor = self._local.staging
-        return staging
+        return self._local.staging
 
     def _file(self, path: Path) -> int:
         """A descriptor of this thread: the system reads ahead by descriptor."""

@@ -56,7 +56,7 @@ class Zamba2ForCausalLM(CausalLM):
     norm_key = "model.final_layernorm"
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=config.hf.rms_norm_eps)
+        super().__init__(config, build, max_len)
         # A checkpoint may repeat a block at each layer that uses it, and a block that only one layer uses may have
         # adapters for others.
         again = "|".join(map(str, config.full_attention_layer_ids[len(self.blocks) :])) or r"\d+"

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridrt.attention.branch import Branch
 from hybridrt.config import AttentionSpec
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
@@ -274,11 +275,14 @@ class SegmentedAttnBackend(AttentionBackend):
         provider: whose kernels it runs, a name of hybridrt.kernels.providers; None for its own.
         auto_decode, auto_prefill: types of device on which "auto" may choose it for this. Of several the first in
             hybridrt.attention.registry is chosen.
+        branch: runs the decode segment of a captured step beside the other one. Without a device of its own it does
+            not.
     """
 
     provider: ClassVar[str | None] = None
     auto_decode: ClassVar[tuple[str, ...]] = ()
     auto_prefill: ClassVar[tuple[str, ...]] = ()
+    branch = Branch(torch.device("cpu"))
 
     @classmethod
     def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
@@ -324,7 +328,13 @@ class SegmentedAttnBackend(AttentionBackend):
             return self.decode(q, layer, batch, out)
         if split == 0:
             return self.extend(q, layer, batch, out)
-        return torch.cat((self.decode(q[:split], layer, batch), self.extend(q[split:], layer, batch)))
+        decoding, prompts = q[:split], q[split:]
+        return self.branch.segments(
+            split,
+            out,
+            lambda place: self.decode(decoding, layer, batch, place),
+            lambda place: self.extend(prompts, layer, batch, place),
+        )
 
     def save_latent(self, q: Tensor, k: Tensor | None, layer: Any, batch: ForwardBatch, rope: Rope | None) -> Tensor:
         """Writes the vectors of a layer of variant "mla" into the pool and returns q, rotated. A backend that serves

@@ -23,19 +23,27 @@ class GDNAttnBackend(MambaAttnBackendBase):
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         qkv, a, b = (segment.by_row(inputs[name]) for name in ("mixed_qkv", "a", "b"))
         if segment.parents is not None:  # the fused kernel does not follow parents
-            q, k, v = layer.split_heads(causal_conv1d_update(qkv, **self.conv_rows(layer, segment)))
-            tokens = DeltaInputs(q, k, v, *gdn_gates(a, b, _weights(layer)))
-            out = recurrent_gated_delta_rule(tokens, segment.state(self.layer_cache(layer.layer_id)))
+            conved = causal_conv1d_update(qkv, **self.conv_rows(layer, segment))
+            tokens, weights = self.gated(layer, conved, a, b)
+            out = recurrent_gated_delta_rule(tokens, segment.state(self.layer_cache(layer.layer_id)), weights)
         else:
-            out = gdn_decode(qkv, a, b, weights=_weights(layer), step=self.fused_step(layer, segment))
+            out = gdn_decode(qkv, a, b, weights=self.weights(layer), step=self.fused_step(layer, segment))
         return out.flatten(0, 1).flatten(1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
-        q, k, v = layer.split_heads(causal_conv1d_varlen(inputs["mixed_qkv"], **self.conv_chunks(layer, segment)))
-        tokens = DeltaInputs(q, k, v, *gdn_gates(inputs["a"], inputs["b"], _weights(layer)))
+        conved = causal_conv1d_varlen(inputs["mixed_qkv"], **self.conv_chunks(layer, segment))
+        tokens, weights = self.gated(layer, conved, inputs["a"], inputs["b"])
         state = segment.state(self.layer_cache(layer.layer_id))
-        return chunk_gated_delta_rule(tokens, state, segment.prompts).flatten(1)
+        return chunk_gated_delta_rule(tokens, state, segment.prompts, weights).flatten(1)
 
+    def gated(
+        self, layer: Any, conved: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+    ) -> tuple[DeltaInputs, GateWeights | None]:
+        """Tokens of the delta rule, and what it makes their gates of; None: they are made."""
+        q, k, v = layer.split_heads(conved)
+        return DeltaInputs(q, k, v, *gdn_gates(a, b, self.weights(layer))), None
 
-def _weights(layer: Any) -> GateWeights:
-    return GateWeights(layer.A_log, layer.dt_bias, layer.config.beta_scale)
+    @staticmethod
+    def weights(layer: Any) -> GateWeights:
+        """What gates are made of."""
+        return GateWeights(layer.A_log, layer.dt_bias, layer.config.beta_scale)

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
+from hybridrt.attention.linear import Inputs
+from hybridrt.attention.mamba2 import Mamba2AttnBackend
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
 from hybridrt.kernels.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
@@ -13,7 +14,7 @@ from hybridrt.kernels.records import ConvWeights, FusedStep, SSMInputs, SSMWeigh
 from hybridrt.kernels.selective_state_update import selective_state_update
 
 
-class LightningAttnBackend(MambaAttnBackendBase):
+class LightningAttnBackend(Mamba2AttnBackend):
     """Lightning attention: S_t = exp(A) S_{t-1} + v_t k_t^T and y_t = S_t q_t in each head, with SiLU on q, k and v.
 
     This is Mamba-2 with x = v, B = k and C = q, a group for each head, and a time step of one.
@@ -21,7 +22,7 @@ class LightningAttnBackend(MambaAttnBackendBase):
     Input: vkq [T, v | k | q] before SiLU; a strided view will do.
     """
 
-    kind, scan, saves_at_chunks = "lightning", "mamba2_chunk_scan", True
+    kind = "lightning"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         vkq, cache = segment.by_row(inputs["vkq"]), self.layer_cache(layer.layer_id)
@@ -39,12 +40,6 @@ class LightningAttnBackend(MambaAttnBackendBase):
         tokens = SSMInputs(v, layer.steps.expand(len(v), -1), k, q)
         state = segment.state(self.layer_cache(layer.layer_id))
         return mamba2_chunk_scan(tokens, _weights(layer), state, segment.prompts).flatten(1)
-
-    @staticmethod
-    def ring_decay(layer: Any) -> torch.Tensor:
-        """[heads]: the gates in the ring are time steps, of which A makes decays."""
-        decay: torch.Tensor = layer.A
-        return decay
 
 
 def _weights(layer: Any) -> SSMWeights:

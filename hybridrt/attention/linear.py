@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.base import NOTHING, QKV, AttentionBackend
+from hybridrt.attention.branch import Branch
 from hybridrt.attention.checks import (
     check_batch,
     check_device_lengths,
@@ -23,6 +24,7 @@ from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.providers import needs_host
 from hybridrt.kernels.records import ConvWeights, FusedStep, RowTables
+from hybridrt.kernels.views import take_tokens
 from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -34,6 +36,12 @@ UNCOMMITTED = (
     "a decode step before this one was not committed, so its tokens are not part of the state: call commit after its "
     "last layer, or drop_step if it will not be committed"
 )
+
+
+def _part(inputs: Inputs, tokens: slice, out: Tensor | None) -> Inputs:
+    """The inputs of some of the tokens, and where their result may be left."""
+    part = {name: t[tokens] for name, t in inputs.items()}
+    return part if out is None else part | {"out": out}
 
 
 def conv_weights(layer: Any) -> ConvWeights:
@@ -67,6 +75,7 @@ class MambaAttnBackendBase(AttentionBackend):
         self.pools = req_to_token_pool
         self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
         self.chunk_size = chunk_size
+        self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
         self.members = [self]  # the backends that this one plans and commits for
         self.lead = self  # the one that plans and commits for this one
         self._last: ForwardMetadata | None = None  # the last step that leaves its state to a commit
@@ -94,7 +103,7 @@ class MambaAttnBackendBase(AttentionBackend):
 
         Args:
             layer: the mixer.
-            out: [T, width], where the result of a step with one segment may be left; what is returned counts.
+            out: [T, width], where the result may be left; what is returned counts.
             inputs: the kind's own, [T, ...] each.
         Returns:
             [T, width], decode rows first.
@@ -104,9 +113,12 @@ class MambaAttnBackendBase(AttentionBackend):
         compute = self._extend_in_passes if extend and extend.later else self.extend
         if decode and extend:
             split = decode.num_tokens
-            decoded = self.decode(layer, {name: t[:split] for name, t in inputs.items()}, decode)
-            chunks = compute(layer, {name: t[split:] for name, t in inputs.items()}, extend)
-            return torch.cat((decoded, chunks))
+            return self.branch.segments(
+                split,
+                out,
+                lambda place: self.decode(layer, _part(inputs, slice(split), place), decode),
+                lambda place: compute(layer, _part(inputs, slice(split, None), place), extend),
+            )
         if out is not None:
             inputs["out"] = out
         if decode:
@@ -125,10 +137,8 @@ class MambaAttnBackendBase(AttentionBackend):
 
     def _extend_in_passes(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
         """`extend` of a segment, then of those that follow it: their tokens' outputs replace the segment's."""
-        chosen = [
-            {name: t.index_select(0, tokens) for name, t in inputs.items() if name != "out"}
-            for tokens, _ in segment.later
-        ]
+        sources = {name: t for name, t in inputs.items() if name != "out"}
+        chosen = [take_tokens(sources, tokens) for tokens, _ in segment.later]
         outputs = self.extend(layer, inputs, segment)
         for (tokens, later), part in zip(segment.later, chosen, strict=True):
             replaced = self.extend(layer, part, later)
@@ -220,6 +230,9 @@ class MambaAttnBackendBase(AttentionBackend):
         for part in batch.extend_passes:
             for name in ("read_state_slots", "write_state_slots"):
                 check_range(f"{name} of a pass", getattr(part, name).clamp(min=0), end, BackendError)
+        for saved in batch.saved_states.values():
+            check_range("row_slots of saved states", saved.row_slots, end, BackendError)
+            check_range("chunk_slots of saved states", saved.chunk_slots, end, BackendError)
 
     def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
         """A captured step: fills the view's buffers, which the graph reads, in stream order."""

@@ -11,6 +11,7 @@ from hybridrt.kernels.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
 from hybridrt.kernels.records import SSMInputs, SSMWeights
 from hybridrt.kernels.selective_state_update import selective_state_update
+from hybridrt.kernels.views import by_head
 
 
 class Mamba2AttnBackend(MambaAttnBackendBase):
@@ -39,7 +40,7 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
         out, state = inputs.get("out"), segment.state(self.layer_cache(layer.layer_id))
         x, B, C = layer.split_heads(causal_conv1d_varlen(inputs["xBC"], **self.conv_chunks(layer, segment)))
-        z = inputs["z"].view(x.shape) if layer.norm is None else None
+        z = by_head(inputs["z"], layer.heads, layer.head_dim) if layer.norm is None else None
         place = None if out is None else out.view(x.shape)
         tokens = SSMInputs(x, inputs["dt"], B, C, z)
         return mamba2_chunk_scan(tokens, _weights(layer), state, segment.prompts, out=place).flatten(1)
@@ -47,8 +48,7 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
     @staticmethod
     def ring_decay(layer: Any) -> torch.Tensor:
         """Gates of the ring are time steps: A makes decays of them."""
-        decay: torch.Tensor = layer.A
-        return decay
+        return layer.A
 
 
 def _weights(layer: Any) -> SSMWeights:

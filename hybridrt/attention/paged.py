@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.base import SegmentedAttnBackend
+from hybridrt.attention.branch import Branch
 from hybridrt.attention.checks import (
     check_batch,
     check_device_lengths,
@@ -69,6 +70,7 @@ class PagedKVBackend(SegmentedAttnBackend):
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         self.kv_pool = kv_pool
         self.req_to_token_pool = req_to_token_pool
+        self.branch = Branch(kv_pool.device)
         device, specs = kv_pool.device, set(kv_pool.specs.values())
         require(self.provider, type(self).__name__)
         if reason := self.objection(device, specs):
@@ -113,7 +115,7 @@ class PagedKVBackend(SegmentedAttnBackend):
                 self._check_places(batch)
             check_device_lengths(batch)
             check_written_places(batch, self.req_to_token_pool.req_to_token)
-        decode = self._decode_segment(batch, graph is not None) if batch.num_decode_rows else None
+        decode = self._decode_segment(batch) if batch.num_decode_rows else None
         extend = self._extend_segment(batch) if batch.num_extend_rows and graph is None else None
         batch.metadata[self] = PagedMetadata(decode, extend)
 
@@ -122,8 +124,8 @@ class PagedKVBackend(SegmentedAttnBackend):
             self.planned(batch).extend = self._extend_segment(batch)
 
     @staticmethod
-    def _decode_segment(batch: ForwardBatch, in_graph: bool) -> AttentionRows:
-        """A graph has no bound of the lengths. All its rows are decode rows."""
+    def _decode_segment(batch: ForwardBatch) -> AttentionRows:
+        """A captured step has no bound of the lengths. All its rows are decode rows."""
         split, spec, lens = batch.num_decode_rows, batch.spec_info, batch.seq_lens_cpu
         mask, drafts = (None, None) if spec is None else (spec.tree_mask, spec.num_drafts)
         return AttentionRows(
@@ -131,7 +133,7 @@ class PagedKVBackend(SegmentedAttnBackend):
             batch.seq_lens[:split],
             tree_mask=None if mask is None else mask[:split],
             num_drafts=None if drafts is None else drafts[:split],
-            max_len=None if in_graph or lens is None else max(lens[:split]),
+            max_len=None if lens is None else max(lens[:split]),
         )
 
     @staticmethod
@@ -191,7 +193,7 @@ class PagedAttnBackend(PagedKVBackend):
 
     def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.unflatten(1, (layer.spec.num_heads, -1)).unflatten(0, (batch.num_decode_rows, -1))
-        kv, rows = self.layer_kv(layer), self.planned(batch).decode
+        kv, rows = self.layer_kv(layer), self.decode_rows(layer, batch)
         if layer.spec.variant == "mla":
             sums = self._decode(into_latent(heads, layer.weights), kv, rows)
             return from_latent(sums, layer.weights).view(q.shape[0], -1)
@@ -205,6 +207,10 @@ class PagedAttnBackend(PagedKVBackend):
             return self._latent_extend(heads, kv, layer.weights, rows).flatten(1)
         place = None if out is None else out.view(heads.shape)
         return self._extend(heads, kv, rows, place).reshape(q.shape[0], -1)
+
+    def decode_rows(self, layer: Any, batch: ForwardBatch) -> Any:
+        """The decode segment, as a layer's kernel takes it."""
+        return self.planned(batch).decode
 
     def layer_kv(self, layer: Any) -> PagedKV:
         """A layer's keys and values."""

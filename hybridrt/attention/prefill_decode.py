@@ -32,6 +32,7 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         self.prefill_backend = prefill_backend
         self.decode_backend = decode_backend
         self.verify_backend = decode_backend if speculative_attention_mode == "decode" else prefill_backend
+        self.branch = decode_backend.branch
         self.seq_len_fill = decode_backend.seq_len_fill
         self.needs_host_lens = decode_backend.needs_host_lens or self.verify_backend.needs_host_lens
         self.captures_prompts = decode_backend.captures_prompts

@@ -46,8 +46,7 @@ def backend_class(name: str) -> type[SegmentedAttnBackend]:
     Raises:
         BackendError: the name is unknown, its class cannot be imported or is no SegmentedAttnBackend.
     """
-    cls: type[SegmentedAttnBackend] = BACKENDS.load(name)
-    return cls
+    return BACKENDS.load(name)
 
 
 def resolve_attention_name(name: str, device: torch.device) -> str:
@@ -125,8 +124,7 @@ def _full_attention(
 ) -> SegmentedAttnBackend:
     def build(name: str) -> SegmentedAttnBackend:
         cls: Any = load_attention_backend(name, device)
-        backend: SegmentedAttnBackend = cls(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        return backend
+        return cls(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
 
     decode = resolve_attention_name(config.attention_backend, device)
     prefill = resolve_prefill_name(config, device, set(kv_pool.specs.values()))

@@ -108,6 +108,8 @@ async def _request(target: Target, work: Work, timing: Timing, now: Callable[[],
                 _take(event, timing, now())
         finally:
             writer.close()
+        if not timing.gains:
+            raise ValueError("the answer has no tokens")
         if timing.output_tokens == 0:
             timing.output_tokens = sum(count for _, count in timing.gains)
     except (OSError, ValueError, asyncio.IncompleteReadError) as e:
@@ -127,10 +129,10 @@ def _take(event: bytes, timing: Timing, now: float) -> None:
 
 
 async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The data of server-sent events.
+    """The data of server-sent events up to [DONE].
 
     Raises:
-        ValueError: the answer is no stream of them, or an error.
+        ValueError: the answer is no stream of them, or an error, or breaks off.
     """
     head = await reader.readuntil(b"\r\n\r\n")
     status, chunked = head.split(b" ", 2)[1], b"chunked" in head.lower()
@@ -138,10 +140,14 @@ async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         raise ValueError(f"HTTP {status.decode()}: {(await reader.read(2000)).decode(errors='replace')}")
     dechunk, held = _Dechunker(), b""
     while data := await reader.read(_READ_BYTES):
-        *events, held = (held + (dechunk(data) if chunked else data)).split(b"\n\n")
-        for event in events:
-            if event.startswith(b"data: ") and event != b"data: [DONE]":
-                yield event[6:]
+        *lines, held = (held + (dechunk(data) if chunked else data)).split(b"\n")
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if name == b"data" and value.strip() == b"[DONE]":
+                return
+            if name == b"data":
+                yield value
+    raise ValueError("the answer broke off before [DONE]")
 
 
 class _Dechunker:

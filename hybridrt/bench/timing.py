@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from hybridrt.errors import ConfigError, ProviderNotInstalledError
 
 PERCENTILES = (50, 90, 95, 99)
 
@@ -103,6 +106,22 @@ def summary(timings: Sequence[Timing], goal: Goal | None = None) -> dict[str, An
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
     mean = sum(seconds) / len(seconds) if seconds else 0.0
     return {"mean": mean * 1000} | {f"p{p}": percentile(seconds, p) * 1000 for p in PERCENTILES}
+
+
+def check_picture(file: str) -> None:
+    """Checks the file of a picture before the time is spent that it shows.
+
+    Raises:
+        ProviderNotInstalledError: matplotlib is missing.
+        ConfigError: it knows no such format.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as e:
+        raise ProviderNotInstalledError(f"a picture needs matplotlib ({e}): pip install 'hybridrt[plot]'") from e
+    known = FigureCanvasBase.get_supported_filetypes()
+    if Path(file).suffix.removeprefix(".") not in known:
+        raise ConfigError(f"{file} names no format of pictures; end it with one of .{', .'.join(sorted(known))}")
 
 
 def plot(timings: Sequence[Timing], file: str) -> None:

@@ -5,12 +5,15 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import islice
+from typing import Any
 
-from hybridrt.errors import ConfigError
+from hybridrt.errors import ConfigError, shown
+from hybridrt.files import read_lines
 
 _BLOCK = 512  # tokens of one hash in a trace
 _FIRST_ID = 3  # ids below are often special
+_MAX_TOKENS = 1 << 22  # of a prompt or an output
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ class WorkloadConfig:
 
     def __post_init__(self) -> None:
         for name in ("requests", "prompt_tokens", "output_tokens", "prefixes", "prefix_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            if not 1 <= getattr(self, name) <= _MAX_TOKENS:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be from 1 to {_MAX_TOKENS}")
         if self.vocab <= _FIRST_ID:
             raise ConfigError(f"vocab is {self.vocab}; it must be more than {_FIRST_ID}")
         if self.rate is not None and not self.rate > 0:
@@ -95,21 +98,36 @@ def _drawn(config: WorkloadConfig, draw: random.Random) -> Iterator[Work]:
 def _traced(config: WorkloadConfig, draw: random.Random) -> Iterator[Work]:
     blocks: dict[int, list[int]] = {}
     try:
-        lines = Path(config.data).read_text().splitlines()[: config.requests]
+        lines = islice(read_lines(config.data), config.requests)
         entries = [json.loads(line) for line in lines if line.strip()]
-        start = float(entries[0].get("timestamp", 0)) if entries else 0.0
+        if not entries:
+            raise ValueError("it has no lines")
+        start = _timestamp(entries[0])
         for i, entry in enumerate(entries):
-            for block in entry.get("hash_ids", ()):
+            length = _length(entry, "input_length")
+            hashes = entry.get("hash_ids", [])[: -(-length // _BLOCK)]
+            for block in hashes:
                 blocks.setdefault(block, _ids(_BLOCK, config, random.Random(f"{config.seed} {block}")))
-            length = int(entry["input_length"])
-            prompt = [t for block in entry.get("hash_ids", ()) for t in blocks[block]][:length]
+            prompt = [t for block in hashes for t in blocks[block]][:length]
             prompt += _ids(length - len(prompt), config, draw)
-            yield Work(prompt, int(entry["output_length"]), i, (float(entry.get("timestamp", 0)) - start) / 1000)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+            yield Work(prompt, _length(entry, "output_length"), i, (_timestamp(entry) - start) / 1000)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise ConfigError(
             f"the trace {config.data} cannot be used ({type(e).__name__}: {e}); each line must be a JSON object with "
             "input_length, output_length and perhaps timestamp and hash_ids"
         ) from e
+
+
+def _length(entry: dict[str, Any], name: str) -> int:
+    if not 1 <= (found := int(entry[name])) <= _MAX_TOKENS:
+        raise ValueError(f"{name} is {shown(entry[name])}; it must be from 1 to {_MAX_TOKENS}")
+    return found
+
+
+def _timestamp(entry: dict[str, Any]) -> float:
+    if not math.isfinite(found := float(entry.get("timestamp", 0))):
+        raise ValueError(f"timestamp is {found}")
+    return found
 
 
 def _ids(count: int, config: WorkloadConfig, draw: random.Random) -> list[int]:

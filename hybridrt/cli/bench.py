@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from hybridrt.bench.timing import Goal, Timing, plot, summary
+from hybridrt.bench.timing import Goal, Timing, check_picture, plot, summary
 from hybridrt.bench.workload import WorkloadConfig, make_work
-from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, Overrides, SpeculativeOptions, option
+from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, Overrides, SpeculativeOptions, option, setting
 from hybridrt.errors import ConfigError, EngineError
 
 _KINDS = ("time_to_first_token_ms", "inter_token_latency_ms", "time_per_output_token_ms", "end_to_end_latency_ms")
@@ -24,19 +24,18 @@ class LoadOptions(Overrides):
     """Fields of WorkloadConfig, and how results are shown."""
 
     panel: ClassVar = "Load"
-    data: Annotated[str | None, option("Prompts.", "random", "random|shared-prefix|FILE")] = None
-    requests: Annotated[int | None, option("How many; of a trace at most so many.", "100", "N")] = None
-    prompt_tokens: Annotated[int | None, option("Mean length of prompts.", "128", "N")] = None
-    output_tokens: Annotated[int | None, option("Mean length of outputs.", "64", "N")] = None
-    fixed: Annotated[bool | None, option("All lengths are the means.", "half to one and a half times")] = None
-    prefixes: Annotated[int | None, option("Of shared-prefix: how many texts.", "4", "N")] = None
-    prefix_tokens: Annotated[int | None, option("Of shared-prefix: their length.", "256", "N")] = None
-    rate: Annotated[
-        float | None,
-        option("Requests a second, a Poisson process; inf: all at once.", "at once, or the trace's", "X"),
-    ] = None
-    vocab: Annotated[int | None, option("Token ids are below.", "1000", "N")] = None
-    workload_seed: Annotated[int | None, option("Of prompts, lengths and arrivals.", "0", "N")] = None
+    data: str | None = setting("Prompts.", "random", "random|shared-prefix|FILE")
+    requests: int | None = setting("How many; of a trace at most so many.", "100", "N")
+    prompt_tokens: int | None = setting("Mean length of prompts.", "128", "N")
+    output_tokens: int | None = setting("Mean length of outputs.", "64", "N")
+    fixed: bool | None = setting("All lengths are the means.", "half to one and a half times")
+    prefixes: int | None = setting("Of shared-prefix: how many texts.", "4", "N")
+    prefix_tokens: int | None = setting("Of shared-prefix: their length.", "256", "N")
+    rate: float | None = setting(
+        "Requests a second, a Poisson process; inf: all at once.", "at once, or the trace's", "X"
+    )
+    vocab: int | None = setting("Token ids are below.", "1000", "N")
+    workload_seed: int | None = setting("Of prompts, lengths and arrivals.", "0", "N")
 
     def workload(self) -> WorkloadConfig:
         """What the requests look like."""
@@ -51,12 +50,12 @@ class ResultOptions:
     """What is done with the times."""
 
     panel: ClassVar = "Results"
-    concurrency: Annotated[int | None, option("At most so many at a time.", "no limit", "N")] = None
-    slo_ttft: Annotated[float | None, option("Goodput: milliseconds to the first token at most.", "any", "MS")] = None
-    slo_tpot: Annotated[float | None, option("Goodput: mean milliseconds between tokens at most.", "any", "MS")] = None
-    slo_e2e: Annotated[float | None, option("Goodput: milliseconds of a request at most.", "any", "MS")] = None
-    output: Annotated[str | None, option("File for the results as JSON.", "none", "FILE")] = None
-    picture: Annotated[str | None, option("File for a picture of the times.", "none", "FILE")] = None
+    concurrency: int | None = setting("At most so many at a time.", "no limit", "N")
+    slo_ttft: float | None = setting("Goodput: milliseconds to the first token at most.", "any", "MS")
+    slo_tpot: float | None = setting("Goodput: mean milliseconds between tokens at most.", "any", "MS")
+    slo_e2e: float | None = setting("Goodput: milliseconds of a request at most.", "any", "MS")
+    output: str | None = setting("File for the results as JSON.", "none", "FILE")
+    picture: str | None = setting("File for a picture of the times.", "none", "FILE")
     json_only: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False
 
     def goal(self) -> Goal | None:
@@ -65,11 +64,24 @@ class ResultOptions:
         return None if limits == [None] * 3 else Goal(*limits)
 
     def check(self) -> None:
-        """Before the load begins: ConfigError where a result could not be written."""
+        """Before the load begins.
+
+        Raises:
+            ConfigError: a limit is no limit, or a result could not be written.
+            ProviderNotInstalledError: there is no matplotlib for the picture.
+        """
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
+        for name in ("slo_ttft", "slo_tpot", "slo_e2e"):
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"{name} is {limit}; it must be more than 0 milliseconds")
         for file in filter(None, (self.output, self.picture)):
             path = Path(file)
             if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise ConfigError(f"{file} cannot be written; pass a file in a directory that exists")
+        if self.picture is not None:
+            check_picture(self.picture)
 
     def show(self, timings: Sequence[Timing], planned: int, load: WorkloadConfig, **facts: Any) -> None:
         """Prints and writes results. Fewer timings than were planned: Ctrl-C ended the run.
@@ -83,9 +95,9 @@ class ResultOptions:
         text = json.dumps(found, indent=2)
         if self.output is not None:
             Path(self.output).write_text(text + "\n")
+        typer.echo(text if self.json_only else "\n".join(_lines(found)))
         if self.picture is not None:
             plot(timings, self.picture)
-        typer.echo(text if self.json_only else "\n".join(_lines(found)))
         if found["interrupted"]:
             raise typer.Exit(130)
         if found["failed"] == found["requests"]:

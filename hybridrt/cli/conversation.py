@@ -63,7 +63,6 @@ class ChatModel(Protocol):
         Raises:
             HybridrtError: it cannot be answered, or the answer has broken off.
         """
-        ...
 
     def save_session(self, file: Path, turns: list[Turn]) -> None:
         """Writes a conversation with what the prefix cache has of it.
@@ -73,7 +72,6 @@ class ChatModel(Protocol):
             SessionError: nothing of it is cached.
             OSError: the file cannot be written.
         """
-        ...
 
     def load_session(self, file: Path) -> list[Turn]:
         """Puts the contents of such a file into the prefix cache. Returns the conversation.
@@ -83,7 +81,6 @@ class ChatModel(Protocol):
             SessionError: the file belongs to another model, or is damaged.
             OSError: the file cannot be read.
         """
-        ...
 
 
 def encoded(turns: list[Turn]) -> bytes:

@@ -14,12 +14,14 @@ import typer
 
 from hybridrt.cli.options import (
     EMBEDDED,
+    MAX_CHARS,
     EngineOptions,
     ModelOption,
     SamplingOptions,
     SpeculativeOptions,
     option,
     read_text,
+    setting,
 )
 from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.errors import RankError, RequestError
@@ -46,10 +48,10 @@ class Job:
 class PromptSampling(SamplingOptions):
     """Sampling of prompts, of which several samples may be taken."""
 
-    logprobs: Annotated[int | None, option("With --json: so many log-probabilities a token.", "none", "N")] = None
+    logprobs: int | None = setting("With --json: so many log-probabilities a token.", "none", "N")
     n: Annotated[int | None, typer.Option("-n", metavar="N", help="Samples of each prompt. [1]")] = None
-    json_schema: Annotated[str | None, option("Print JSON that this file's schema accepts.", "none", "FILE")] = None
-    regex: Annotated[str | None, option("Print text that this expression matches.", "none", "TEXT")] = None
+    json_schema: str | None = setting("Print JSON that this file's schema accepts.", "none", "FILE")
+    regex: str | None = setting("Print text that this expression matches.", "none", "TEXT")
 
     def given(self) -> dict[str, Any]:
         values = super().given()
@@ -144,9 +146,11 @@ def _read_stdin() -> str:
     if sys.stdin.isatty():
         raise RequestError(f"no prompt: {advice}")
     try:
-        text = sys.stdin.read()
+        text = sys.stdin.read(MAX_CHARS + 1)
     except UnicodeDecodeError as e:
         raise RequestError(f"standard input is no {e.encoding} text (byte {e.start}): convert it") from e
+    if len(text) > MAX_CHARS:
+        raise RequestError(f"standard input has more than {MAX_CHARS} characters; a prompt has fewer")
     if not text:
         raise RequestError(f"the prompt is empty, for standard input holds nothing: {advice}")
     return text

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from hybridrt.cli.options import MAX_CHARS
+from hybridrt.errors import RequestError
+from hybridrt.files import check_file
+
 PROMPT, CONTINUED = "> ", ". "
 
 
@@ -23,8 +27,8 @@ class LineReader(Protocol):
 
         Raises:
             KeyboardInterrupt: Ctrl-C was typed.
+            RequestError: it has more than MAX_CHARS characters.
         """
-        ...
 
 
 def make_reader(commands: Sequence[str]) -> LineReader:
@@ -46,10 +50,14 @@ class PlainLines:
     def read(self) -> str | None:
         """As LineReader.read."""
         lines: list[str] = []
+        size = 0
         while True:
             if self.interactive:
                 print(CONTINUED if lines else PROMPT, end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline()
+            line = sys.stdin.readline(MAX_CHARS + 1 - size)
+            size += len(line)
+            if size > MAX_CHARS:
+                raise RequestError(f"a message has more than {MAX_CHARS} characters; end it with a newline earlier")
             if not line:
                 return "\n".join(lines) if lines else None
             line = line.removesuffix("\n")
@@ -116,6 +124,7 @@ def _history() -> Any:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+        check_file(file)
     except OSError:
         return InMemoryHistory()
     return FileHistory(str(file))

@@ -43,7 +43,6 @@ class Channel(Protocol):
             PeerGoneError: the other end is gone.
             MessageError: the message is too long; nothing was sent.
         """
-        ...
 
     def receive(self) -> list[bytes]:
         """The messages that have come since the last call.
@@ -52,15 +51,12 @@ class Channel(Protocol):
             PeerGoneError: the other end is gone and its last message has been returned, or it does not read.
             MessageError: it sent something else than messages.
         """
-        ...
 
     def expect(self, timeout: float) -> bytes:
         """The next message. Waits for it; raises PeerGoneError also if none comes within `timeout` seconds."""
-        ...
 
     def close(self) -> None:
         """The other end's next `receive` raises. Closing again does nothing."""
-        ...
 
 
 class SocketChannel:

@@ -81,7 +81,6 @@ class Owned(Protocol):
 
     def disown(self) -> None:
         """Called in a forked child, whose copy must neither talk to other processes nor wait for them."""
-        ...
 
 
 _owned: WeakSet[Owned] = WeakSet()

@@ -1,6 +1,7 @@
 """AsyncLLM: an LLM for asyncio. Its engine runs in a thread of its own, and requests are asynchronous iterators."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -35,11 +36,13 @@ class DeltaStream(AsyncIterator[Delta]):
     Attributes:
         requests: each request's prompt tokens and parameters by its id, in order.
         running: samples that have not ended; 0 once the stream is closed.
+        arrival: when its requests were submitted, in seconds of `time.monotonic()`.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
         self.requests: dict[str, PreparedPrompt] = {}
         self.running = 0
+        self.arrival = time.monotonic()
         self._loop = loop
         self._gains: dict[tuple[str, int], Delta] = {}  # by sample
         self._waiter: asyncio.Future[None] | None = None
@@ -222,8 +225,7 @@ class AsyncLLM:
         """Checks a conversation and converts it to tokens, in another thread. Raises what `LLM.chat` raises first."""
         compiles = params.structured_outputs is not None or asks_for_grammar(conversation)
         prepare = self.llm.prepare_chat
-        prepared: PreparedChat = await self.in_thread(prepare, conversation, params, chat, compiles=compiles)
-        return prepared
+        return await self.in_thread(prepare, conversation, params, chat, compiles=compiles)
 
     async def stream_chat(
         self,
@@ -261,12 +263,20 @@ class AsyncLLM:
         return read_output(prepared, await self._complete(prepared.prompt))
 
     def abort(self, name: str) -> bool:
-        """Ends the requests that were submitted under a name, with reason "abort". False if none of them runs."""
+        """Ends the requests that were submitted under a name, or the one of them that has this id, with reason "abort".
+        False if none of them runs."""
         stream = self._streams.get(name)
         if stream is None or not stream.running:
             return False
-        stream.abort()
+        if name in stream.requests:
+            self._loop.abort(name)
+        else:
+            stream.abort()
         return True
+
+    def stream_of(self, request_id: str) -> DeltaStream | None:
+        """The stream that a request's deltas go to; None if its reader has gone."""
+        return self._streams.get(request_id)
 
     def abort_all(self) -> None:
         """Ends all requests with reason "abort"."""

@@ -38,10 +38,11 @@ from hybridrt.engine.prefix_store import PrefixStore
 from hybridrt.engine.request import Request
 from hybridrt.engine.window_pages import WindowPages
 from hybridrt.errors import MemoryBudgetError, PoolError
-from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.allocator import SlotAllocator
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.slots import Slots
 from hybridrt.runtime.step import Admission, PageCopy, PageWrite, StateCopy, StepPlan
 
 
@@ -158,7 +159,7 @@ class CacheCoordinator:
         request.settled, request.first_page = match.length, first
         request.row = self.rows.alloc(1)[0]
         request.state_slot = self.slots.alloc(1)[0] if self.slots.total else None
-        request.pages = [*match.pages, *self.pages.alloc(need)]
+        request.pages = Slots(match.pages, self.pages.alloc(need))
         self._fill_columns(request)
         self.prefixes.admitted(request, match)
         return True
@@ -210,7 +211,7 @@ class CacheCoordinator:
         own = request.pages[:gone]
         request.pages, request.first_page = request.pages[gone:], request.first_page + gone
         wanted = self.pages_for(request.prefill_end) - request.end_page - len(request.spare)
-        request.spare += own[: max(wanted, 0)]
+        request.spare.extend(own[: max(wanted, 0)])
         self.pages.free(own[max(wanted, 0) :])
         self._num_releases += 1
 
@@ -225,17 +226,16 @@ class CacheCoordinator:
                 f"request {request.request_id!r} cannot be released: {request.in_flight} launched steps name it, "
                 f"row {request.row}"
             )
-        own = request.own_pages + request.spare
+        own = Slots(request.pages[request.borrowed_pages :], request.spare)
         taken = self.prefixes.release(request)
-        kept = set(taken.pages)
-        self.pages.free([page for page in own if page not in kept])
+        self.pages.free(own.at(self.pages.used(own)))  # those that the prefix cache has not taken
         if request.state_slot in taken.states:
             self.donations.append(request.row.index)
         elif request.state_slot is not None:
             self.slots.free([request.state_slot])
         self.rows.free([request.row])
         request.row = request.state_slot = request.columns = None
-        request.pages, request.spare = [], []
+        request.pages, request.spare = Slots(), Slots()
         request.settled = request.first_page = request.prefill_end = 0
         self._num_releases += 1
 
@@ -288,8 +288,8 @@ class CacheCoordinator:
         change: the ledgers may then contradict each other."""
         for request in requests:
             request.row = request.state_slot = request.columns = None
-            request.pages, request.spare, request.prefix = [], [], PrefixMatch()
-            request.given, request.saves = set(), {}
+            request.pages, request.spare, request.prefix = Slots(), Slots(), PrefixMatch()
+            request.given, request.saves = Slots(), {}
         self.donations.clear()
         self.prefixes.tree.clear()
         if self.prefixes.windows is not None:
@@ -324,10 +324,10 @@ class CacheCoordinator:
         the prompt gets the whole pool, and its chunks get shorter."""
         return min(self.pages_for(num_tokens) - matched, self._demand.prefilling(num_tokens), self.pages.total)
 
-    def _append(self, request: Request, fresh: list[Slot], plan: StepPlan) -> None:
+    def _append(self, request: Request, fresh: Slots, plan: StepPlan) -> None:
         assert request.row is not None
-        plan.page_writes.append(PageWrite(request.row.index, request.end_page, [page.index for page in fresh]))
-        request.pages += fresh
+        plan.page_writes.append(PageWrite(request.row.index, request.end_page, fresh.indices))
+        request.pages.extend(fresh)
         self.columns.capacity[request.row.index] = request.end_page * self._demand.page_size
 
     def _make_room(self, pages: int, slots: int) -> bool:
@@ -348,7 +348,7 @@ class CacheCoordinator:
         settings = request.params, request.seed, request.rules
         plan.admissions.append(Admission(row, state_slot, request.tokens, len(request.prompt), *settings))
         if request.pages:
-            plan.page_writes.append(PageWrite(row, request.first_page, [page.index for page in request.pages]))
+            plan.page_writes.append(PageWrite(row, request.first_page, request.pages.indices))
         if request.prefix.tail is not None:
             own = request.pages[request.borrowed_pages]
             plan.page_copies.append(PageCopy(request.prefix.tail.index, own.index))

@@ -1,25 +1,22 @@
 """A picture of a prefix cache as plain data: what an engine writes, and what `hybridrt inspect --cache` reads."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from hybridrt.config_json import FieldType, integer, list_of
+import msgspec
+
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.errors import CacheDumpError, shown
+from hybridrt.errors import CacheDumpError
+from hybridrt.files import read_bytes
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
 
-FORMAT = "hybridrt prefix cache 1"
 MAX_NODES = 1_000_000
 MAX_BYTES = 1 << 30
-_COUNT = integer(0, 2**53)
-_COUNTS = (
-    "page_size", "pages", "pages_total", "states", "states_total", "asked", "hit", "without_state", "without_kv",
-    "retokenised", "fetched", "host_pages", "host_pages_total", "host_states", "host_states_total",
-)  # fmt: skip
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 @dataclass(frozen=True)
@@ -37,14 +34,14 @@ class DumpedNode:
     """
 
     parent: int
-    start: int
-    end: int
-    pages: int
+    start: Count
+    end: Count
+    pages: Count
     state: bool
     tail: bool
-    readers: int
-    used: int
-    salt: int
+    readers: Count
+    used: Count
+    salt: Count
     text: str | None = None
 
 
@@ -60,31 +57,33 @@ class CacheDump:
         nodes: parents first.
     """
 
-    page_size: int
-    pages: int
-    pages_total: int
-    states: int
-    states_total: int
-    asked: int
-    hit: int
-    without_state: int
-    without_kv: int
-    retokenised: int
-    fetched: int
-    host_pages: int
-    host_pages_total: int
-    host_states: int
-    host_states_total: int
-    nodes: tuple[DumpedNode, ...]
+    page_size: Count
+    pages: Count
+    pages_total: Count
+    states: Count
+    states_total: Count
+    asked: Count
+    hit: Count
+    without_state: Count
+    without_kv: Count
+    retokenised: Count
+    fetched: Count
+    host_pages: Count
+    host_pages_total: Count
+    host_states: Count
+    host_states_total: Count
+    nodes: Annotated[tuple[DumpedNode, ...], msgspec.Meta(max_length=MAX_NODES)]
+    format: Literal["hybridrt prefix cache 1"] = "hybridrt prefix cache 1"
 
 
 def cache_dump(pools: CacheCoordinator, decode: Callable[[Sequence[int]], str] | None = None) -> CacheDump:
     """What a prefix cache holds now; also of which texts, if `decode` makes text of tokens."""
+    counts: dict[str, Any] = pools.prefixes.totals()
     return CacheDump(
         page_size=pools.prefixes.tree.page_size,
         pages=pools.pages.num_cached, pages_total=pools.pages.total,
         states=pools.slots.num_cached, states_total=pools.slots.total,
-        **pools.prefixes.totals(), nodes=_dumped_nodes(pools.prefixes.tree, decode),
+        **counts, nodes=_dumped_nodes(pools.prefixes.tree, decode),
     )  # fmt: skip
 
 
@@ -112,7 +111,7 @@ def _dumped(node: Node, parent: int, salt: int, decode: Callable[[Sequence[int]]
 
 def write_dump(path: str | Path, dump: CacheDump) -> None:
     """Writes a file for `read_dump`. OSError as from any file."""
-    Path(path).write_text(json.dumps({"format": FORMAT, **asdict(dump)}) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(asdict(dump)) + "\n", encoding="utf-8")
 
 
 def read_dump(path: str | Path) -> CacheDump:
@@ -122,49 +121,25 @@ def read_dump(path: str | Path) -> CacheDump:
         CacheDumpError: it cannot be read, or is no such file; the text names what is wrong.
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as e:
-        raise CacheDumpError(f"the dump {path} cannot be read: {e.strerror or e}") from e
-    if len(data) > MAX_BYTES:
-        raise CacheDumpError(f"the dump {path} is larger than {MAX_BYTES} bytes")
+        data = read_bytes(path, MAX_BYTES)
+    except (OSError, ValueError) as e:
+        raise CacheDumpError(f"the dump {path} cannot be read: {e}") from e
     try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise CacheDumpError(f"the dump {path} is not JSON: {e}") from e
-    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise CacheDumpError(f'the dump {path} is no file of LLM.dump_cache: its "format" is not "{FORMAT}"')
-    nodes = _field(fields, "nodes", list_of(FieldType("an object", lambda value: isinstance(value, dict))))
-    if len(nodes) > MAX_NODES:
-        raise CacheDumpError(f"the dump has {len(nodes)} nodes; at most {MAX_NODES} are read")
-    counts = {name: _field(fields, name, _COUNT) for name in _COUNTS}
-    return CacheDump(**counts, nodes=_checked_nodes(nodes))
+        dump = msgspec.json.decode(data, type=CacheDump)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
+        raise CacheDumpError(f"the dump {path} is no file of LLM.dump_cache: {e}") from e
+    _check_tree(dump.nodes)
+    return dump
 
 
-def _checked_nodes(nodes: Sequence[Mapping[str, Any]]) -> tuple[DumpedNode, ...]:
-    found = list[DumpedNode]()
-    flag = FieldType("true or false", lambda value: isinstance(value, bool))
-    text = FieldType("a string or null", lambda value: value is None or isinstance(value, str))
-    for i, fields in enumerate(nodes):
-        parent = _field(fields, "parent", integer(-1, i - 1), i)
-        above = found[parent] if parent >= 0 else None
-        start = above.end if above else 0
-        counts = (_field(fields, name, _COUNT, i) for name in ("pages", "readers", "used"))
-        pages, readers, used = counts
-        found.append(DumpedNode(
-            parent, _field(fields, "start", integer(start, start), i),
-            _field(fields, "end", integer(start + 1, 2**53), i), pages, _field(fields, "state", flag, i),
-            _field(fields, "tail", flag, i), readers, used,
-            _field(fields, "salt", integer(above.salt, above.salt) if above else _COUNT, i),
-            _field(fields, "text", text, i),
-        ))  # fmt: skip
-    return tuple(found)
-
-
-def _field(fields: Mapping[str, Any], name: str, kind: FieldType, node: int | None = None) -> Any:
-    where = "the dump" if node is None else f"node {node} of the dump"
-    if name not in fields:
-        raise CacheDumpError(f"{where} has no {name!r}")
-    if not kind.holds(fields[name]):
-        raise CacheDumpError(f"{name!r} of {where} is {shown(fields[name])}; it must be {kind.text}")
-    return fields[name]
+def _check_tree(nodes: Sequence[DumpedNode]) -> None:
+    for i, node in enumerate(nodes):
+        if not -1 <= node.parent < i:
+            raise CacheDumpError(f"node {i} of the dump is below node {node.parent}; parents come first")
+        above = nodes[node.parent] if node.parent >= 0 else None
+        start, salt = (above.end, above.salt) if above else (0, node.salt)
+        if node.start != start or node.end <= start or node.salt != salt:
+            raise CacheDumpError(
+                f"node {i} of the dump holds tokens {node.start} to {node.end} of salt {node.salt}; it must begin at "
+                f"{start}, end behind that, and have salt {salt}"
+            )

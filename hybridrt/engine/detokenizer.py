@@ -24,6 +24,9 @@ class Detokenizer:
         stop: strings that end the text; it is cut before the first of them. Samples of one request share the object.
         include_stop: it is cut behind that string instead.
         skip_special_tokens: special tokens leave nothing in the text.
+
+    Attributes:
+        stopped_by: the stop string that has ended the text; None while there is none.
     """
 
     __slots__ = (
@@ -36,6 +39,7 @@ class Detokenizer:
         "_text",
         "_tokenizer",
         "_window",
+        "stopped_by",
     )
 
     def __init__(
@@ -50,6 +54,7 @@ class Detokenizer:
         self._tokenizer, self._skip_special = tokenizer, skip_special_tokens
         self._stop, self._include_stop = stop, include_stop
         self._stop_state = 0
+        self.stopped_by: str | None = None
         self._text = ""  # not taken yet
         self._window = list(prompt[-_CONTEXT:])
         self._read = len(self._window)
@@ -98,6 +103,6 @@ class Detokenizer:
         self._stop_state, behind = self._stop.scan(self._stop_state, fresh)
         if behind and may_stop:
             start = len(self._text) - behind
-            kept = self._stop.length_at(self._text, start) if self._include_stop else 0
-            self._text = self._text[: start + kept]
+            self.stopped_by = self._stop.string_at(self._text, start)
+            self._text = self._text[: start + len(self.stopped_by) * self._include_stop]
         return behind > 0 and may_stop

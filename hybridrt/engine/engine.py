@@ -27,13 +27,12 @@ from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.runtime.drafting import draft_needs
+from hybridrt.runtime.drafting import draft_needs, make_drafter
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Executor, StepHandle
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Drafter
-from hybridrt.speculative.make import make_drafter
 
 _IDLE_SECONDS = 0.0002
 

@@ -9,8 +9,8 @@ import numpy as np
 from hybridrt.engine.host_tier import HostTier
 from hybridrt.engine.prefix_store import PrefixStore
 from hybridrt.engine.request import Request
-from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.mem_cache.state_worth import NewState
 
 LOOK_AHEAD = 8  # requests at the head of the queue whose prefixes are fetched
@@ -37,7 +37,7 @@ class _Fetch:
     length: int
     gain: int
     held: PrefixMatch
-    pages: list[Slot]
+    pages: Slots
     state: Slot | None
     ticket: int
     deadline: float
@@ -120,7 +120,7 @@ class HostFetches:
             return False
         tokens = request.ids[: store.known_at(found.length)]
         held = store.tree.held(request.ids[: found.length], salt)[0]
-        places = [*found.pages, *([] if found.tail is None else [found.tail])][len(held.pages) :]
+        places = Slots(found.pages, () if found.tail is None else (found.tail,))[len(held.pages) :]
         store.lock(held)
         new = None if found.state is None else NewState(gain, [request.arrival])
         room = store.room_for_fetch(len(places), spare_pages, new)

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.allocator import SlotAllocator
 from hybridrt.mem_cache.radix_cache import RadixCache
+from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.runtime.step import HostCopy, StepPlan
 
 
@@ -59,17 +60,18 @@ class HostTier:
         self.tree.unlock(held)
         if not room or not (need or ends):
             return
-        places, slots = [*held.pages, *self.pages.alloc(need)], self.slots.alloc(len(ends))
+        fresh, slots = self.pages.alloc(need), self.slots.alloc(len(ends))
         hosted = dict(zip(ends, slots, strict=True))
-        taken, _ = self.tree.insert(tokens, places, hosted, salt)
-        kept_pages, kept_slots = set(taken.pages), set(taken.states)
+        taken, _ = self.tree.insert(tokens, Slots(held.pages, fresh), hosted, salt)
         self.pages.to_cache(taken.pages)
         self.slots.to_cache(taken.states)
-        self.pages.free([page for page in places[len(held.pages) :] if page not in kept_pages])
-        self.slots.free([slot for slot in slots if slot not in kept_slots])
+        surplus = self.pages.used(fresh)
+        self.pages.free(fresh.at(surplus))
+        self.slots.free([slot for slot in slots if slot not in taken.states])
         self._store(
-            [(pages[i], place) for i, place in enumerate(places) if place in kept_pages],
-            [(end, states[end], slot) for end, slot in hosted.items() if slot in kept_slots],
+            Slots(pages)[len(held.pages) : last].at(~surplus),
+            fresh.at(~surplus),
+            [(end, states[end].index, slot.index) for end, slot in hosted.items() if slot in taken.states],
         )
 
     def touch(self, tokens: np.ndarray, salt: str) -> None:
@@ -78,11 +80,11 @@ class HostTier:
         self.tree.lock(held)
         self.tree.unlock(held)
 
-    def fetch(self, pages: Sequence[Slot], places: Sequence[Slot], state: tuple[int, Slot, Slot] | None = None) -> int:
+    def fetch(self, pages: Slots, places: Slots, state: tuple[int, Slot, Slot] | None = None) -> int:
         """Copies pages `places` of the tier to `pages` of the device, and a state (tokens, device slot, place here).
         Returns the copy's ticket."""
         states = [] if state is None else [(state[0], state[1].index, state[2].index)]
-        indices = [page.index for page in pages], [place.index for place in places]
+        indices = pages.indices.tolist(), places.indices.tolist()
         self._ticket += 1
         self._pending.append(HostCopy(self._ticket, True, *indices, states))
         return self._ticket
@@ -103,7 +105,7 @@ class HostTier:
         these."""
         plan.host_copies = list(self._pending)
         if self._read_pages:
-            self._written(self._read_pages, (page for write in plan.page_writes for page in write.pages))
+            self._written(self._read_pages, (page for write in plan.page_writes for page in write.pages.tolist()))
         if self._read_slots:
             self._written(self._read_slots, (admission.state_slot for admission in plan.admissions))
             self._written(self._read_slots, (slot for row in plan.extend for _, slot in row.saves))
@@ -130,14 +132,14 @@ class HostTier:
         self.pages.check()
         self.slots.check()
 
-    def _store(self, pages: Sequence[tuple[Slot, Slot]], states: Sequence[tuple[int, Slot, Slot]]) -> None:
-        sources, places = [page.index for page, _ in pages], [place.index for _, place in pages]
-        copied = [(end, slot.index, place.index) for end, slot, place in states]
-        if sources or copied:
+    def _store(self, pages: Slots, places: Slots, states: Sequence[tuple[int, int, int]]) -> None:
+        """Copies pages of the device to places here, and states as HostCopy has them."""
+        if pages or states:
             self._ticket += 1
-            self._pending.append(HostCopy(self._ticket, False, sources, places, copied))
+            sources = pages.indices.tolist()
+            self._pending.append(HostCopy(self._ticket, False, sources, places.indices.tolist(), states))
             self._read_pages.update(dict.fromkeys(sources, self._ticket))
-            self._read_slots.update({slot: self._ticket for _, slot, _ in copied})
+            self._read_slots.update({slot: self._ticket for _, slot, _ in states})
 
     def _written(self, read: dict[int, int], entries: Iterable[int]) -> None:
         """Makes the next plan, which writes these entries, wait for the copies that read them."""

@@ -9,7 +9,7 @@ from hybridrt.engine.grammar import Matcher
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
-from hybridrt.errors import RequestError, is_text, shown
+from hybridrt.errors import PromptTooLongError, RequestError, is_text, shown
 from hybridrt.kernels.token_rules import TokenRules
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
@@ -70,12 +70,14 @@ class EngineLimits:
         )
 
     def check_length(self, num_tokens: int) -> None:
-        """Raises RequestError if a prompt has too many tokens."""
+        """Raises PromptTooLongError if a prompt has too many tokens."""
         longest = self.max_model_len - 1
         if num_tokens > longest:
-            raise RequestError(
-                f"the prompt has {num_tokens} tokens; with max_model_len={longest + 1} it may have at most {longest}, "
-                "which leaves room for one output token: shorten it or raise max_model_len"
+            # Clients know an overlong prompt by the words of OpenAI's error.
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens; this model's maximum context length is {longest + 1} tokens "
+                f"(max_model_len), so it may have at most {longest}, which leaves room for one output token: shorten "
+                "it or raise max_model_len"
             )
 
 
@@ -117,7 +119,7 @@ class Intake:
             raise RequestError(
                 f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {limits.vocab_size - 1}"
             )
-        if held := limits.image_tokens.keys() & set(tokens):
+        if limits.image_tokens and (held := limits.image_tokens.keys() & set(tokens)):
             raise RequestError(
                 f"the prompt holds token {min(held)} ({limits.image_tokens[min(held)]}), which stands for an image or "
                 "a video; hybridrt runs the text part of this model alone: leave images out"

@@ -129,6 +129,8 @@ class Delta(msgspec.Struct):
         error: why the request failed; finish_reason is then "abort".
         prompt_logprobs: in the first delta of sample 0, if asked for: for every prompt token what `logprobs` is for new
             ones, None for the first of them.
+        stop_reason: in the last delta, the stop string or the one of `stop_token_ids` that has ended the sample. None
+            if something else has, such as the end-of-sequence token.
     """
 
     request_id: str
@@ -140,6 +142,7 @@ class Delta(msgspec.Struct):
     metrics: RequestMetrics | None = None
     error: EngineError | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    stop_reason: int | str | None = None
 
     def extend(self, later: "Delta") -> None:
         """Adds the sample's next delta."""
@@ -148,6 +151,7 @@ class Delta(msgspec.Struct):
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.finish_reason, self.metrics, self.error = later.finish_reason, later.metrics, later.error
+        self.stop_reason = later.stop_reason
 
 
 @dataclass(slots=True)
@@ -162,6 +166,8 @@ class RequestOutput:
         logprobs: for every token, token id -> log-probability of it and of the likeliest; None if not asked for.
         prompt_logprobs: the same for every prompt token, None for the first; one list, which the prompt's samples
             share; None if not asked for.
+        stop_reason: the stop string or the one of `stop_token_ids` that has ended the sample; None if something else
+            has.
         siblings: the samples 1 to n - 1 of the same prompt, on sample 0.
     """
 
@@ -175,6 +181,7 @@ class RequestOutput:
     metrics: RequestMetrics
     siblings: "tuple[RequestOutput, ...]" = ()
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    stop_reason: int | str | None = None
 
     @property
     def outputs(self) -> "list[RequestOutput]":
@@ -202,4 +209,5 @@ def _sample(prompt: list[int], scores: list[dict[int, float] | None] | None, del
         logprobs=delta.logprobs,
         metrics=delta.metrics,
         prompt_logprobs=scores,
+        stop_reason=delta.stop_reason,
     )

@@ -10,8 +10,6 @@ class PrefillSource(Protocol):
 
     def request(self, request_id: str, tokens: Sequence[int], salt: str) -> None:
         """Begins, and returns at once. `salt`: the request's `cache_salt`, "" without."""
-        ...
 
     def advance(self) -> None:
         """Called at the head of every step; never waits for long."""
-        ...

@@ -9,11 +9,12 @@ import numpy as np
 from hybridrt.engine.host_tier import HostTier
 from hybridrt.engine.request import Request
 from hybridrt.engine.window_pages import WindowPages
-from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.allocator import SlotAllocator
 from hybridrt.mem_cache.prefix_cache import CacheCounts, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
 from hybridrt.mem_cache.seen_texts import SeenTexts
+from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.mem_cache.state_worth import NewState
 
 GRID = 16
@@ -100,7 +101,7 @@ class PrefixStore:
     def lock(self, match: PrefixMatch) -> None:
         """Keeps a match of the cache from eviction."""
         self.tree.lock(match)
-        self._pages.lock([*match.pages, *match.window])
+        self._pages.lock(Slots(match.pages, match.window))
         for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
             slots.lock(() if entry is None else (entry,))
 
@@ -185,7 +186,7 @@ class PrefixStore:
         ids = request.ids[: request.prefill_end]
         taken, node = self._insert(request, ids, request.saves)
         self._pages.lock(taken.pages)
-        request.given.update(taken.pages)
+        request.given = taken.pages
         self._free_saves(request, taken)
         if node.parent is not None:
             before, request.prefix = request.prefix, replace(request.prefix, node=node)
@@ -196,9 +197,9 @@ class PrefixStore:
         """Offers what a request leaves, and unlocks what it has read. Returns what the cache takes over."""
         taken = self._offer(request)
         self._free_saves(request, taken)
-        self._pages.unlock(list(request.given))
+        self._pages.unlock(request.given)
         self.unlock(request.prefix)
-        request.given, request.prefix = set(), PrefixMatch()
+        request.given, request.prefix = Slots(), PrefixMatch()
         return taken
 
     def path(self, tokens: np.ndarray, salt: str) -> tuple[PrefixMatch, list[tuple[int, Slot]]]:
@@ -222,7 +223,7 @@ class PrefixStore:
         pages, slots = (pool.num_free + pool.num_cached - pool.num_locked for pool in (self._pages, self._slots))
         return pages, slots
 
-    def take_room(self, num_pages: int, num_states: int) -> tuple[list[Slot], list[Slot]] | None:
+    def take_room(self, num_pages: int, num_states: int) -> tuple[Slots, Slots] | None:
         """Pages and state slots for `adopt`. None if there are too few: an evicted page may become the tail of
         a state that is kept."""
         self.evict(max(num_pages - self._pages.num_free, 0), max(num_states - self._slots.num_free, 0))
@@ -232,7 +233,7 @@ class PrefixStore:
 
     def room_for_fetch(
         self, num_pages: int, spare_pages: int, new: NewState | None
-    ) -> tuple[list[Slot], Slot | None] | None:
+    ) -> tuple[Slots, Slot | None] | None:
         """Pages and, if a state comes too, its slot, for `adopt`. None if requests may lack them: `spare_pages` more
         pages must be free or evictable."""
         if self._pages.total and num_pages + spare_pages > self.room()[0]:
@@ -249,20 +250,15 @@ class PrefixStore:
         self._pages.free(pages)
         self._slots.free(slots)
 
-    def adopt(
-        self, tokens: np.ndarray, held: Sequence[Slot], pages: list[Slot], states: dict[int, Slot], salt: str
-    ) -> None:
+    def adopt(self, tokens: np.ndarray, held: Slots, pages: Slots, states: dict[int, Slot], salt: str) -> None:
         """The cache takes what was taken from `room` and now holds this text behind the pages `held`, which it has. If
         it has others in the meantime, these are freed."""
         self._seen.note(tokens, salt)
-        taken, _ = self.tree.insert(tokens, [*held, *pages], states, salt)
-        kept_pages, kept_states = set(taken.pages), set(taken.states)
+        taken, _ = self.tree.insert(tokens, Slots(held, pages), states, salt)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
-        self.give_up_room(
-            [page for page in pages if page not in kept_pages],
-            [slot for slot in states.values() if slot not in kept_states],
-        )
+        slots = [slot for slot in states.values() if slot not in taken.states]
+        self.give_up_room(pages.at(self._pages.used(pages)), slots)
 
     def evict(self, pages: int, states: int, *, new: NewState | None = None) -> None:
         """Frees so many entries that no request reads, or all there are; `new` as in RadixCache.evict."""

@@ -18,8 +18,8 @@ from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.errors import EngineError, NoTokenLeftError
 from hybridrt.kernels.token_rules import TokenRules
-from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.runtime.step import TokenLogprobs, int32s
 from hybridrt.runtime.token_rules import any_allowed
 from hybridrt.sampling_params import SamplingParams
@@ -89,11 +89,11 @@ class Request:
     error: EngineError | None = None
     row: Slot | None = None
     state_slot: Slot | None = None
-    pages: list[Slot] = field(default_factory=list)
-    spare: list[Slot] = field(default_factory=list)
+    pages: Slots = field(default_factory=Slots)
+    spare: Slots = field(default_factory=Slots)
     first_page: int = 0
     prefix: PrefixMatch = field(default_factory=PrefixMatch)
-    given: set[Slot] = field(default_factory=set)
+    given: Slots = field(default_factory=Slots)
     saves: dict[int, Slot] = field(default_factory=dict)
     save_at: Sequence[int] = ()
     shared: bool = False
@@ -149,12 +149,6 @@ class Request:
     def borrowed_pages(self) -> int:
         """How many of `pages` the prefix cache owns; they come first."""
         return len(self.prefix.pages)
-
-    @property
-    def own_pages(self) -> list[Slot]:
-        """The `pages` that are not the prefix cache's."""
-        own = self.pages[self.borrowed_pages :]
-        return [page for page in own if page not in self.given] if self.given else own
 
     @property
     def prefilled(self) -> bool:
@@ -226,6 +220,13 @@ class Request:
         self.metrics.finish_time = time.monotonic()
         self.finish_reason, self.error = reason, error
 
+    @property
+    def stop_reason(self) -> int | str | None:
+        """Of a request that has stopped: the stop string or the one of `stop_token_ids` that has ended it."""
+        if self.detokenizer is not None and self.detokenizer.stopped_by is not None:
+            return self.detokenizer.stopped_by
+        return self.output[-1] if self.output[-1] in self.params.stop_token_ids else None
+
     def delta(self) -> Delta:
         """What is new since the last delta; with the last one why the request ended, and its metrics."""
         tokens = self.output[self.told :]
@@ -236,7 +237,10 @@ class Request:
         text = detokenizer.take(reason is not None) if detokenizer is not None else ""
         metrics = self.metrics if reason is not None else None
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
-        return Delta(self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, prompt_logprobs)
+        return Delta(
+            self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, prompt_logprobs,
+            self.stop_reason if reason == "stop" else None,
+        )  # fmt: skip
 
 
 def new_samples(

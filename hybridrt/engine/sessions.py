@@ -12,7 +12,7 @@ from hybridrt.engine.prefix_store import PrefixStore
 from hybridrt.engine.session_file import CachedPrefix, Session, SessionReader, write_session
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import SessionError
-from hybridrt.mem_cache.allocator import Slot
+from hybridrt.mem_cache.slots import Slots
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors, prefix_shapes
 from hybridrt.runtime.state_identity import Identity, state_identity
@@ -99,9 +99,9 @@ class Sessions:
                 "with the cache_salt that it had"
             )
         self._flush()
-        pages = [*match.pages, *([] if match.tail is None else [match.tail])]
+        pages = Slots(match.pages, () if match.tail is None else (match.tail,))
         copied = [(position, slot.index) for position, slot in states]
-        tensors = self._copy(PrefixCopy(match.length, [page.index for page in pages], copied, write=False))
+        tensors = self._copy(PrefixCopy(match.length, pages.indices.tolist(), copied, write=False))
         known = tokens[: store.known_at(match.length)].copy()
         return CachedPrefix(known, [position for position, _ in states], tensors)
 
@@ -152,11 +152,11 @@ class Sessions:
             raise SessionError("too few pages of the prefix cache can be evicted for the session now: load it later")
         with self._change:
             pages, slots = taken
-            states: dict[int, Slot] = dict(zip(prefix.positions[skipped:], slots, strict=True))
+            states = dict(zip(prefix.positions[skipped:], slots, strict=True))
             copied = [(position, slot.index) for position, slot in states.items()]
-            task = PrefixCopy(length, [page.index for page in pages], copied, write=True)
+            task = PrefixCopy(length, pages.indices.tolist(), copied, write=True)
             self._copy(task, _without_states(prefix.tensors, skipped))
-            store.adopt(prefix.tokens, (), pages, states, salt)
+            store.adopt(prefix.tokens, Slots(), pages, states, salt)
             if store.tier is not None:
                 store.tier.offer(prefix.tokens, pages, states, salt)
 

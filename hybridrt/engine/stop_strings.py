@@ -36,9 +36,9 @@ class StopStrings:
                 behind = max(behind, self._found[state] + len(text) - read)
         return state, behind
 
-    def length_at(self, text: str, start: int) -> int:
-        """Length of the string that ends first of those which begin at `start`, as `scan` has found there."""
-        return next(len(string) for string in self._strings if text.startswith(string, start))
+    def string_at(self, text: str, start: int) -> str:
+        """The string that ends first of those which begin at `start`, as `scan` has found there."""
+        return next(string for string in self._strings if text.startswith(string, start))
 
     def held(self, state: int) -> int:
         """Characters at the end of what was read that may be the beginning of a string."""

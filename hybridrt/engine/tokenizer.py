@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridrt.config_json import read_object
-from hybridrt.errors import CheckpointError, RequestError, shown
+from hybridrt.errors import CheckpointError, PromptTooLongError, RequestError, shown
+from hybridrt.files import check_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -19,19 +20,15 @@ class Tokenizer(Protocol):
     @property
     def characters_per_token(self) -> int:
         """The longest text of one token, in characters."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with whatever the tokenizer puts before it."""
-        ...
 
     def encode_bare(self, text: str) -> list[int]:
         """Token ids of text that holds its special tokens already: nothing is put before it."""
-        ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; U+FFFD replaces bytes that are no character (yet)."""
-        ...
 
 
 class HFTokenizer:
@@ -74,8 +71,7 @@ class HFTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if self._plain:
-            text: str = self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-            return text
+            return self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         # Cleaning up spaces would change text that has already been streamed.
         return self.hf.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
@@ -92,9 +88,10 @@ def encode_prompt(tokenizer: Tokenizer, text: str, max_tokens: int, *, bare: boo
     """
     width = tokenizer.characters_per_token
     if len(text) > max_tokens * width:
-        raise RequestError(
-            f"the prompt has {len(text)} characters; it may have at most {max_tokens} tokens (max_model_len less one "
-            f"for the output), and none stands for more than {width} characters: shorten it or raise max_model_len"
+        raise PromptTooLongError(
+            f"the prompt has {len(text)} characters; it may have at most {max_tokens} tokens (this model's maximum "
+            f"context length is {max_tokens + 1} tokens, one of them for the output), and none stands for more than "
+            f"{width} characters: shorten it or raise max_model_len"
         )
     try:
         text.encode()
@@ -117,6 +114,7 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
         return None
     from transformers import AutoTokenizer  # slow to import, and useless where token ids go in and come out
 
+    _check_kinds(directory)
     asks_for_code = _check_settings(directory)
     try:
         return HFTokenizer(
@@ -133,6 +131,16 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
             f"the tokenizer in {directory} cannot be loaded ({type(e).__name__}: {e}); fix its files, or remove "
             f"{', '.join(TOKENIZER_FILES)} to pass token ids instead of text"
         ) from e
+
+
+def _check_kinds(directory: Path) -> None:
+    """transformers reads the files whole, and chooses which by their names: CheckpointError where one may not end."""
+    for file in directory.iterdir():
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and file.exists():
+            try:
+                check_file(file, 1 << 30)
+            except OSError as e:
+                raise CheckpointError(f"{file} cannot be read: {e}; replace it by the file itself") from e
 
 
 def _check_settings(directory: Path) -> bool:

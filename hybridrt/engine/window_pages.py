@@ -1,10 +1,11 @@
 """The KV that cached states need in a model whose attention layers all have a sliding window."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from hybridrt.engine.request import Request
-from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.allocator import SlotAllocator
 from hybridrt.mem_cache.page_demand import PageDemand
+from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.runtime.step import PageCopy
 
 
@@ -23,10 +24,10 @@ class WindowPages:
     def __init__(self, pages: SlotAllocator, demand: PageDemand) -> None:
         self.copies: list[PageCopy] = []
         self._pages, self._demand = pages, demand
-        self._of: dict[Slot, list[Slot]] = {}
+        self._of: dict[Slot, Slots] = {}
         self._spoiled: set[Slot] = set()
 
-    def of(self, state: Slot) -> Sequence[Slot] | None:
+    def of(self, state: Slot) -> Slots | None:
         """The pages of a cached state; None if a launch that should have filled them has failed."""
         return None if state in self._spoiled else self._of[state]
 
@@ -34,29 +35,29 @@ class WindowPages:
         """Numbers of the pages that a state after `position` tokens needs."""
         return range(self._demand.first_page(position), self._demand.whole(position))
 
-    def held(self, request: Request, position: int) -> list[Slot]:
+    def held(self, request: Request, position: int) -> Slots:
         """The request's own pages that a state after `position` tokens needs."""
         span = self.span(position)
         return request.pages[span.start - request.first_page : span.stop - request.first_page]
 
-    def copy(self, request: Request, position: int) -> list[Slot]:
+    def copy(self, request: Request, position: int) -> Slots:
         """Fresh pages for a state within the prompt, and the copies that fill them. There is room for them."""
         sources = self.held(request, position)
         pages = self._pages.alloc(len(sources))
         self.copies += [PageCopy(source.index, page.index) for source, page in zip(sources, pages, strict=True)]
         return pages
 
-    def keep(self, state: Slot, pages: list[Slot]) -> None:
+    def keep(self, state: Slot, pages: Slots) -> None:
         """The cache has taken a state, and takes these pages of a request."""
         self._pages.to_cache(pages)
         self._of[state] = pages
 
     def drop(self, states: Iterable[Slot]) -> int:
         """Frees the pages of states that were evicted. Returns how many there were."""
-        gone = [page for state in states for page in self._of.pop(state)]
+        gone = Slots(*[self._of.pop(state) for state in states])
         self._spoiled.intersection_update(self._of)
         self._pages.evict(gone)
-        indices = {page.index for page in gone}
+        indices = set(gone.indices.tolist())
         self.copies = [copy for copy in self.copies if copy.target not in indices]
         return len(gone)
 

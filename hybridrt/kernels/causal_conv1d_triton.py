@@ -1,4 +1,4 @@
-"""Triton kernels of `causal_conv1d_varlen` and `causal_conv1d_update`."""
+"""Triton kernels of `causal_conv1d_varlen`, `causal_conv1d_update` and `short_conv_update`."""
 
 import torch
 import triton
@@ -108,22 +108,32 @@ def _close_row(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _input(x, mask, C: tl.constexpr, GATED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is convolved: x, or the product of the first and the third of three widths of C, rounded as they are."""
+    value = tl.load(x, mask=mask, other=0.0)
+    if GATED:
+        value = (value.to(tl.float32) * tl.load(x + 2 * C, mask=mask, other=0.0).to(tl.float32)).to(value.dtype)
+    return value
+
+
+@triton.jit
 def _update_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, conv_ptr, windows_ptr, out_ptr,
     read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, parents_ptr,
     x_strides: tl.constexpr, conv_ss: tl.constexpr, windows_sr: tl.constexpr, parents_sb: tl.constexpr,
-    T: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    T: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     b = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < C
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     out = out_ptr + b.to(tl.int64) * (T * C) + channel
     read = tl.load(read_slots_ptr + b).to(tl.int64)
     if read < 0:
         for t in range(T):
-            tl.store(out + t * C, tl.zeros([BLOCK_C], out_ptr.dtype.element_ty), mask=mask)
+            tl.store(out + t * C, tl.zeros([BLOCK_C], dtype), mask=mask)
         return
 
     write = tl.load(write_slots_ptr + b).to(tl.int64)
@@ -141,7 +151,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         node = tl.zeros([BLOCK_C], tl.int32) + t
         for age in tl.static_range(TAPS):
             p = position + node
-            new = tl.load(x + node * x_strides[1], mask=mask & (node >= 0), other=0.0)
+            new = _input(x + node * x_strides[1], mask & (node >= 0), C, GATED)
             old = tl.load(ring + (p & (WC - 1)), mask=mask & (node < 0) & (p >= 0), other=0.0)
             value = tl.where(node >= 0, new, old)
             tap = tl.load(weight_ptr + channel * TAPS + (TAPS - 1 - age), mask=mask, other=0.0).to(tl.float32)
@@ -155,9 +165,13 @@ def _update_kernel(  # type: ignore[no-untyped-def]
                 node = tl.where(node >= 0, parent, node - 1)
         if SILU:
             y = silu(y)
-        tl.store(out + t * C, y.to(out_ptr.dtype.element_ty), mask=mask)
+        y = y.to(dtype)
+        if GATED:
+            y = (tl.load(x + t * x_strides[1] + C, mask=mask).to(tl.float32) * y.to(tl.float32)).to(dtype)
+        tl.store(out + t * C, y, mask=mask)
         if parents_ptr is None:
-            tl.store(write_ring + ((position + t) & (WC - 1)), tl.load(x + t * x_strides[1], mask=mask), mask=mask)
+            own = _input(x + t * x_strides[1], mask, C, GATED)
+            tl.store(write_ring + ((position + t) & (WC - 1)), own, mask=mask)
     if (parents_ptr is None) and (read != write):
         for k in tl.static_range(1, TAPS):
             p = position - k + tl.zeros([BLOCK_C], tl.int32)
@@ -192,11 +206,11 @@ def causal_conv1d_varlen_triton(
 def causal_conv1d_update_triton(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:
-    """`causal_conv1d_update` in one launch."""
+    """`causal_conv1d_update` in one launch; `short_conv_update` where x has three times the channels of the ring."""
     weight, bias, activation = weights
     conv, read_slots, write_slots, start_positions = state
     windows, rows, parents = intermediate or (None, None, None)
-    batch, tokens, channels = x.shape
+    (batch, tokens, width), channels = x.shape, conv.shape[1]
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
     if batch == 0:
         return out
@@ -204,7 +218,7 @@ def causal_conv1d_update_triton(
     _update_kernel[triton.cdiv(channels, block_c), batch](
         x, weight, bias, conv, windows, out, read_slots, write_slots, start_positions, rows, parents,
         strides(x), conv.stride(0), strides(windows)[0], strides(parents)[0],
-        T=tokens, C=channels, TAPS=weight.shape[1], WC=conv.shape[2], SILU=activation == "silu", BLOCK_C=block_c,
-        **pdl(x.device),
+        T=tokens, C=channels, TAPS=weight.shape[1], WC=conv.shape[2], SILU=activation == "silu",
+        GATED=width > channels, BLOCK_C=block_c, **pdl(x.device),
     )  # fmt: skip
     return out

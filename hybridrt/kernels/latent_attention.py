@@ -39,7 +39,7 @@ def write_latent(
     if cos_sin is not None:
         q_tail, turned = qk_norm_rotary.reference(q[..., nope:], tail.unsqueeze(1), positions, Rope(cos_sin))
         q, tail = torch.cat((q[..., :nope], q_tail), dim=-1), turned.squeeze(1)
-    store(torch.cat((latent, tail), dim=-1).unsqueeze(1), cache, out_cache_loc)
+    store([(cache, torch.cat((latent, tail), dim=-1).unsqueeze(1))], out_cache_loc)
     return q
 
 
@@ -74,6 +74,7 @@ def latent_extend(
     return out
 
 
+@operation(by("triton"))
 def into_latent(q: Tensor, weights: LatentWeights) -> Tensor:
     """Queries [..., H, nope + rope] multiplied by their key matrices: [..., H, rank + rope], as latent vectors are."""
     heads, nope, rank = weights.up_k.shape
@@ -84,6 +85,7 @@ def into_latent(q: Tensor, weights: LatentWeights) -> Tensor:
     return found
 
 
+@operation(by("triton"))
 def from_latent(x: Tensor, weights: LatentWeights, out: Tensor | None = None) -> Tensor:
     """Weighted sums of latent vectors [..., H, rank] times the value matrices: [..., H, value], in `out` if given."""
     heads, rank, value_dim = weights.up_v.shape

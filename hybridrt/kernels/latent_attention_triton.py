@@ -14,6 +14,9 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.prefill_attention_triton import KeySources, described, width_of
 from hybridrt.kernels.records import AttentionPrompts, LatentWeights, PagedKV
 
+FEW_TOKENS = (
+    4  # up to here a head's matrix is multiplied by a vector in one launch, which does not copy the tails apart
+)
 MAX_DECOMPRESSED = 1 << 28  # bytes of the keys and values that are made at a time, of as many heads as that allows
 
 
@@ -93,6 +96,63 @@ def write_latent_triton(
     return q
 
 
+@triton.jit
+def _heads_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, w_ptr, out_ptr, x_st, x_sh, out_st, out_sh,
+    K: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [blocks of N, heads, tokens]: out[t, h, :N] = x[t, h, :K] w[h]; the TAIL numbers behind are copied."""
+    h, t = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    k, n = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (k < K)[:, None] & (n < N)[None, :]
+    tile = tl.load(w_ptr + h * (K * N) + k[:, None] * N + n[None, :], mask=mask, other=0.0)
+    begin(PDL)
+    x, out = x_ptr + t * x_st + h * x_sh, out_ptr + t * out_st + h * out_sh
+    vector = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    found = tl.sum(tile.to(tl.float32) * vector[:, None], 0)
+    tl.store(out + n, found.to(out_ptr.dtype.element_ty), mask=n < N)
+    if TAIL > 0:
+        r = tl.arange(0, BLOCK_R)
+        copied = r < tl.where(tl.program_id(0) == 0, TAIL, 0)
+        tl.store(out + N + r, tl.load(x + K + r, mask=copied), mask=copied)
+
+
+def into_latent_triton(q: Tensor, weights: LatentWeights) -> Tensor:
+    """`into_latent`, of few tokens in one launch."""
+    heads, nope, rank = weights.up_k.shape
+    tail = q.shape[-1] - nope
+    flat = q.reshape(-1, heads, q.shape[-1])
+    if not 0 < len(flat) <= FEW_TOKENS:
+        return into_latent.reference(q, weights)
+    out = q.new_empty(*q.shape[:-1], rank + tail)
+    _multiply_heads(flat, weights.up_k, out.view(-1, heads, rank + tail), tail)
+    return out
+
+
+def from_latent_triton(x: Tensor, weights: LatentWeights, out: Tensor | None = None) -> Tensor:
+    """`from_latent`, of few tokens in one launch."""
+    heads, rank, value_dim = weights.up_v.shape
+    flat = x.reshape(-1, heads, rank)
+    if not 0 < len(flat) <= FEW_TOKENS:
+        return from_latent.reference(x, weights, out)
+    out = x.new_empty(*x.shape[:-1], value_dim) if out is None else out
+    _multiply_heads(flat, weights.up_v, out.view(-1, heads, value_dim), 0)
+    return out
+
+
+def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor, tail: int) -> None:
+    """out [T, H, N + tail] of x [T, H, K + tail] and contiguous matrices [H, K, N]."""
+    heads, inputs, outputs = matrices.shape
+    block_k = triton.next_power_of_2(inputs)
+    block_n = max(8, min(triton.next_power_of_2(outputs), 16384 // block_k))
+    _heads_kernel[triton.cdiv(outputs, block_n), heads, len(x)](
+        x, matrices, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+        K=inputs, N=outputs, TAIL=tail, BLOCK_K=block_k, BLOCK_N=block_n, BLOCK_R=triton.next_power_of_2(max(tail, 1)),
+        num_warps=4, **pdl(x.device),
+    )  # fmt: skip
+
+
 def latent_extend_triton(
     q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None = None
 ) -> Tensor:
@@ -103,7 +163,7 @@ def latent_extend_triton(
     allowed = bool(lens) and prefill.ample(q) and copied <= prefill.MAX_GATHERED
     if allowed and decompressed_pays(q, weights, batch.query_lens, lens):
         return _decompressed(q, kv, weights, batch, out)
-    return from_latent(prefill.attention_extend_triton(into_latent(q, weights), kv, batch), weights, out)
+    return from_latent_triton(prefill.attention_extend_triton(into_latent_triton(q, weights), kv, batch), weights, out)
 
 
 def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:

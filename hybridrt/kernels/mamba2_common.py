@@ -25,5 +25,5 @@ def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> T
 def split_conv_channels(xBC: Tensor, state_shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Views x [..., H, P], B and C [..., G, N] of the conv's channels [..., C] for a pool of states [S+1, H, P, N]."""
     _, heads, dim, state_dim = state_shape
-    x, B, C = xBC.split([heads * dim, *[(xBC.shape[-1] - heads * dim) // 2] * 2], -1)
+    x, B, C = xBC.split_with_sizes([heads * dim, *[(xBC.shape[-1] - heads * dim) // 2] * 2], -1)
     return x.unflatten(-1, (heads, dim)), B.unflatten(-1, (-1, state_dim)), C.unflatten(-1, (-1, state_dim))

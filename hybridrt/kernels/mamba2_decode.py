@@ -110,8 +110,16 @@ def _one_token(
 def _conv_one_token(xBC: Tensor, weights: ConvWeights, state: ConvState) -> Tensor:
     """The conv [B, C] of one token of each row, xBC [B, 1, C], which enters the rings [B, C, Wc]."""
     (weight, bias, _), (conv, _, _, start_positions) = weights, state
-    taps = torch.arange(1 - weight.shape[1], 1)
-    columns = (start_positions[:, None] + taps & conv.shape[2] - 1).long()[:, None].expand(-1, xBC.shape[2], -1)
-    conv.scatter_(2, columns[..., -1:], xBC.transpose(1, 2))
-    conved = conv.gather(2, columns).mul_(weight).sum(-1)
+    width, taps = conv.shape[2], weight.shape[1]
+    newest = {position & width - 1 for position in start_positions.tolist()}
+    if len(newest) == 1 and width == taps:  # as one row: no indices of single columns
+        column = newest.pop()
+        conv.select(2, column).copy_(xBC[:, 0])
+        inputs = conv.roll(-1 - column, 2)
+    else:
+        last = start_positions.long()[:, None]
+        columns = (last + torch.arange(1 - taps, 1) & width - 1)[:, None].expand(-1, xBC.shape[2], -1)
+        conv.scatter_(2, columns[..., -1:], xBC.transpose(1, 2))
+        inputs = conv.gather(2, columns)
+    conved = inputs.mul_(weight).sum(-1)
     return conved if bias is None else conved.add_(bias)

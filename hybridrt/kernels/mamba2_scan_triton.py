@@ -6,6 +6,9 @@
 4. `_pass_kernel`: walks each request's chunks; leaves the state at the head of each chunk in `heads` and the last one
    in the pool.
 5. `_outputs_kernel`: what the state at the chunk's head and the chunk's own tokens give each token.
+
+With few tokens a launch takes longer than its work. Then there are two: `walk_states` (mamba2_walk_triton.py) does what
+1, 3 and 4 do, and `_outputs_kernel` computes the scores itself, for each head anew.
 """
 
 import torch
@@ -13,9 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.mamba2_common_triton import silu, strides, time_step
+from hybridrt.kernels.mamba2_walk_triton import ScanWork, block, chunk_span, walk_states
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
+
+FEW_TOKENS = 512  # of a step: up to so many, launches take longer than what they do one after the other
 
 
 @triton.jit
@@ -26,13 +33,6 @@ def _load(pointers, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         tile = tl.load(pointers, mask=mask, other=0.0)
     return tile
-
-
-@triton.jit
-def _chunk(cu_chunks_ptr, chunk):  # type: ignore[no-untyped-def]
-    """First token of a chunk, in 64 bits, and how many it has."""
-    first = tl.load(cu_chunks_ptr + chunk)
-    return first.to(tl.int64), tl.load(cu_chunks_ptr + chunk + 1) - first
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -67,7 +67,7 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
     n = block % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     # 64 bits for where the chunk begins, 32 for the way from there: half the registers of addresses.
-    start, size = _chunk(cu_chunks_ptr, chunk)
+    start, size = chunk_span(cu_chunks_ptr, chunk)
     if size == 0:  # a graph has as many chunks as any step of its size
         return
     step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens + start, cum_ptr + h.to(tl.int64) * num_tokens + start
@@ -149,18 +149,19 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _outputs_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, heads_ptr, scores_ptr,
-    read_slots_ptr, cu_chunks_ptr, seq_idx_ptr,
-    x_strides: tl.constexpr, C_strides: tl.constexpr, z_strides: tl.constexpr, out_strides: tl.constexpr, num_tokens,
+    x_ptr, B_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, heads_ptr, scores_ptr,
+    read_slots_ptr, cu_chunks_ptr, seq_idx_ptr, x_strides: tl.constexpr, B_strides: tl.constexpr,
+    C_strides: tl.constexpr, z_strides: tl.constexpr, out_strides: tl.constexpr, num_tokens,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, Q: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M tokens and BLOCK_P channels of a head: BLOCK_N state columns at a time, then BLOCK_K earlier tokens."""
+    """BLOCK_M tokens and BLOCK_P channels of a head: BLOCK_N state columns at a time, then BLOCK_K earlier tokens.
+    Without scores it computes them, and BLOCK_N is all columns."""
     begin(PDL)
     block, h, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = h // HEADS_PER_GROUP
     m_first = block // tl.cdiv(P, BLOCK_P) * BLOCK_M
-    start, size = _chunk(cu_chunks_ptr, chunk)
+    start, size = chunk_span(cu_chunks_ptr, chunk)
     if m_first >= size:
         return
     dead = tl.load(read_slots_ptr + tl.load(seq_idx_ptr + chunk)) < 0
@@ -182,14 +183,23 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     y *= tl.exp(cum)[:, None]
 
     k = tl.arange(0, BLOCK_K)
-    scores_row = scores_ptr + (chunk * (H // HEADS_PER_GROUP) + g).to(tl.int64) * (Q * Q) + token[:, None] * Q
+    if scores_ptr is None:
+        keys = B_ptr + start * B_strides[0] + g * B_strides[1] + n[:, None]
+        c = _load(query, (n < N)[None, :], N % BLOCK_N == 0)
+    else:
+        scores_row = scores_ptr + (chunk * (H // HEADS_PER_GROUP) + g).to(tl.int64) * (Q * Q) + token[:, None] * Q
     x_source = x_ptr + start * x_strides[0] + h * x_strides[1] + p[None, :]
     for offset in range(0, tl.minimum(m_first + BLOCK_M, size), BLOCK_K):
         s = offset + k
         earlier = tl.minimum(s, size - 1)
         # The minimum keeps the exponents of later tokens finite; their scores were never computed.
         weight = tl.exp(tl.minimum(cum[:, None] - tl.load(cum_row + earlier)[None, :], 0.0))
-        weight *= tl.load(scores_row + s[None, :]).to(tl.float32) * tl.load(step_row + earlier)[None, :]
+        if scores_ptr is None:
+            key = _load(keys + earlier[None, :] * B_strides[0], (n < N)[:, None], N % BLOCK_N == 0)
+            scores = tl.dot(c, key, input_precision="ieee")
+        else:
+            scores = tl.load(scores_row + s[None, :]).to(tl.float32)
+        weight *= scores * tl.load(step_row + earlier)[None, :]
         weight = tl.where(s[None, :] <= m[:, None], weight, 0.0)
         x = _load(x_source + earlier[:, None] * x_strides[0], p_mask, P % BLOCK_P == 0)
         y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
@@ -209,47 +219,66 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
 def mamba2_chunk_scan_triton(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor | None = None
 ) -> Tensor:
-    """`mamba2_chunk_scan` in five launches."""
-    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    (states, read_slots, write_slots, _), (_, has_initial_state, plan, saves) = state, prompts
-    num_tokens, heads, dim = x.shape
-    chunks, groups, state_dim, size = len(plan.seq_idx), B.shape[1], states.shape[3], plan.chunk_size
-    out = torch.empty((num_tokens, heads, dim), dtype=x.dtype, device=x.device) if out is None else out
+    """`mamba2_chunk_scan` in five launches, or in two."""
+    x, B, C, z, plan = inputs.x, inputs.B, inputs.C, inputs.z, prompts.plan
+    (num_tokens, heads, dim), state_dim, chunks = x.shape, state.states.shape[3], len(plan.seq_idx)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     out[plan.num_tokens :].zero_()
     step, cum = torch.empty((2, heads, num_tokens), dtype=torch.float32, device=x.device).unbind()
     chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)
-    width = triton.cdiv(size, 64) * 64  # whole blocks: the outputs' kernel reads scores without a mask
-    scores = torch.empty((chunks, groups, width, width), dtype=x.dtype, device=x.device)
-    launch = pdl(x.device)
-    common = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // groups}
-    cu_chunks = plan.cu_chunk_seqlens
-
-    gains = torch.empty(chunk_heads.shape, dtype=torch.float32, device=x.device)
+    shape = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // B.shape[1]}
+    work = ScanWork(step, cum, chunk_heads, shape)
+    few = num_tokens <= FEW_TOKENS and max(plan.chunk_size, state_dim) <= 256
+    scores = None if few or not chunks else _scores(B, C, plan)
+    (walk_states if few else _gain_and_pass)(inputs, weights, state, prompts, work)
     if chunks:
-        _time_step_kernel[chunks, triton.cdiv(heads, 4)](
-            dt, A, dt_bias, step, cum, cu_chunks, dt.stride(0), num_tokens, *dt_limit,
-            H=heads, BLOCK_Q=triton.next_power_of_2(size), BLOCK_H=4, **launch,
-        )  # fmt: skip
-        _scores_kernel[(width // 64) ** 2, groups, chunks](
-            B, C, scores, cu_chunks, strides(B), strides(C),
-            G=groups, N=state_dim, Q=width, BLOCK_M=64, BLOCK_K=64, **launch,
-        )  # fmt: skip
-        tile = gains_tile(dim, state_dim)
-        _gains_kernel[triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"]), heads, chunks](
-            x, B, step, cum, gains, cu_chunks, strides(x), strides(B), num_tokens, **common, **tile, **launch,
-        )  # fmt: skip
-    _pass_kernel[triton.cdiv(dim * state_dim, 1024), heads, len(read_slots)](
-        gains, cum, states, chunk_heads, read_slots, write_slots, has_initial_state, cu_chunks, plan.first_chunk,
-        plan.last_chunk, None if saves is None else saves.chunk_slots, states.stride(0), num_tokens,
-        H=heads, SIZE=dim * state_dim, BLOCK=1024, **launch,
-    )  # fmt: skip
-    if chunks:
-        tile = outputs_tile(size, dim, state_dim)
+        size = plan.chunk_size
+        tile = short_outputs_tile(size, dim, state_dim) if few else outputs_tile(size, dim, state_dim)
         _outputs_kernel[triton.cdiv(size, tile["BLOCK_M"]) * triton.cdiv(dim, tile["BLOCK_P"]), heads, chunks](
-            x, C, z, out, D, step, cum, chunk_heads, scores, read_slots, cu_chunks, plan.seq_idx,
-            strides(x), strides(C), strides(z), strides(out), num_tokens, **common, Q=width, **tile, **launch,
+            x, B, C, z, out, weights.D, step, cum, chunk_heads, scores, state.read_state_slots, plan.cu_chunk_seqlens,
+            plan.seq_idx, strides(x), strides(B), strides(C), strides(z), strides(out), num_tokens,
+            **shape, Q=_width(size), **tile, **pdl(x.device),
         )  # fmt: skip
     return out
+
+
+def _width(size: int) -> int:
+    """Columns of a chunk's scores. Whole blocks: the outputs' kernel reads them without a mask."""
+    return triton.cdiv(size, 64) * 64
+
+
+def _scores(B: Tensor, C: Tensor, plan: ChunkPlan) -> Tensor:
+    """[chunks, G, Q, Q] in B's dtype."""
+    width, (_, groups, state_dim), chunks = _width(plan.chunk_size), B.shape, len(plan.seq_idx)
+    scores = torch.empty((chunks, groups, width, width), dtype=B.dtype, device=B.device)
+    _scores_kernel[(width // 64) ** 2, groups, chunks](
+        B, C, scores, plan.cu_chunk_seqlens, strides(B), strides(C),
+        G=groups, N=state_dim, Q=width, BLOCK_M=64, BLOCK_K=64, **pdl(B.device),
+    )  # fmt: skip
+    return scores
+
+
+def _gain_and_pass(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, work: ScanWork) -> None:
+    """The same in three launches, all chunks at once in the first two."""
+    (x, dt, B, *_), (A, _, dt_bias, dt_limit), (step, cum, heads, shape) = inputs, weights, work
+    (states, read_slots, write_slots, _), (_, has_initial, plan, saves) = state, prompts
+    (chunks, count, dim, state_dim), num_tokens = heads.shape, x.shape[0]
+    launch, cu_chunks = pdl(x.device), plan.cu_chunk_seqlens
+    gains = torch.empty(heads.shape, dtype=torch.float32, device=x.device)
+    if chunks:
+        _time_step_kernel[chunks, triton.cdiv(count, 4)](
+            dt, A, dt_bias, step, cum, cu_chunks, dt.stride(0), num_tokens, *dt_limit,
+            H=count, BLOCK_Q=triton.next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
+        )  # fmt: skip
+        tile = gains_tile(dim, state_dim)
+        _gains_kernel[triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
+            x, B, step, cum, gains, cu_chunks, strides(x), strides(B), num_tokens, **shape, **tile, **launch,
+        )  # fmt: skip
+    _pass_kernel[triton.cdiv(dim * state_dim, 1024), count, len(read_slots)](
+        gains, cum, states, heads, read_slots, write_slots, has_initial, cu_chunks, plan.first_chunk,
+        plan.last_chunk, None if saves is None else saves.chunk_slots, states.stride(0), num_tokens,
+        H=count, SIZE=dim * state_dim, BLOCK=1024, **launch,
+    )  # fmt: skip
 
 
 def gains_tile(dim: int, state_dim: int) -> dict[str, int]:
@@ -266,6 +295,9 @@ def outputs_tile(size: int, dim: int, state_dim: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def block(size: int, limit: int) -> int:
-    """The block for a dimension of `size`: a power of two, at least 16 (a tensor core's least), at most `limit`."""
-    return min(limit, max(16, triton.next_power_of_2(size)))
+def short_outputs_tile(size: int, dim: int, state_dim: int) -> dict[str, int]:
+    """The same where scores are computed: with all state columns."""
+    return {
+        "BLOCK_M": block(size, 64), "BLOCK_P": block(dim, 64), "BLOCK_N": block(state_dim, 256), "BLOCK_K": 32,
+        "num_warps": 4, "num_stages": 2,
+    }  # fmt: skip

@@ -12,6 +12,12 @@ from torch import Tensor
 from hybridrt.kernels.activation import clamped_silu_and_mul, relu2, silu_and_mul
 from hybridrt.kernels.linear import linear
 from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.rms_norm import rms_norm
+from hybridrt.kernels.skinny_linear import InputNorm
+
+# Rows of a router's weight behind those of its experts, where shared experts have a gate. One is used. Eight, so that
+# the logits of a token begin where a 16-byte access may.
+GATE_ROWS = 8
 
 
 class SoftmaxChoice(NamedTuple):
@@ -25,13 +31,15 @@ class SoftmaxChoice(NamedTuple):
 
 class GroupedChoice(NamedTuple):
     """How `router_sigmoid_grouped` chooses: top_k experts within the best topk_group of n_group groups. Their scores
-    become weights: over their sum if `renormalize`, times `scaling`."""
+    become weights: over their sum if `renormalize`, times `scaling`. Behind them come the `shared` experts E, E + 1,
+    ..., which every token passes with weight 1."""
 
     top_k: int
     n_group: int
     topk_group: int
     renormalize: bool
     scaling: float
+    shared: int = 0
 
 
 class ExpertStack(NamedTuple):
@@ -41,6 +49,8 @@ class ExpertStack(NamedTuple):
         w_up: `[E, 2I, D]` (gate rows, then up rows) if `gated`, else `[E, I, D]`; w_down: `[E, D, I]`.
         activation: of the gate, or of up where there is no gate.
         limit: of a SwiGLU whose two factors are clamped (`clamped_silu_and_mul`); None for none.
+        shared: how many of the last experts every token passes, as the last of its k; a kernel may read their weights
+            before it knows the others.
     """
 
     w_up: Tensor
@@ -48,6 +58,7 @@ class ExpertStack(NamedTuple):
     activation: Literal["silu", "relu2"]
     gated: bool
     limit: float | None = None
+    shared: int = 0
 
 
 @operation(by("triton", "hybridrt.kernels.moe_router_triton:router_softmax_triton"))
@@ -82,10 +93,10 @@ def router_sigmoid_grouped(
     """The top_k experts within the topk_group best groups (DeepSeek-V3, section 2.1.2; Nemotron-H).
 
     logits `[T, E]`; correction_bias `[E]` float32 is added to the sigmoid scores for choosing only; a group's score is
-    the sum of its two best. Returns weights `[T, k]` float32, made of the plain scores, and ids `[T, k]` int32. rows as
-    in `router_softmax`.
+    the sum of its two best. Returns weights `[T, k + shared]` float32, made of the plain scores, and ids
+    `[T, k + shared]` int32. rows as in `router_softmax`.
     """
-    top_k, n_group, topk_group, renormalize, scaling = choice
+    top_k, n_group, topk_group, renormalize, scaling, shared = choice
     scores = torch.sigmoid(logits.float())
     grouped = (scores + correction_bias).unflatten(1, (n_group, scores.shape[1] // n_group))
     best_groups = grouped.topk(2, -1).values.sum(-1).topk(topk_group, -1).indices
@@ -94,7 +105,58 @@ def router_sigmoid_grouped(
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return _without_padding(weights * scaling, ids.int(), rows)
+    weights *= scaling
+    if shared:
+        tokens, experts = logits.shape
+        weights = torch.cat((weights, weights.new_ones(tokens, shared)), 1)
+        ids = torch.cat((ids, torch.arange(experts, experts + shared, device=ids.device).expand(tokens, -1)), 1)
+    return _without_padding(weights, ids.int(), rows)
+
+
+@operation(by("triton", "hybridrt.kernels.moe_router_triton:router_product_triton"))
+def router_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits `[T, E]` float32 of x `[T, D]` in any dtype and a contiguous weight `[E, D]` float32."""
+    return F.linear(x.float(), weight)
+
+
+class RoutedToken(NamedTuple):
+    """What `route_token` finds: norm(x + residual) `[1, D]` in x's dtype, x + residual (x itself without one), weights
+    `[1, k + shared]` float32 and ids `[1, k + shared]` int32."""
+
+    normed: Tensor
+    total: Tensor
+    weights: Tensor
+    ids: Tensor
+
+
+@operation(by("triton", "hybridrt.kernels.moe_router_triton:route_token_triton"))
+def route_token(
+    x: Tensor, weight: Tensor, norm: InputNorm, choice: SoftmaxChoice | GroupedChoice,
+    correction_bias: Tensor | None = None, rows: Tensor | None = None,
+) -> RoutedToken:  # fmt: skip
+    """The norm in front of a router, the router's product and its choice, of one token.
+
+    Args:
+        x: `[1, D]`. norm: its residual is not overwritten.
+        weight: `[E, D]`, contiguous, in any dtype; behind them a row for the gate of shared experts, and rows that are
+            not read, where a SoftmaxChoice has such experts.
+        correction_bias: `[E]` float32, of a GroupedChoice.
+        rows: `[1]` int32 or None, as in `router_softmax`.
+    """
+    total = x if norm.residual is None else (x.float() + norm.residual.float()).to(norm.residual.dtype)
+    normed = rms_norm.reference(total, norm.norm_weight, norm.eps).to(x.dtype)
+    logits = F.linear(normed.to(weight.dtype), weight)
+    if isinstance(choice, GroupedChoice):
+        assert correction_bias is not None
+        return RoutedToken(normed, total, *router_sigmoid_grouped.reference(logits, correction_bias, choice, rows))
+    experts = routed_rows(weight, choice)
+    gate = logits[:, experts] if choice.shared else None
+    return RoutedToken(normed, total, *router_softmax.reference(logits[:, :experts], choice, gate, rows))
+
+
+def routed_rows(weight: Tensor, choice: SoftmaxChoice | GroupedChoice) -> int:
+    """E of a router's weight: its rows without those of the shared experts' gate."""
+    return len(weight) - (GATE_ROWS if isinstance(choice, SoftmaxChoice) and choice.shared else 0)
 
 
 @operation(by("triton"))

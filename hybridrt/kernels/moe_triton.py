@@ -36,24 +36,34 @@ def _activate(hidden, up, RELU2: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.co
 
 @triton.jit
 def _gathered_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, ids_ptr, hidden_ptr, x_sr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr,
-    RELU2: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, w_ptr, ids_ptr, hidden_ptr, x_sr, w_se, w_sr, experts, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+    D: tl.constexpr, INNER: tl.constexpr, RELU2: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [pairs, inner blocks]. A thread owns 8 neighbouring columns of each row, one 16-byte load."""
+    """Grid [inner blocks, pairs], the last pairs first. A thread owns 8 neighbouring columns of each row, one 16-byte
+    load. The SHARED last experts of a token are the last of all: their weights are on their way before the router has
+    ended."""
+    pair = tl.num_programs(1) - 1 - tl.program_id(1)
+    known = pair % TOP_K - TOP_K + SHARED >= 0
+    i, d = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D)
+    x_row = x_ptr + (pair // TOP_K).to(tl.int64) * x_sr + d
+    # Past the last row the last one is read again: cheaper than a mask, and never written.
+    w_rows = w_ptr + tl.minimum(i, INNER - 1)[:, None] * w_sr + d[None, :]
+    shared = w_rows + (experts + pair % TOP_K - TOP_K).to(tl.int64) * w_se
+    early = (d < tl.where(known, D, 0))[None, :]
+    tile = tl.load(shared, mask=early, other=0.0)
+    up_tile = tile
+    if GATED:
+        up_tile = tl.load(shared + INNER * w_sr, mask=early, other=0.0)
     begin_in_turn(PDL)
-    pair = tl.program_id(0)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     if expert < 0:
         return
-    i, d = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D)
-    x_row = x_ptr + (pair // TOP_K).to(tl.int64) * x_sr + d
-    # Past the last row the last one is read again: cheaper than a mask, and never written.
-    w_rows = w_ptr + expert * w_se + tl.minimum(i, INNER - 1)[:, None] * w_sr + d[None, :]
-    tile = tl.load(w_rows, mask=(d < D)[None, :], other=0.0)
-    up_tile = tile
-    if GATED:
-        up_tile = tl.load(w_rows + INNER * w_sr, mask=(d < D)[None, :], other=0.0)
+    w_rows += expert * w_se
+    if not known:
+        tile = tl.load(w_rows, mask=(d < D)[None, :], other=0.0)
+        if GATED:
+            up_tile = tl.load(w_rows + INNER * w_sr, mask=(d < D)[None, :], other=0.0)
     hidden, up = tl.zeros([BLOCK_I, BLOCK_D // 8], tl.float32), tl.zeros([BLOCK_I, BLOCK_D // 8], tl.float32)
     for start in range(0, D, BLOCK_D):
         x = tl.load(x_row + start, mask=start + d < D, other=0.0).to(tl.float32)[None, :]
@@ -227,19 +237,25 @@ def fused_experts_triton(x: Tensor, experts: ExpertStack, weights: Tensor, ids: 
 
 
 def _gathered(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
-    w_up, w_down, activation, gated, limit = experts
+    w_up, w_down, activation, gated, limit, shared = experts
     (tokens, width), (pairs, inner), top_k = x.shape, hidden.shape, ids.shape[1]
-    block_i, block_d = 2 if gated else 4, max(8, min(1024, triton.next_power_of_2(width)))
-    _gathered_up_kernel[(pairs, triton.cdiv(inner, block_i))](
-        x, w_up, ids, hidden, x.stride(0), w_up.stride(0), w_up.stride(1),
-        TOP_K=top_k, D=width, INNER=inner, RELU2=activation == "relu2", GATED=gated, LIMIT=limit,
-        BLOCK_I=block_i, BLOCK_D=block_d, num_warps=4, **pdl(x.device),
+    up, down = gathered_tiles(width, inner, top_k, gated)
+    _gathered_up_kernel[(triton.cdiv(inner, up["BLOCK_I"]), pairs)](
+        x, w_up, ids, hidden, x.stride(0), w_up.stride(0), w_up.stride(1), w_up.shape[0],
+        TOP_K=top_k, SHARED=shared, D=width, INNER=inner, RELU2=activation == "relu2", GATED=gated, LIMIT=limit,
+        **up, **pdl(x.device),
     )  # fmt: skip
-    block_i, block_d = max(8, min(512, triton.next_power_of_2(inner))), 2
-    _gathered_down_kernel[(tokens, triton.cdiv(width, block_d))](
+    _gathered_down_kernel[(tokens, triton.cdiv(width, down["BLOCK_D"]))](
         hidden, w_down, weights, ids, out, w_down.stride(0), w_down.stride(1), TOP_K=top_k, D=width, INNER=inner,
-        BLOCK_P=min(4, triton.next_power_of_2(top_k)), BLOCK_I=block_i, BLOCK_D=block_d, num_warps=4, **pdl(x.device),
+        **down, **pdl(x.device),
     )  # fmt: skip
+
+
+def gathered_tiles(width: int, inner: int, top_k: int, gated: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Tiles of the gathered products, up and down."""
+    up = {"BLOCK_I": 2 if gated else 4, "BLOCK_D": max(8, min(1024, triton.next_power_of_2(width))), "num_warps": 4}
+    down = {"BLOCK_P": min(4, triton.next_power_of_2(top_k)), "BLOCK_D": 2, "num_warps": 4}
+    return up, down | {"BLOCK_I": max(8, min(512, triton.next_power_of_2(inner)))}
 
 
 @dataclass(frozen=True)
@@ -287,7 +303,7 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks
 
 
 def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
-    w_up, w_down, activation, gated, limit = experts
+    w_up, w_down, activation, gated, limit, _ = experts
     meta = {"RELU2": activation == "relu2", "GATED": gated, "LIMIT": limit}
     blocks, (tokens, width), top_k = _lay_out(ids, w_up.shape[0]), x.shape, ids.shape[1]
     y = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)

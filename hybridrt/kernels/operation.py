@@ -53,8 +53,7 @@ class Operation(Generic[P, R]):
         if self._check is not None:
             self._check(*args, **kwargs)
         first: Any = args[0] if args else next(iter(kwargs.values()))
-        result: R = select(self.name, first.device.type)(*args, **kwargs)
-        return result
+        return select(self.name, first.device.type)(*args, **kwargs)
 
 
 def operation(*others: By, check: Callable[..., None] | None = None) -> Callable[[Callable[P, R]], Operation[P, R]]:

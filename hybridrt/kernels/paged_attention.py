@@ -6,6 +6,10 @@ dim of queries and keys, Dv of values (see PagedKV), L the longest context looke
 what another one wrote or left behind, so that NaN in one request reaches no other.
 """
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,15 +28,20 @@ decline("attention_decode", "flashinfer", 'it plans on the host: attention_backe
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
     """Store k, v `[T, Hkv, D]` at slots out_cache_loc `[T]` of the caches `[pages, page, Hkv, D]`, in place. What would
     go to page 0 is padding and dropped."""
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        store(new, cache, out_cache_loc)
+    store(((k_cache, k), (v_cache, v)), out_cache_loc)
 
 
-def store(new: Tensor, cache: Tensor, out_cache_loc: Tensor) -> None:
-    """`write_kv` of one cache, in plain torch."""
-    padding = out_cache_loc < cache.shape[1]
-    slots, cells = out_cache_loc.long().masked_fill_(padding, 0), cache.view(-1, *cache.shape[2:])
-    cells.index_copy_(0, slots, torch.where(padding[:, None, None], cells[:1], new.to(cache.dtype)))
+def store(caches: Iterable[tuple[Tensor, Tensor]], out_cache_loc: Tensor) -> None:
+    """`write_kv` of caches, each with what it gets, in plain torch."""
+    slots = out_cache_loc.long()
+    for cache, new in caches:
+        page, cells, values = cache.shape[1], cache.view(-1, *cache.shape[2:]), new.to(cache.dtype)
+        if slots.device.type == "cpu" and (slots.numpy() >= page).all():
+            cells.index_copy_(0, slots, values)
+        else:
+            padding = slots < page
+            values = torch.where(padding[:, None, None], cells[:1], values)
+            cells.index_copy_(0, slots.masked_fill(padding, 0), values)
 
 
 @operation(by("triton"), by("sgl_kernel", priority=5, supports=_FA3))
@@ -46,40 +55,7 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
     contiguous, tokens at any distance, also between rows. ConfigError: a kernel cannot write to an `out` of other
     strides.
     """
-    k_cache, v_cache, req_to_token, scale, sliding_window = kv
-    rows, seq_lens, tree_mask, num_drafts, max_len = batch
-    num_rows, tokens, query_heads, head_dim = q.shape
-    kv_heads = k_cache.shape[2]
-    groups = query_heads // kv_heads
-    slots, position = _last_slots(req_to_token, rows, seq_lens, tokens, sliding_window, max_len)
-    context = slots.shape[1]
-    visible = None
-    if tokens > 1 or sliding_window is not None or not _all_reach(seq_lens, context):
-        last = seq_lens - 1 if num_drafts is None else seq_lens - tokens + num_drafts
-        in_context = (position >= 0) & (position <= last.unsqueeze(1))
-        # Other slots may name another request's page or a stale one. What is masked is still multiplied by zero,
-        # and 0 * NaN is NaN: the row's own last key replaces it.
-        stand_in = slots.gather(1, (last - position[:, 0]).clamp(min=0).long().unsqueeze(1))
-        slots = torch.where(in_context, slots, stand_in)
-        if tokens == 1:
-            visible = in_context.view(num_rows, 1, 1, context)
-        else:
-            node = position - (seq_lens.unsqueeze(1) - tokens)
-            visible = _visible(in_context, node, tokens, sliding_window, tree_mask)
-            visible = visible.unsqueeze(1).expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * tokens, context)
-    keys, values = (
-        _gather(cache, slots.view(-1)).view(num_rows, context, kv_heads, -1).transpose(1, 2).to(q.dtype)
-        for cache in (k_cache, v_cache)
-    )
-    # The query heads that share a key head become extra query positions of that head: nothing is repeated.
-    query = q.view(num_rows, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
-    query = query.reshape(num_rows, kv_heads, groups * tokens, head_dim)
-    result = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
-    result = result.view(num_rows, kv_heads, groups, tokens, -1).permute(0, 3, 1, 2, 4)
-    result = result.reshape(num_rows, tokens, query_heads, -1)
-    if visible is not None:
-        result.masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
-    return result if out is None else out.copy_(result)
+    return attend(q, kv, row_context(kv.req_to_token, batch, q.shape[1], kv.sliding_window), out)
 
 
 @operation(
@@ -112,13 +88,79 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
     return out
 
 
+class RowContext(NamedTuple):
+    """The keys of B rows of T tokens, the same for all layers of a window.
+
+    Attributes:
+        slots: [B * L] KV slots; a slice if they are adjacent on a CPU, and all are seen.
+        visible: [B, T, L] bool, which of them each token sees; None: all.
+        seq_lens: [B], as in AttentionRows.
+    """
+
+    slots: Tensor | slice
+    visible: Tensor | None
+    seq_lens: Tensor
+
+
+def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding_window: int | None) -> RowContext:
+    """What rows of T `tokens` see."""
+    rows, seq_lens, tree_mask, num_drafts, max_len = batch
+    slots, position = _last_slots(req_to_token, rows, seq_lens, tokens, sliding_window, max_len)
+    if tokens == 1 and sliding_window is None and _all_reach(seq_lens, slots.shape[1]):
+        return RowContext(_run(slots), None, seq_lens)
+    last = seq_lens - 1 if num_drafts is None else seq_lens - tokens + num_drafts
+    in_context = (position >= 0) & (position <= last.unsqueeze(1))
+    # Other slots may name another request's page or a stale one. What is masked is still multiplied by zero,
+    # and 0 * NaN is NaN: the row's own last key replaces it.
+    stand_in = slots.gather(1, (last - position[:, 0]).clamp(min=0).long().unsqueeze(1))
+    slots = torch.where(in_context, slots, stand_in).view(-1)
+    if tokens == 1:
+        return RowContext(slots, in_context.unsqueeze(1), seq_lens)
+    node = position - (seq_lens.unsqueeze(1) - tokens)
+    return RowContext(slots, _visible(in_context, node, tokens, sliding_window, tree_mask), seq_lens)
+
+
+def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = None) -> Tensor:
+    """`attention_decode` of rows whose context is known."""
+    k_cache, v_cache, scale = kv.k_cache, kv.v_cache, kv.scale
+    num_rows, tokens, query_heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    groups = query_heads // kv_heads
+    slots, visible, seq_lens = context
+    if visible is not None:
+        visible = visible.unsqueeze(1)
+        if tokens > 1:
+            visible = visible.expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * tokens, -1)
+    keys, values = (
+        _gather(cache, slots).view(num_rows, -1, kv_heads, cache.shape[3]).transpose(1, 2).to(q.dtype)
+        for cache in (k_cache, v_cache)
+    )
+    # The query heads that share a key head become extra query positions of that head: nothing is repeated.
+    query = q.view(num_rows, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
+    query = query.reshape(num_rows, kv_heads, groups * tokens, head_dim)
+    result = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
+    result = result.view(num_rows, kv_heads, groups, tokens, -1).permute(0, 3, 1, 2, 4)
+    result = result.reshape(num_rows, tokens, query_heads, -1)
+    if visible is not None:
+        result.masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
+    return result if out is None else out.copy_(result)
+
+
+def _run(slots: Tensor) -> Tensor | slice:
+    """Slots [B, L] on a CPU: a slice if they are adjacent, whose keys need no copy, else [B * L]."""
+    numbers = slots.numpy().reshape(-1)
+    first, end = int(numbers[0]), int(numbers[0]) + len(numbers)
+    return slice(first, end) if numbers[-1] == end - 1 and (np.diff(numbers) == 1).all() else slots.view(-1)
+
+
 def _all_reach(seq_lens: Tensor, context: int) -> bool:
     """Whether every row's context is the whole table width, where looking waits for nothing: no mask is needed then."""
     return not seq_lens.is_cuda and seq_lens.tolist() == [context] * len(seq_lens)
 
 
-def _gather(cache: Tensor, slots: Tensor) -> Tensor:
-    return cache.view(-1, cache.shape[2] * cache.shape[3]).index_select(0, slots)
+def _gather(cache: Tensor, slots: Tensor | slice) -> Tensor:
+    cells = cache.view(-1, cache.shape[2] * cache.shape[3])
+    return cells[slots] if isinstance(slots, slice) else cells.index_select(0, slots)
 
 
 def _last_slots(

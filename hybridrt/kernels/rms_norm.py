@@ -1,6 +1,6 @@
 """Root-mean-square norm (Zhang and Sennrich 2019), alone and behind a residual addition."""
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from hybridrt.kernels.operation import by, operation
@@ -13,7 +13,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x `[..., D]` any float dtype, may be a strided view; weight `[D]` float32 (a zero-centred norm's 1 + w is folded at
     load time). Returns a new tensor of x's shape and dtype.
     """
-    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return torch.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
 @operation(by("triton"), by("flashinfer", priority=5), by("sgl_kernel", priority=4))
@@ -24,4 +24,4 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     sum and comes in x's dtype.
     """
     residual.add_(x)
-    return F.rms_norm(residual.float(), weight.shape, weight, eps).to(x.dtype), residual
+    return torch.rms_norm(residual.float(), weight.shape, weight, eps).to(x.dtype), residual

@@ -29,7 +29,7 @@ def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple
     rotated = (first * cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).addcmul_(first, sin)
     first.copy_(rotated)
-    rotated_q, rotated_k = heads.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
+    rotated_q, rotated_k = heads.to(q.dtype).split_with_sizes((q.shape[1], k.shape[1]), dim=1)
     return rotated_q, rotated_k
 
 

@@ -60,7 +60,6 @@ class LogitFilters(NamedTuple):
     bitmask: Tensor | None = None
 
 
-@operation(by("triton"))
 def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
     """Uniform float32 in (0, 1), a pure function of (seed, index, stream, id): `[B, n]` for seed, index `[B]` int64,
     ids `[n]`.
@@ -101,7 +100,7 @@ def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor
     # grained
     logits = filtered_logits.reference(logits, filters)
     ids = torch.arange(logits.shape[1], device=logits.device)
-    noise = torch.log1p(uniform.reference(seeds, indices, STREAM_TOKEN, ids).neg_()).neg_().log_()
+    noise = torch.log1p(uniform(seeds, indices, STREAM_TOKEN, ids).neg_()).neg_().log_()
     return _best(logits - noise.masked_fill_((filters.temperature < MIN_TEMPERATURE).unsqueeze(1), 0))
 
 

@@ -84,16 +84,6 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(maxima_ptr + b * tl.num_programs(1) + tl.program_id(1), tl.max(x, 0))
 
 
-@triton.jit
-def _filter_kernel(logits_ptr, threshold_ptr, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    b = tl.program_id(0).to(tl.int64)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = ids < V
-    x = tl.load(logits_ptr + b * V + ids, mask=mask, other=0.0)
-    tl.store(logits_ptr + b * V + ids, tl.where(x >= tl.load(threshold_ptr + b), x, float("-inf")), mask=mask)
-
-
-# How a row is split depends on the batch size, which changes from step to step and must not cause a compilation.
 @triton.jit(do_not_specialize=["per_split", "splits"])
 def _argmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bitmask_ptr, threshold_ptr, temperature_ptr, seeds_ptr, indices_ptr, best_ptr, tokens_ptr,
@@ -139,23 +129,6 @@ def _reduce_kernel(best_ptr, candidates_ptr, tokens_ptr, splits, BLOCK_S: tl.con
     tl.store(tokens_ptr + b, tl.where(largest == float("-inf"), -1, token))
 
 
-@triton.jit
-def _uniform_kernel(seeds_ptr, indices_ptr, ids_ptr, out_ptr, n, STREAM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    b = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ids = tl.load(ids_ptr + i, mask=i < n, other=0).to(tl.int64)
-    u = _uniform(tl.load(seeds_ptr + b), tl.load(indices_ptr + b), tl.full([], STREAM, tl.int64), ids)
-    tl.store(out_ptr + b * n + i, u, mask=i < n)
-
-
-def uniform_triton(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
-    out = torch.empty(seed.shape[0], ids.shape[0], dtype=torch.float32, device=seed.device)
-    if out.numel():
-        grid = (out.shape[0], triton.cdiv(out.shape[1], BLOCK))
-        _uniform_kernel[grid](seed, index, ids, out, out.shape[1], STREAM=stream, BLOCK=BLOCK)
-    return out
-
-
 def greedy_triton(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
     return _argmax(logits, bitmask=bitmask)
 
@@ -167,11 +140,9 @@ def sample_triton(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices:
 
 
 def filtered_logits_triton(logits: Tensor, filters: LogitFilters) -> Tensor:
+    """Prepare, threshold (where a filter is on)."""
     prepared, threshold = _filtered(logits, filters)
-    if threshold is not None and prepared.numel():
-        batch, vocabulary = prepared.shape
-        _filter_kernel[(batch, triton.cdiv(vocabulary, BLOCK))](prepared, threshold, vocabulary, BLOCK=BLOCK)
-    return prepared
+    return prepared if threshold is None else prepared.where(prepared >= threshold[:, None], -torch.inf)
 
 
 def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | None]:

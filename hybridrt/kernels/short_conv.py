@@ -14,7 +14,7 @@ def _check(projected: Tensor, weights: ConvWeights, state: ConvState, *_: Any, *
     check_ring(state.conv, weights.weight.shape[1], projected.shape[1])
 
 
-@operation(by("triton"), check=_check)
+@operation(by("triton", "hybridrt.kernels.causal_conv1d_triton:causal_conv1d_update_triton"), check=_check)
 def short_conv_update(projected: Tensor, weights: ConvWeights, state: ConvState) -> Tensor:
     """Convolves the T new products of each row: decode (T = 1), or verify of a chain (T > 1).
 

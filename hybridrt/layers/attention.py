@@ -6,11 +6,12 @@ from torch import nn
 from hybridrt.config import AttentionConfig, AttentionSpec
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.activation import sigmoid_mul
 from hybridrt.kernels.records import Rope
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
-from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.norm import RMSNorm, SigmoidGate
 from hybridrt.layers.weights import Build, CheckpointTarget
+
+GATING = SigmoidGate()
 
 
 def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> AttentionSpec:
@@ -98,15 +99,18 @@ class Attention(nn.Module):
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Attention over norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.qkv, x, residual)
-        q, k, v, *gate = projected.split(self.sizes, dim=-1)
-        out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
-        return self.o_proj.onto(residual, sigmoid_mul(out, *gate) if gate else out)
+        out, gate = self._attend(projected, batch)
+        return self.o_proj.gated_onto(residual, GATING, out, *gate) if gate else self.o_proj.onto(residual, out)
 
     def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attention over hidden states as they are: [T, hidden] to [T, hidden]."""
-        q, k, v, *gate = self.qkv(x).split(self.sizes, dim=-1)
-        out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
-        return self.o_proj(sigmoid_mul(out, *gate) if gate else out)
+        out, gate = self._attend(self.qkv(x), batch)
+        return self.o_proj(GATING(out, *gate) if gate else out)
+
+    def _attend(self, projected: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The heads' results before their gate, and the gate if there is one."""
+        q, k, v, *gate = projected.split_with_sizes(self.sizes, dim=-1)
+        return batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope), gate
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and norms under `key`."""

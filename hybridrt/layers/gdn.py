@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.views import by_head
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, sharded, whole
 
 
 @dataclass(frozen=True)
@@ -78,29 +79,22 @@ class GDNMixer(nn.Module):
         mixed_qkv, z, b, a = projected.split(widths, dim=-1)
         backend = batch.attn_backend.route(self)
         y = backend.run(self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
-        return self.out_proj.onto(residual, self.norm(y, z))
+        return self.out_proj.gated_onto(residual, self.norm, y, z)
 
     def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k [..., Hk, K] and v [..., Hv, V] of the conv's output."""
         q, k, v = conved.split([width for _, width in self.shape.segments], dim=-1)
-        key_heads = (self.num_k_heads, self.head_k_dim)
-        return (
-            q.unflatten(-1, key_heads),
-            k.unflatten(-1, key_heads),
-            v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
-        )
+        keys = (self.num_k_heads, self.head_k_dim)
+        return by_head(q, *keys), by_head(k, *keys), by_head(v, self.num_v_heads, self.head_v_dim)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets under `key`, by the names of `keys`."""
         keys, key_heads = self.keys, self.config.num_k_heads
 
-        def heads(name: str, dest: torch.Tensor) -> CheckpointTarget:
-            return whole(f"{self.name}.{name}", dest, lambda t: self.tp.shard(t, 0))
-
         found = {
             **self.out_proj.targets(f"{key}.{keys.out}", "x"),
-            f"{key}.A_log": heads("A_log", self.A_log.data),
-            f"{key}.dt_bias": heads("dt_bias", self.dt_bias.data),
+            f"{key}.A_log": sharded(self.tp, f"{self.name}.A_log", self.A_log.data),
+            f"{key}.dt_bias": sharded(self.tp, f"{self.name}.dt_bias", self.dt_bias.data),
             f"{key}.{keys.norm}.weight": whole(
                 f"{self.name}.norm.weight", self.norm.weight.data, lambda t: t.repeat(self.num_v_heads)
             ),

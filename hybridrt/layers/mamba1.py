@@ -11,7 +11,7 @@ from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, Transform, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded
 
 _NORMED = ("dt", "b", "c")
 
@@ -89,8 +89,7 @@ class Mamba1Mixer(nn.Module):
             dt, _ = self.dt_proj.method.apply_normed(self.norms[0], dt, None, None)
         else:
             dt = self.dt_proj(dt)
-        mixed: torch.Tensor = backend.run(self, batch, x=x, dt=dt, B=B, C=C, z=z)
-        return mixed
+        return backend.run(self, batch, x=x, dt=dt, B=B, C=C, z=z)
 
     @property
     def bc_norms(self) -> BCNorms | None:
@@ -103,21 +102,20 @@ class Mamba1Mixer(nn.Module):
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of a whole mixer under `key`, in the spelling that Mamba, Falcon-Mamba and Jamba share."""
 
-        def channels(name: str, dest: torch.Tensor, select: Transform = lambda t: t) -> CheckpointTarget:
-            return whole(f"{self.name}.{name}", dest, lambda t: self.tp.shard(select(t), 0))
-
         found = {
             **self.in_proj.targets(f"{key}.in_proj", ["x", "z"], bias=self.has_bias),
             **self.x_proj.targets(f"{key}.x_proj", "x"),
             **self.dt_proj.targets(f"{key}.dt_proj", ["dt"]),
             **self.out_proj.targets(f"{key}.out_proj", "x", bias=self.has_bias),
-            f"{key}.dt_proj.bias": channels("dt_bias", self.dt_bias.data),
-            f"{key}.conv1d.weight": channels("conv.weight", self.conv_weight.data, lambda t: t.squeeze(1)),
-            f"{key}.A_log": channels("A", self.A.data, lambda t: -torch.exp(t.float())),
-            f"{key}.D": channels("D", self.D.data),
+            f"{key}.dt_proj.bias": sharded(self.tp, f"{self.name}.dt_bias", self.dt_bias.data),
+            f"{key}.conv1d.weight": sharded(
+                self.tp, f"{self.name}.conv.weight", self.conv_weight.data, lambda t: t.squeeze(1)
+            ),
+            f"{key}.A_log": sharded(self.tp, f"{self.name}.A", self.A.data, lambda t: -torch.exp(t.float())),
+            f"{key}.D": sharded(self.tp, f"{self.name}.D", self.D.data),
         }
         if self.conv_bias is not None:
-            found[f"{key}.conv1d.bias"] = channels("conv.bias", self.conv_bias.data)
+            found[f"{key}.conv1d.bias"] = sharded(self.tp, f"{self.name}.conv.bias", self.conv_bias.data)
         for part, norm in zip(_NORMED, self.norms):
             found |= norm.targets(f"{key}.{part}_layernorm")
         return found

@@ -5,11 +5,12 @@ from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.views import by_head
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, Transform, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, whole
 
 
 def mamba2_segments(config: Mamba2Config, tp: TPGroup) -> list[Segment]:
@@ -63,10 +64,10 @@ class Mamba2Mixer(nn.Module):
             )
 
     def forward(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` where a step
-        has one segment, no draft tree, and no norm follows."""
-        z, xBC, dt = projected.split((self.width, self.shape.conv_dim, self.heads), dim=-1)
-        place = out if self.norm is None else None
+        """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` unless there
+        is a draft tree or a norm follows."""
+        z, xBC, dt = projected.split_with_sizes((self.width, self.shape.conv_dim, self.heads), dim=-1)
+        place = out if self.norm is None else z.new_empty(z.shape)
         backend = batch.attn_backend.route(self)
         y: torch.Tensor = backend.run(self, batch, z=z, xBC=xBC, dt=dt, out=place)
         return y if self.norm is None else self.norm(y, z)
@@ -75,24 +76,21 @@ class Mamba2Mixer(nn.Module):
         """x [..., H, P], B and C [..., G, N] of the conv's output."""
         x, B, C = conved.split([width for _, width in self.shape.segments], dim=-1)
         groups = (self.shape.groups, self.state_size)
-        return x.unflatten(-1, (self.heads, self.head_dim)), B.unflatten(-1, groups), C.unflatten(-1, groups)
+        return by_head(x, self.heads, self.head_dim), by_head(B, *groups), by_head(C, *groups)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the conv, A_log, D, dt_bias and the norm under `key`; the projections are the block's."""
 
-        def heads(name: str, dest: torch.Tensor, select: Transform = lambda t: t) -> CheckpointTarget:
-            return whole(f"{self.name}.{name}", dest, lambda t: self.tp.shard(select(t), 0))
-
         found = {
             f"{key}.conv1d.weight": whole(f"{self.name}.conv.weight", self.conv_weight.data, self._conv_shard),
-            f"{key}.A_log": heads("A", self.A.data, lambda t: -torch.exp(t.float())),
-            f"{key}.D": heads("D", self.D.data),
-            f"{key}.dt_bias": heads("dt_bias", self.dt_bias.data),
+            f"{key}.A_log": sharded(self.tp, f"{self.name}.A", self.A.data, lambda t: -torch.exp(t.float())),
+            f"{key}.D": sharded(self.tp, f"{self.name}.D", self.D.data),
+            f"{key}.dt_bias": sharded(self.tp, f"{self.name}.dt_bias", self.dt_bias.data),
         }
         if self.conv_bias is not None:
             found[f"{key}.conv1d.bias"] = whole(f"{self.name}.conv.bias", self.conv_bias.data, self._conv_shard)
         if self.norm is not None:
-            found[f"{key}.norm.weight"] = heads("norm.weight", self.norm.weight.data)
+            found[f"{key}.norm.weight"] = sharded(self.tp, f"{self.name}.norm.weight", self.norm.weight.data)
         return found
 
     def _conv_shard(self, t: torch.Tensor) -> torch.Tensor:

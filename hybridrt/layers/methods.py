@@ -7,7 +7,7 @@ the group `hybridrt.linear_methods`, "name = module:class".
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -22,7 +22,7 @@ from hybridrt.layers.weights import CheckpointMap, Piece, Transform, parameter
 from hybridrt.plugins import Plugins
 
 if TYPE_CHECKING:
-    from hybridrt.layers.norm import RMSNorm
+    from hybridrt.layers.norm import GatedRMSNorm, RMSNorm, SigmoidGate
     from hybridrt.layers.weights import Build
 
 ACTIVATIONS = {"silu_and_mul": silu_and_mul, "relu2": relu2}
@@ -144,6 +144,16 @@ class LinearMethod(Method, ABC):
         h, residual = norm(x, residual)
         return self.apply(h, bias, activation), residual
 
+    def apply_gated(
+        self, gating: "GatedRMSNorm | SigmoidGate", x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """gating(x, gate) W^T + b."""
+        return self.apply(gating(x, gate), bias)
+
+    def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Products [T, out / n] of n inputs [T, in], the i-th with the i-th of n equal parts of the rows."""
+        return [self.apply(x, None).chunk(len(inputs), -1)[i] for i, x in enumerate(inputs)]
+
 
 class DenseExperts(ExpertsMethod):
     """Experts in the model's dtype."""
@@ -219,6 +229,21 @@ class DenseMethod(LinearMethod):
         y, total = skinny_linear(x, self.weight, bias, norm=before, activation=activation)
         return y, x if total is None else total
 
+    def apply_gated(
+        self, gating: "GatedRMSNorm | SigmoidGate", x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        one = len(x) == 1 and is_skinny(x, self.weight, None)
+        gated = gating.before_product(gate) if one else None
+        if gated is None:
+            return super().apply_gated(gating, x, gate, bias)
+        return skinny_linear(x, self.weight, bias, gated=gated)[0]
+
+    def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if len(inputs[0]) == 1 and is_skinny(inputs[0], self.weight, None):
+            x = reduce(side_by_side, inputs)
+            return skinny_linear(x, self.weight, parts=len(inputs))[0].chunk(len(inputs), -1)
+        return [linear(x, part) for x, part in zip(inputs, self.weight.chunk(len(inputs)), strict=True)]
+
 
 class MixedMethod(LinearMethod):
     """A merged weight whose segments have several schemes: one method for each run of equal ones.
@@ -273,8 +298,7 @@ def linear_method(name: str) -> type[LinearMethod]:
     Raises:
         BackendError: there is none, its package cannot be imported, or it brings something else.
     """
-    method: type[LinearMethod] = _METHODS.load(name)
-    return method
+    return _METHODS.load(name)
 
 
 def experts_method(name: str) -> type[ExpertsMethod]:

@@ -10,8 +10,17 @@ from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice, router_sigmoid_grouped, router_softmax
-from hybridrt.kernels.skinny_linear import skinny_linear
+from hybridrt.kernels.moe import (
+    GATE_ROWS,
+    GroupedChoice,
+    RoutedToken,
+    SoftmaxChoice,
+    route_token,
+    router_product,
+    router_sigmoid_grouped,
+    router_softmax,
+)
+from hybridrt.kernels.skinny_linear import InputNorm
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
 from hybridrt.layers.methods import DenseMethod, ExpertPart
 from hybridrt.layers.mlp import MLP
@@ -36,8 +45,8 @@ class SoftmaxRouter(nn.Module):
         super().__init__()
         self.name, self.num_experts, self.shared_experts = name, num_experts, shared_experts
         self.choice = SoftmaxChoice(top_k, renormalize, shared_experts)
-        # Eight rows for one gate: logits of a token then begin where a 16-byte access may. Routers are never quantised.
-        self.method = DenseMethod(num_experts + (8 if shared_experts else 0), hidden_size, build)
+        # Routers are never quantised.
+        self.method = DenseMethod(num_experts + (GATE_ROWS if shared_experts else 0), hidden_size, build)
         self.weight = self.method.weight
         self.weight.data[num_experts:].zero_()
 
@@ -46,6 +55,10 @@ class SoftmaxRouter(nn.Module):
         logits = self.method.apply(x, None)
         gate = logits[:, self.num_experts] if self.shared_experts else None
         return router_softmax(logits[:, : self.num_experts], self.choice, gate, batch.padded_rows)
+
+    def route(self, norm: InputNorm, x: torch.Tensor, batch: ForwardBatch) -> RoutedToken:
+        """The norm and `forward` of one token, in one launch."""
+        return route_token(x, self.weight, norm, self.choice, rows=batch.padded_rows)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data[: self.num_experts])}
@@ -60,17 +73,18 @@ class SigmoidGroupRouter(nn.Module):
 
     Args:
         corrected: False where the bias is zero and in no checkpoint.
+        shared_experts: how many experts after the routed ones every token passes, with weight 1.
     """
 
     correction: torch.Tensor
 
     def __init__(
         self, name: str, hidden_size: int, num_experts: int, *, top_k: int, n_group: int, topk_group: int,
-        renormalize: bool, scaling: float, build: Build, corrected: bool = True,
+        renormalize: bool, scaling: float, build: Build, corrected: bool = True, shared_experts: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.name, self.corrected = name, corrected
-        self.choice = GroupedChoice(top_k, n_group, topk_group, renormalize, scaling)
+        self.name, self.corrected, self.shared_experts = name, corrected, shared_experts
+        self.choice = GroupedChoice(top_k, n_group, topk_group, renormalize, scaling, shared_experts)
         self.weight = parameter(num_experts, hidden_size, dtype=torch.float32, device=build.device)
         if corrected:
             self.correction = parameter(num_experts, dtype=torch.float32, device=build.device, dummy="zeros")
@@ -78,11 +92,13 @@ class SigmoidGroupRouter(nn.Module):
             self.register_buffer("correction", torch.zeros(num_experts, device=build.device))
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden] to weights [T, k] float32 and expert ids [T, k] int32; no expert for padding."""
-        # One token: one launch instead of a conversion, a product and a sum of its parts.
-        fused = x.is_cuda and len(x) == 1
-        logits = skinny_linear(x, self.weight)[0] if fused else F.linear(x.float(), self.weight)
+        """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32; no expert for padding."""
+        logits = router_product(x, self.weight)
         return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows)
+
+    def route(self, norm: InputNorm, x: torch.Tensor, batch: ForwardBatch) -> RoutedToken:
+        """The norm and `forward` of one token, in one launch."""
+        return route_token(x, self.weight, norm, self.choice, self.correction, batch.padded_rows)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         found = {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data)}
@@ -157,6 +173,10 @@ class Experts(nn.Module):
         return self._targets(key, name, self.num_experts, self.num_shared, by_expert, down)
 
 
+# Ends of the keys of tensors that hold all experts, as newer versions of transformers write them.
+STACKS = {".experts.gate_up_proj": ("gate", "up"), ".experts.down_proj": ("down",)}
+
+
 def stacked_experts(key: str, matrices: Sequence[str], count: int) -> list[TensorPart]:
     """The parts of a tensor that holds these matrices of all experts, [E, rows of one above rows of the next, in], by
     the names that tensors of single experts would have: `key`.{expert}.{matrix}_proj.weight."""
@@ -210,14 +230,21 @@ class MoE(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Experts of norm(x + residual), and x + residual."""
-        h, residual = norm(x, residual)
-        return self.summand(h, batch), residual
+        if x.is_cuda and len(x) == 1:
+            h, residual, weights, ids = self.router.route(InputNorm(norm.weight, norm.eps, residual), x, batch)
+        else:
+            h, residual = norm(x, residual)
+            weights, ids = self.router(h, batch)
+        return self._sum(h, weights, ids), residual
 
     def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Experts of hidden states as they are: [T, hidden] to [T, hidden]."""
-        weights, ids = self.router(h, batch)
+        return self._sum(h, *self.router(h, batch))
+
+    def _sum(self, h: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Of the chosen experts and the shared MLP, over all ranks."""
         all_reduce = self.experts.tp.all_reduce
-        if self.latent is not None:
+        if self.latent is not None:  # its way back takes whole sums: the routed experts' are reduced before
             routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
             return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
         routed = self.experts(h, weights, ids)
@@ -226,9 +253,9 @@ class MoE(nn.Module):
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         at = {what: f"{key}.{below}" for what, below in self.keys.items()}
         found = {**self.router.targets(at["router"]), **self.experts.targets(at["experts"])}
-        if isinstance(self.router, SoftmaxRouter) and self.router.shared_experts:
+        if self.router.shared_experts:
             found |= self.experts.shared_targets(at["shared"])
-            if "shared_gate" in at:
+            if isinstance(self.router, SoftmaxRouter) and "shared_gate" in at:
                 found |= self.router.shared_gate_targets(at["shared_gate"])
         if self.shared is not None:
             found |= self.shared.targets(at["shared"])

@@ -95,8 +95,7 @@ class SharedBlock(nn.Module):
         h = self.o_proj(batch.attn_backend.forward(q, k, v, attn, batch, rope=self.rope))
         h = self.ff_norm(h)[0]
         gate, up = self.up(h).add_(self.up_adapters[str(i)](h)).chunk(2, dim=-1)
-        out: torch.Tensor = self.down(F.gelu(gate).mul_(up))
-        return out
+        return self.down(F.gelu(gate).mul_(up))
 
     def targets(self, key: str) -> CheckpointMap:
         attention, mlp = f"{key}.self_attn", f"{key}.feed_forward"

@@ -8,7 +8,7 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded
 
 
 class ShortConvMixer(nn.Module):
@@ -45,11 +45,10 @@ class ShortConvMixer(nn.Module):
         found = {
             **self.in_proj.targets(f"{key}.in_proj", ["B", "C", "x"], bias=self.has_bias),
             **self.out_proj.targets(f"{key}.out_proj", "x", bias=self.has_bias),
-            f"{key}.conv.weight": whole(
-                f"{self.name}.conv.weight", self.conv_weight.data, lambda t: self.tp.shard(t.squeeze(1), 0)
+            f"{key}.conv.weight": sharded(
+                self.tp, f"{self.name}.conv.weight", self.conv_weight.data, lambda t: t.squeeze(1)
             ),
         }
         if self.conv_bias is not None:
-            bias = whole(f"{self.name}.conv.bias", self.conv_bias.data, lambda t: self.tp.shard(t, 0))
-            found[f"{key}.conv.bias"] = bias
+            found[f"{key}.conv.bias"] = sharded(self.tp, f"{self.name}.conv.bias", self.conv_bias.data)
         return found

@@ -1,7 +1,7 @@
 """The stack of a decoder: parts, each behind a norm of its own, that add to a residual."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +39,9 @@ class ResidualStack(nn.Module):
     def __init__(self, layers: dict[str, Sequence[ResidualPart]], hidden_size: int, **norm: Any) -> None:
         super().__init__()
         self.norms, self.parts = nn.ModuleList(), nn.ModuleList()
-        self.keys: list[tuple[int, str, str]] = []
+        self.keys: list[tuple[int, str, str]] = []  # of each part: its layer, its norm's key, its own key
         self._short: list[tuple[RMSNorm, Any]] | None = None
+        self._between: tuple[frozenset[int], Callable[[], None]] | None = None
         for i, (name, parts) in enumerate(layers.items()):
             for each in parts:
                 self.norms.append(RMSNorm(f"{name}.{each.norm_key}", hidden_size, **norm))
@@ -50,7 +51,23 @@ class ResidualStack(nn.Module):
     def __iter__(self) -> Iterator[tuple[RMSNorm, Any]]:
         """(norm, part) in their order. A model calls `part(norm, x, residual, batch)` itself: a frame less in each."""
         parts: Any = zip(self.norms, self.parts) if self._short is None else self._short
-        return iter(parts)
+        return iter(parts) if self._between is None else self._with_calls(parts, *self._between)
+
+    @staticmethod
+    def _with_calls(parts: Any, places: frozenset[int], call: Callable[[], None]) -> Iterator[tuple[RMSNorm, Any]]:
+        for i, part in enumerate(parts):
+            if i in places:
+                call()
+            yield part
+
+    @contextmanager
+    def calling(self, places: Iterable[int], call: Callable[[], None]) -> Iterator[None]:
+        """Within it, iteration calls `call` before the parts of these numbers."""
+        self._between = frozenset(places), call
+        try:
+            yield
+        finally:
+            self._between = None
 
     @contextmanager
     def shortened(self, sorts: Sequence[Any]) -> Iterator[None]:

@@ -123,3 +123,8 @@ CheckpointMap = dict[str, CheckpointTarget]
 def whole(name: str, dest: torch.Tensor, select: Transform = lambda t: t, scale: float = 1.0) -> CheckpointTarget:
     """The target of a tensor that fills one parameter (or view) by itself."""
     return (Piece(name, dest, select, scale),)
+
+
+def sharded(tp: TPGroup, name: str, dest: torch.Tensor, select: Transform = lambda t: t) -> CheckpointTarget:
+    """A target that is this rank's shard of what `select` makes of a tensor, cut along its first dimension."""
+    return whole(name, dest, lambda t: tp.shard(select(t), 0))

@@ -274,5 +274,5 @@ class _Plans:
         rules = make_rules(params, (), (), self.runner.model_config.vocab_size)
         return Admission(row, row if self.recurrent else 0, [0] * tokens, tokens, params, 0, rules)
 
-    def _pages(self, tokens: int) -> range:
-        return range(1, 1 - -tokens // self.plan.page_size)
+    def _pages(self, tokens: int) -> np.ndarray:
+        return np.arange(1, 1 - -tokens // self.plan.page_size, dtype=np.int32)

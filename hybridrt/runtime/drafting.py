@@ -15,7 +15,7 @@ from hybridrt.runtime.sampler import Accepted
 from hybridrt.runtime.step import StepHandle
 from hybridrt.runtime.step_inputs import Sections
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.speculative.drafter import Drafter
+from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
 from hybridrt.speculative.registry import DraftMethodBase, load_method
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ class DeviceDrafter(Protocol):
 
     def capture(self, max_bs: int, progress: bool = False) -> None:
         """Records its own steps as graphs of up to `max_bs` rows, and adds them to `StepRunner.graphs`."""
-        ...
 
     def follow(
         self,
@@ -57,7 +56,6 @@ class DeviceDrafter(Protocol):
             accepted: of a verify step.
             sections: of a step with extend rows, packed with `following`.
         """
-        ...
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
         """Launches `steps` drafts for each row.
@@ -65,7 +63,6 @@ class DeviceDrafter(Protocol):
         Returns:
             Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens there.
         """
-        ...
 
 
 class DraftTask(msgspec.Struct, frozen=True):
@@ -143,3 +140,18 @@ def draft_method(config: SpeculativeConfig) -> DraftMethod:
     if not isinstance(method, DraftMethod):
         raise BackendError(f"method {config.method!r} leads to {method!r}; it must be a DraftMethod")
     return method
+
+
+def make_drafter(target: "StepRunner", everywhere: Everywhere | None = None) -> Drafter:
+    """The drafter that the target's configuration names.
+
+    Args:
+        everywhere: reaches the target's tensor-parallel ranks; None where `target` is all there is.
+
+    Raises:
+        ConfigError: the method cannot draft for this target.
+    """
+    spec = target.config.speculative
+    assert spec is not None
+    inner = draft_method(spec).drafter(target, everywhere or (lambda task: task(target)))
+    return AdaptiveDrafter(inner, spec.num_draft_tokens)

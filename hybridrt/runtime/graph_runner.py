@@ -9,6 +9,7 @@ import gc
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,8 +21,9 @@ from hybridrt.config import ModelConfig
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.kernels.records import TokenInputs
+from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, int32s
+from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, PageWrite, int32s
 from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import StagingRing, cut, pack_rows, packed_size
 
@@ -37,11 +39,9 @@ class StepModel(Protocol):
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, hidden]."""
-        ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] to [T, vocab]."""
-        ...
 
 
 class StaticBuffers:
@@ -100,9 +100,11 @@ class GraphRows(NamedTuple):
 
 class Recorder(Protocol):
     """Turns a function over static buffers into something that replays it. `warm`: functions like it, of other sizes,
-    have been recorded before."""
+    have been recorded before. The function may call `split`: a replay launches what is before and behind it apart."""
 
     def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]: ...
+
+    def split(self) -> None: ...
 
 
 class ClosureRecorder:
@@ -112,6 +114,8 @@ class ClosureRecorder:
         step()
         return step
 
+    def split(self) -> None: ...
+
 
 class CudaGraphRecorder:
     """torch.cuda.CUDAGraph in one memory pool, shared because buckets are captured from the largest down."""
@@ -119,25 +123,42 @@ class CudaGraphRecorder:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool: Any = None
+        self._mode = ""
+        self._pieces: list[torch.cuda.CUDAGraph] = []  # of the capture that is going on
 
     def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
         if not warm:
             # Triton compiles, cuBLAS picks its workspaces, and kernels get their counters (`arrival_counters`).
             step()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         # What other threads do meanwhile (NCCL's watchdog queries events) is not captured. "relaxed": a function that
         # has not run may load the kernels that its sizes alone need.
-        mode = "relaxed" if warm else "thread_local"
+        self._mode = "relaxed" if warm else "thread_local"
         # torch.cuda.graph gives all cached memory back before every capture, which takes longer than the capture.
         with _no_collection(), torch.cuda.stream(self._stream):
-            graph.capture_begin(self._pool, capture_error_mode=mode)
+            self._begin()
             try:
                 step()
             finally:
-                graph.capture_end()
-        self._pool = self._pool or graph.pool()
-        return graph.replay
+                pieces, self._pieces = self._pieces, []
+                pieces[-1].capture_end()
+        self._pool = self._pool or pieces[0].pool()
+        return pieces[0].replay if len(pieces) == 1 else partial(_replay, pieces)
+
+    def split(self) -> None:
+        if self._pieces:
+            self._pieces[-1].capture_end()
+            self._pool = self._pool or self._pieces[-1].pool()
+            self._begin()
+
+    def _begin(self) -> None:
+        self._pieces.append(torch.cuda.CUDAGraph())
+        self._pieces[-1].capture_begin(self._pool, capture_error_mode=self._mode)
+
+
+def _replay(pieces: Sequence[torch.cuda.CUDAGraph]) -> None:
+    for piece in pieces:
+        piece.replay()
 
 
 @contextmanager
@@ -291,3 +312,24 @@ class GraphRunner:
                 self.backend.commit(batch)
 
         return step
+
+
+def split_page_writes(
+    decode: DecodeRows, writes: Sequence[PageWrite], plan: MemoryPlan
+) -> tuple[np.ndarray, list[PageWrite]] | None:
+    """Splits page writes into those that a graph makes and the rest: ([n] int32 page of each decode row, -1 for none;
+    the writes of other rows). A graph writes one page per row: the page of the row's last token. Returns None if a
+    decode row needs any other page."""
+    index_of_row = np.full(plan.num_rows + 1, -1)
+    index_of_row[decode.rows] = np.arange(len(decode))
+    pages, others = np.full(len(decode), -1, np.int32), []
+    for write in writes:
+        i = index_of_row[write.row]
+        if i < 0:
+            others.append(write)
+            continue
+        last_page = (decode.computed[i] + decode.num_drafts[i]) // plan.page_size
+        if len(write.pages) != 1 or write.first_page != last_page:
+            return None
+        pages[i] = write.pages[0]
+    return pages, others

@@ -29,7 +29,7 @@ from hybridrt.runtime.fit import plan_ahead
 from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS
 from hybridrt.runtime.state_arena import StateArena
-from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepPlan
+from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepPlan, int32s
 from hybridrt.runtime.step_runner import StepRunner
 from hybridrt.sampling_params import SamplingParams
 
@@ -145,6 +145,6 @@ def _probe_step(rows: int, length: int, pages: int) -> StepPlan:
     ids = [0] * length
     return StepPlan(
         admissions=[Admission(r, r, ids, length, params, 0) for r in range(1, rows + 1)],
-        page_writes=[PageWrite(r, 0, range(1 + (r - 1) * pages, 1 + r * pages)) for r in range(1, rows + 1)],
+        page_writes=[PageWrite(r, 0, int32s(range(1 + (r - 1) * pages, 1 + r * pages))) for r in range(1, rows + 1)],
         extend=[ExtendRow(r, 0, ids, 0, True) for r in range(1, rows + 1)],
     )

@@ -11,13 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hybridrt.kernels.chunk_plan import chunk_columns, most_chunks, pad_chunks
+from hybridrt.kernels.chunk_plan import most_chunks, pad_chunks
+from hybridrt.runtime.saved_states import pack_saved_states
 from hybridrt.runtime.step import DecodeRows, ExtendRow, StepPlan
 from hybridrt.runtime.step_inputs import Columns, Packing, chunk_names, pack_batch
 from hybridrt.runtime.step_passes import Run, in_pass, pack_runs, runs_of
 
-PROMPT_TOKENS = tuple(range(128, 1025, 128))  # of a step; larger ones keep a device busy without graphs
-DECODE_ROWS = (0, 32, 128)
+# Of a step; larger ones keep a device busy without graphs. Padding costs what tokens cost, unless there are fewer than
+# 200 or so: then the weights take longer to read.
+PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024)
+DECODE_ROWS = (0, 32, 64, 128)
 PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts of a bucket, which has room for one in so many tokens
 TAIL = 16  # tokens behind a saved state, in the mean of the prompts: states stand on a grid, usually of 16 tokens
 
@@ -104,28 +107,13 @@ def _sampled(plan: StepPlan, columns: Columns, bucket: Bucket) -> Columns:
     return {name: np.concatenate((*part, padding)) for name, part in parts.items()}
 
 
-def _pack_chunks(
-    extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int], saves: StateSaves
-) -> Columns:  # fmt: skip
-    """The chunk plans of a bucket's prompts, padded. With AT_CHUNKS also `SavedStates`: a chunk ends where a state is
-    saved."""
-    ends = [row.saves[0][0] if row.saves else len(row.tokens) for row in extend]
-    slots = np.array([row.saves[0][1] if row.saves else 0 for row in extend], np.int32)
-    new, computed = np.array([len(row.tokens) for row in extend]), np.array([row.computed for row in extend])
-    cut = np.stack((computed, computed + ends), 1).ravel(), np.stack((ends, new - ends), 1).ravel()
-    columns: Columns = {}
-    for size in sizes:
-        most = most_chunks(len(extend), bucket.tokens, size) + bucket.prompts  # a saved state divides a chunk
-        plan = pad_chunks(chunk_columns(*cut, size), most)
-        first, last = (plan[name].reshape(-1, 2) for name in ("first_chunk", "last_chunk"))
-        saved = np.zeros(len(plan["seq_idx"]), np.int32)
-        saved[last[slots > 0, 0]] = slots[slots > 0]
-        plan |= {"seq_idx": plan["seq_idx"] // 2, "first_chunk": first[:, 0].copy(), "last_chunk": last.max(1)}
-        columns |= {packed: plan[name] for name, packed in chunk_names(size).items()}
-        columns |= {f"saves of {size}": saved} if saves is StateSaves.AT_CHUNKS else {}
+def _pack_chunks(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int], saves: StateSaves) -> Columns:
+    """The chunk plans of a bucket's prompts, padded. With AT_CHUNKS also `SavedStates`."""
+    spare = bucket.prompts  # a saved state divides a chunk
+    columns = pack_saved_states(extend, sizes, lambda size: most_chunks(len(extend), bucket.tokens, size) + spare)
     if saves is StateSaves.AT_CHUNKS:
-        columns |= {"row_slots": slots, "row_lengths": np.where(slots > 0, ends, 0).astype(np.int32)}
-    return columns
+        return columns
+    return {packed: columns[packed] for size in sizes for packed in chunk_names(size).values()}
 
 
 def _pack_passes(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int]) -> Columns:

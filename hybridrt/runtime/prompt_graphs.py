@@ -21,10 +21,12 @@ from tqdm.auto import tqdm
 
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.records import SavedStates, TokenInputs
+from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, StepModel, free_bytes
+from hybridrt.models.base import CausalLM
+from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, free_bytes
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, StateSaves, pack_padded
+from hybridrt.runtime.saved_states import saved_states
 from hybridrt.runtime.step import StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, cut, packed_size
@@ -74,7 +76,7 @@ class PromptGraphs:
     def __init__(
         self,
         *,
-        model: StepModel,
+        model: CausalLM,
         backend: AttentionBackend,
         req_to_token_pool: HybridReqToTokenPool,
         last_tokens: torch.Tensor,
@@ -102,7 +104,7 @@ class PromptGraphs:
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:
         """Records every bucket, the largest first: smaller ones reuse its memory (`captured_bytes`)."""
-        free = free_bytes(self.model.device)
+        free, stack = free_bytes(self.model.device), self.model.stack
         largest_first = sorted(self.buckets, key=lambda bucket: (bucket.tokens, bucket.decode_rows), reverse=True)
         for bucket in tqdm(largest_first, desc="capturing prompt graphs", disable=not progress):
             columns = self._pack(StepPlan(), bucket)
@@ -112,13 +114,14 @@ class PromptGraphs:
             self.backend.prepare(graph.batch, graph=self._view)
             # A run before the capture takes as long as the capture. One for each number of decode rows is enough.
             warm = any(known.decode_rows == bucket.decode_rows for known in self._graphs)
-            graph.replay = self.recorder(self._bind(graph), warm)
+            with stack.calling(splits(len(stack.parts)), self.recorder.split):
+                graph.replay = self.recorder(self._bind(graph), warm)
             self._graphs[bucket] = graph
         self.captured_bytes = free - free_bytes(self.model.device)
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
-        """The smallest captured bucket that holds a step (`Bucket.holds`). None: it runs eagerly."""
-        return min((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), default=None)
+        """The captured bucket of the fewest tokens that holds a step (`Bucket.holds`). None: it runs eagerly."""
+        return min((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), key=sum, default=None)
 
     def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
         """One step up to its logits, in inference mode. What it changes in tables has been written."""
@@ -197,12 +200,11 @@ class PromptGraphs:
         return step
 
 
-def saved_states(sections: Sections, sizes: Sequence[int]) -> dict[int, SavedStates]:
-    """By chunk size what `pack_padded` packed; nothing if no states are saved at the ends of chunks."""
-    if "row_slots" not in sections:
-        return {}
-    of_rows = sections["row_slots"], sections["row_lengths"]
-    return {size: SavedStates(sections[f"saves of {size}"], *of_rows) for size in sizes}
+def splits(parts: int) -> list[int]:
+    """Before which of a stack's parts a graph is split. The host takes a microsecond for each kernel of a graph before
+    the first one starts, a tenth of the time that they run: the launch of each piece but a small first one passes
+    while the piece in front runs."""
+    return sorted({parts // 24, parts // 4} - {0})
 
 
 def make_buckets(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hybridrt.kernels.acceptance import accept_chain, accept_tree
 from hybridrt.kernels.sampling import LogitFilters, Penalties, greedy, sample
@@ -46,6 +47,11 @@ class Filters:
     penalties: bool
     rules: bool = False
     words: bool = False
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether all rows take the likeliest token of logits that only rules change."""
+        return self.greedy and not self.penalties
 
     @classmethod
     def of(cls, params: Iterable[SamplingParams]) -> "Filters":
@@ -109,16 +115,16 @@ class Verification:
         parents, tree_mask: of a tree, as in SpecInfo; None for chains.
     """
 
-    rows: torch.Tensor
-    output_indices: torch.Tensor
-    positions: torch.Tensor
-    drafts: torch.Tensor
-    num_drafts: torch.Tensor
-    last_tokens: torch.Tensor
-    parents: torch.Tensor | None = None
-    tree_mask: torch.Tensor | None = None
+    rows: Tensor
+    output_indices: Tensor
+    positions: Tensor
+    drafts: Tensor
+    num_drafts: Tensor
+    last_tokens: Tensor
+    parents: Tensor | None = None
+    tree_mask: Tensor | None = None
 
-    def earlier(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def earlier(self) -> tuple[Tensor, Tensor]:
         """For the draw after each input, [n * T, T - 1] each: all drafts of its row, int64, and whether the input sees
         them, int32."""
         n, width = self.positions.shape
@@ -128,17 +134,17 @@ class Verification:
         drafts = self.drafts[:, None].expand(-1, width, -1)
         return drafts.reshape(n * width, -1).long(), sees[:, :, 1:].reshape(n * width, -1).int()
 
-    def keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys(self) -> tuple[Tensor, Tensor]:
         """Of the draws after all inputs the rows and the output indices, [n * T] int32 each."""
         n, width = self.positions.shape
         indices = self.output_indices[:, None] + self.positions - self.positions[:, :1]
         return self.rows.repeat_interleave(width, output_size=n * width), indices.view(-1)
 
-    def known(self) -> torch.Tensor:
+    def known(self) -> Tensor:
         """[n * T] int32: the output index of the first draft before each draw."""
         return self.output_indices[:, None].expand(self.positions.shape).reshape(-1)
 
-    def paths(self) -> torch.Tensor:
+    def paths(self) -> Tensor:
         """[n * T, T - 1] int32: of each input the drafts that it sees, in order of depth. What stands behind them means
         nothing."""
         n, width = self.positions.shape
@@ -162,11 +168,11 @@ class Accepted:
         path: [n, T] int64 nodes of a tree that stay, the root first; None for chains, which keep their first inputs.
     """
 
-    tokens: torch.Tensor
-    counts: torch.Tensor
-    path: torch.Tensor | None = None
+    tokens: Tensor
+    counts: Tensor
+    path: Tensor | None = None
 
-    def ends(self) -> torch.Tensor:
+    def ends(self) -> Tensor:
         """[n] int64: each row's last input that stays, counted over all rows of the step."""
         n, width = self.tokens.shape
         return torch.arange(n, device=self.tokens.device) * width + self.counts - 1
@@ -180,13 +186,17 @@ class SamplingTable:
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.floats = torch.zeros(len(FLOATS), num_rows + 1, device=device)
-        self.integers = torch.zeros(2, num_rows + 1, dtype=torch.int32, device=device)
+        self._constants = torch.zeros(len(FLOATS) + 2, num_rows + 1, dtype=torch.int32, device=device)
+        self.integers = self._constants[-2:]
         self.top_k = self.integers[0]
         self.rules = allocate_rules(self.integers[1], vocab_size)
         self.seeds = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.output_counts = torch.zeros(num_rows + 1, vocab_size, dtype=torch.int32, device=device)
         self.prompt_mask = torch.zeros(num_rows + 1, vocab_size, dtype=torch.bool, device=device)
+
+    @property
+    def floats(self) -> torch.Tensor:
+        return self._constants[:-2].view(torch.float32)
 
     @staticmethod
     def row_bytes(vocab_size: int) -> int:
@@ -213,18 +223,16 @@ class SamplingTable:
         constants = np.frombuffer(rows, np.int32).reshape(-1, _CONSTANTS.size // 4)
         return {
             "seeds": constants[:, :2].reshape(-1),
-            "floats": constants[:, 2:-2].reshape(-1),
-            "integers": constants[:, -2:].reshape(-1),
+            "constants": constants[:, 2:].reshape(-1),
             "penalty_rows": np.array([a.row for a in counted], np.int32),
             "output_tokens": np.array(outputs, np.int32).reshape(-1),
             "prompt_tokens": np.array(prompts, np.int32).reshape(-1),
             **pack_rules(admissions),
         }
 
-    def admit(self, rows: torch.Tensor, sections: dict[str, torch.Tensor]) -> None:
+    def admit(self, rows: Tensor, sections: dict[str, Tensor]) -> None:
         """Stores what `pack` packed, for request rows `rows` [n]."""
-        self.floats[:, rows] = sections["floats"].view(torch.float32).view(-1, len(FLOATS)).t()
-        self.integers[:, rows] = sections["integers"].view(-1, 2).t()
+        self._constants[:, rows] = sections["constants"].view(-1, len(FLOATS) + 2).t()
         self.seeds[rows] = sections["seeds"].view(torch.int64)
         if "rules" in sections:
             admit_rules(self.rules, sections)
@@ -237,13 +245,13 @@ class SamplingTable:
             self.prompt_mask[prompt[:, 0], prompt[:, 1]] = torch.ones((), dtype=torch.bool, device=prompt.device)
             self.count(*sections["output_tokens"].view(-1, 2).unbind(1))
 
-    def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+    def count(self, rows: Tensor, tokens: Tensor) -> None:
         """Counts `tokens` [n] as output of `rows` [n]; a pair may come more than once. A request whose token is -1
         ends with it: what is counted for it does not matter."""
         one = torch.ones((), dtype=torch.int32, device=rows.device).expand(rows.shape)
         self.output_counts.index_put_((rows, tokens.clamp(min=0)), one, accumulate=True)
 
-    def remember(self, rows: torch.Tensor, output_indices: torch.Tensor, tokens: torch.Tensor) -> None:
+    def remember(self, rows: Tensor, output_indices: Tensor, tokens: Tensor) -> None:
         """Notes `tokens` [n] as those of output index `output_indices` [n] of `rows` [n], for rules about words."""
         history = self.rules.history
         history[rows, output_indices % history.shape[1]] = tokens.int()
@@ -256,63 +264,37 @@ class Sampler:
         self.table = table
 
     def __call__(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        output_indices: torch.Tensor,
-        filters: Filters,
-        bitmask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters, bitmask: Tensor | None = None
+    ) -> Tensor:
         """logits [n, vocab], rows and output_indices [n] int32 to tokens [n] int64; -1 where logits are not finite, or
         no token is allowed. `bitmask`: as in LogitFilters, the tokens that grammars allow; None allows all."""
-        tokens = self._pick(logits, rows, output_indices, filters, bitmask)
+        if filters.rules:
+            lines = DrawLines(rows, output_indices, output_indices, rows.new_empty(len(rows), 0))
+            logits = apply_token_rules(logits, self.table.rules, lines)
+        tokens = self._draw(logits, rows, output_indices, filters, bitmask=bitmask)
+        if filters.penalties:
+            self.table.count(rows, tokens)
         if filters.words:
             self.table.remember(rows, output_indices, tokens)
         return tokens
 
-    def _pick(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        output_indices: torch.Tensor,
-        filters: Filters,
-        bitmask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        if filters.rules:
-            no_path = rows.new_empty(len(rows), 0)
-            logits = apply_token_rules(
-                logits, self.table.rules, DrawLines(rows, output_indices, output_indices, no_path)
-            )
-        if filters.greedy and not filters.penalties:
-            return greedy(logits, bitmask)
-        tokens = self._draw(logits, rows, output_indices, filters, None, bitmask)
-        if filters.penalties:
-            self.table.count(rows, tokens)
-        return tokens
-
-    def verify(
-        self, logits: torch.Tensor, step: Verification, filters: Filters, bitmask: torch.Tensor | None = None
-    ) -> Accepted:
+    def verify(self, logits: Tensor, step: Verification, filters: Filters, bitmask: Tensor | None = None) -> Accepted:
         """Draws after each of the T inputs of n rows, and which inputs stay (hybridrt.kernels.acceptance).
 
         Args:
             logits: [n * T, vocab].
             bitmask: [n * T, ceil(vocab / 32)] as for `__call__`.
         """
-        n, width = step.positions.shape
-        plain = filters.greedy and not filters.penalties
-        if filters.rules or not plain:
+        if filters.rules or not filters.takes_best:
             rows, indices = step.keys()
             if filters.rules:
-                logits = apply_token_rules(
-                    logits, self.table.rules, DrawLines(rows, indices, step.known(), step.paths())
-                )
-        if plain:
-            tokens = greedy(logits, bitmask).view(n, width)
-        else:
+                lines = DrawLines(rows, indices, step.known(), step.paths())
+                logits = apply_token_rules(logits, self.table.rules, lines)
             earlier = step.earlier() if filters.penalties else None
-            tokens = self._draw(logits, rows, indices, filters, earlier, bitmask).view(n, width)
-        kept = self._accept(tokens, step)
+            tokens = self._draw(logits, rows, indices, filters, earlier, bitmask)
+        else:
+            tokens = greedy(logits, bitmask)
+        kept = self._accept(tokens.view(step.positions.shape), step)
         if filters.penalties or filters.words:
             self._take(step, kept, filters)
         return kept
@@ -327,7 +309,7 @@ class Sampler:
             self.table.remember(rows, (step.output_indices[:, None] + places).view(-1), kept.tokens.view(-1))
 
     @staticmethod
-    def _accept(tokens: torch.Tensor, step: Verification) -> Accepted:
+    def _accept(tokens: Tensor, step: Verification) -> Accepted:
         if step.parents is None or step.tree_mask is None:
             counts = accept_chain(tokens, step.drafts, step.num_drafts, step.rows, step.last_tokens)
             return Accepted(tokens, counts)
@@ -336,34 +318,23 @@ class Sampler:
         step.last_tokens[step.rows] = kept.tokens.flatten()[kept.ends()].int()
         return kept
 
-    def draft(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        output_indices: torch.Tensor,
-        filters: Filters,
-        drafted: torch.Tensor,
-    ) -> torch.Tensor:
+    def draft(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters, drafted: Tensor) -> Tensor:
         """Draws as `__call__` does, for rows that `drafted` [n, k] int64 has run ahead of: none of it is counted."""
         if filters.rules:
             lines = DrawLines(rows, output_indices, output_indices - drafted.shape[1], drafted.int())
             logits = apply_token_rules(logits, self.table.rules, lines)
-        if filters.greedy and not filters.penalties:
-            return greedy(logits)
-        earlier = drafted.clamp(min=0), torch.ones_like(drafted, dtype=torch.int32)
+        counted = filters.penalties
+        earlier = (drafted.clamp(min=0), torch.ones_like(drafted, dtype=torch.int32)) if counted else None
         return self._draw(logits, rows, output_indices, filters, earlier)
 
     def _draw(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        output_indices: torch.Tensor,
-        filters: Filters,
-        earlier: tuple[torch.Tensor, torch.Tensor] | None,
-        bitmask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters,
+        earlier: tuple[Tensor, Tensor] | None = None, bitmask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """One draw for each line of logits; `earlier`: tokens that come before it and are not counted yet, [n, k]
         int64, and how often each counts, [n, k] int32."""
+        if filters.takes_best:
+            return greedy(logits, bitmask)
         table = self.table
         constants = dict(zip(FLOATS, table.floats.index_select(1, rows)))
         logit_filters = LogitFilters(
@@ -377,10 +348,7 @@ class Sampler:
         return sample(logits, logit_filters, table.seeds[rows], output_indices.long())
 
     def _penalties(
-        self,
-        rows: torch.Tensor,
-        constants: dict[str, torch.Tensor],
-        earlier: tuple[torch.Tensor, torch.Tensor] | None,
+        self, rows: Tensor, constants: dict[str, Tensor], earlier: tuple[Tensor, Tensor] | None
     ) -> Penalties:
         """What earlier output costs."""
         counts = self.table.output_counts[rows]

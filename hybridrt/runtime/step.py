@@ -45,12 +45,12 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
         return crc32(end.tobytes(), 0 if self.params.greedy else self.seed & 0xFFFFFFFF) >> 1
 
 
-class PageWrite(msgspec.Struct, frozen=True, array_like=True):
-    """`pages` become pages first_page, first_page + 1, ... of `row`'s KV."""
+class PageWrite(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """`pages` [n] int32 become pages first_page, first_page + 1, ... of `row`'s KV."""
 
     row: int
     first_page: int
-    pages: Sequence[int]
+    pages: np.ndarray
 
 
 class PageCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -258,12 +258,10 @@ class StepHandle(Protocol):
 
     def ready(self) -> bool:
         """True if `result` would not wait."""
-        ...
 
     def result(self) -> StepResult:
         """Returns the step's tokens; waits for them if the step samples any. A step that samples nothing is not waited
         for: later work is safe because it is queued on the same stream. Call this in launch order."""
-        ...
 
 
 class Executor(Protocol):
@@ -273,7 +271,6 @@ class Executor(Protocol):
 
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended."""
-        ...
 
     def sample(self, masks: np.ndarray) -> None:
         """Launches the sampling of the step that was launched last, whose plan has `constrained` rows.
@@ -282,4 +279,3 @@ class Executor(Protocol):
             masks: [lines, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set where token i is allowed: of each
                 constrained row in order one line for its last token, then one for each of its drafts.
         """
-        ...

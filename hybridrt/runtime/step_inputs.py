@@ -148,7 +148,7 @@ def pack_bookkeeping(plan: StepPlan) -> Columns:
         "admit_rows": int32s(a.row for a in plan.admissions),
         "admit_state_slots": int32s(a.state_slot for a in plan.admissions),
         "admit_phases": int32s(a.phase for a in plan.admissions),
-        "page_rows": _flat([[w.row] * len(w.pages) for w in plan.page_writes]),
+        "page_rows": _flat([np.full(len(w.pages), w.row, np.int32) for w in plan.page_writes]),
         "page_indices": _flat([np.arange(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
         "pages": _flat([w.pages for w in plan.page_writes]),
         **_page_copies(plan),

@@ -10,11 +10,14 @@ import torch
 from hybridrt.errors import ConfigError, EngineError
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
+from hybridrt.kernels.row_tables import enter_tokens
+from hybridrt.mem_cache.bounds import DEBUG
 from hybridrt.runtime.build import Runtime
 from hybridrt.runtime.capture import capture_graphs
 from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
+from hybridrt.runtime.cpu_decode import CPUDecode
 from hybridrt.runtime.drafting import DeviceDrafter, draft_needs
-from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.graph_runner import GraphRunner, split_page_writes
 from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
 from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
@@ -22,6 +25,7 @@ from hybridrt.runtime.prompt_columns import Bucket
 from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
+from hybridrt.runtime.saved_states import pack_saves, saved_states
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageCopy, PageWrite, StepHandle, StepPlan, int32s
 from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
@@ -34,7 +38,7 @@ from hybridrt.runtime.step_inputs import (
     pack_bookkeeping,
     pack_step,
 )
-from hybridrt.runtime.step_passes import extend_passes, pack_passes
+from hybridrt.runtime.step_passes import extend_passes
 
 
 class StepRunner:
@@ -69,6 +73,10 @@ class StepRunner:
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._unsampled: ConstrainedStep | None = None
         self._packing = Packing(self.trees, self.drafter is not None, self.backend.chunk_sizes)
+        self._cpu_decode: CPUDecode | None = None
+        # With HYBRIDRT_DEBUG=1 each step is eager: then the backends look at all numbers.
+        if self.device.type == "cpu" and self.drafter is None and not DEBUG:
+            self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens)
 
     def capture(self, progress: bool = False) -> None:
         """Records steps as graphs (hybridrt.runtime.capture)."""
@@ -140,12 +148,17 @@ class StepRunner:
 
     def _way(self, plan: StepPlan, tokens: int) -> Callable[[], Sampling]:
         """What launches a step: one graph for all rows, a graph for the decode rows and the chunks behind it, or the
-        model itself."""
+        model itself, over tensors that are kept for plain decode on a CPU, else over new ones."""
         bucket = self._prompt_bucket(plan, tokens)
         if bucket is not None:
             return partial(self._launch_prompts, plan, bucket)
         found = self._graph_of(plan, tokens)
-        return partial(self._launch_eager, plan, tokens) if found is None else partial(self._launch_graph, plan, *found)
+        if found is not None:
+            return partial(self._launch_graph, plan, *found)
+        plain = len(plan.decode) and tokens == 1 and not (plan.extend or plan.imports or plan.exports)
+        if self._cpu_decode is not None and plain:
+            return partial(self._launch_cpu_decode, plan, self._cpu_decode)
+        return partial(self._launch_eager, plan, tokens)
 
     def _prompt_bucket(self, plan: StepPlan, tokens: int) -> Bucket | None:
         """The graph of a step with prompts; None if it runs without."""
@@ -156,13 +169,20 @@ class StepRunner:
         return None if plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
     def _launch_prompts(self, plan: StepPlan, bucket: Bucket) -> Sampling:
-        if plan.admissions or plan.page_writes or plan.page_copies:
-            self._apply_allocations(self._staging.upload(pack_bookkeeping(plan)))
+        self._apply_bookkeeping(plan)
         assert self.prompt_graphs is not None
         lines = self.prompt_graphs.replay(plan, bucket)
         if not len(lines.rows):
             return lambda _: LaunchedStep(None)
         return lambda bitmask: self._sample(lines.on_host, lines.rows, lines.output_indices, lines.logits, bitmask)
+
+    def _launch_cpu_decode(self, plan: StepPlan, steps: CPUDecode) -> Sampling:
+        self._apply_bookkeeping(plan)
+        batch, indices = steps.prepare(plan.decode)
+        logits = self.model.logits(self.model(batch))
+        self.backend.commit(batch)
+        on_host = plan.decode.rows, plan.decode.output_indices
+        return lambda bitmask: self._sample(on_host, batch.req_pool_indices, indices, logits, bitmask)
 
     def _keep_pages(self, copies: Sequence[PageCopy]) -> None:
         """Fills pages of the prefix cache, in all KV layers."""
@@ -171,8 +191,8 @@ class StepRunner:
         self.pools.kv.copy_pages(sections["sources"].long(), sections["targets"].long())
 
     def _graph_of(self, plan: StepPlan, tokens: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
-        """The graph of a step's decode rows, the pages that it enters (`_graph_pages`), and the other page writes. None
-        if there is none for them."""
+        """The graph of a step's decode rows, the pages that it enters (`split_page_writes`), and the other page writes.
+        None if there is none for them."""
         decode, graphs = plan.decode, self.graphs.get(tokens)
         if graphs is None or not len(decode) or graphs.bucket(len(decode)) is None:
             return None
@@ -180,7 +200,7 @@ class StepRunner:
             return None  # drafts are committed once they are sampled, and chunks may not be launched before that
         if not plan.page_writes:
             return graphs, NO_INTEGERS, plan.page_writes
-        split = self._graph_pages(decode, plan.page_writes)
+        split = split_page_writes(decode, plan.page_writes, self.memory_plan)
         return None if split is None else (graphs, *split)
 
     def _launch_graph(
@@ -210,30 +230,10 @@ class StepRunner:
             self.drafter.follow(batch, hidden, self.last_tokens, accepted, None)
         return launched
 
-    def _graph_pages(
-        self, decode: DecodeRows, writes: Sequence[PageWrite]
-    ) -> tuple[np.ndarray, list[PageWrite]] | None:
-        """Splits page writes into those that a graph makes and the rest: ([n] int32 page of each decode row, -1 for
-        none; the writes of other rows). A graph writes one page per row: the page of the row's last token. Returns None
-        if a decode row needs any other page."""
-        index_of_row = np.full(self.memory_plan.num_rows + 1, -1)
-        index_of_row[decode.rows] = np.arange(len(decode))
-        pages, others = np.full(len(decode), -1, np.int32), []
-        for write in writes:
-            i = index_of_row[write.row]
-            if i < 0:
-                others.append(write)
-                continue
-            last_page = (decode.computed[i] + decode.num_drafts[i]) // self.memory_plan.page_size
-            if len(write.pages) != 1 or write.first_page != last_page:
-                return None
-            pages[i] = write.pages[0]
-        return pages, others
-
     def _launch_eager(self, plan: StepPlan, tokens: int) -> Sampling:
-        scored, places = self._prompts.of(plan.extend, len(plan.decode) * tokens)
-        columns = pack_step(plan, tokens, self._packing) | places
-        columns |= pack_passes(plan.extend, self._packing.chunk_sizes)
+        scored, scored_columns = self._prompts.of(plan.extend, len(plan.decode) * tokens)
+        columns = pack_step(plan, tokens, self._packing) | scored_columns
+        columns |= pack_saves(plan.extend, self._packing.chunk_sizes, self.backend.saves_at_chunks)
         sections = self._staging.upload(columns)
         self._apply_allocations(sections)
         for arrival in plan.imports:
@@ -295,16 +295,20 @@ class StepRunner:
         if not self.trees and plan.decode.parents is not None:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
+    def _apply_bookkeeping(self, plan: StepPlan) -> None:
+        """`_apply_allocations` of a step whose columns hold nothing of them."""
+        if plan.admissions or plan.page_writes or plan.page_copies:
+            self._apply_allocations(self._staging.upload(pack_bookkeeping(plan)))
+
     def _apply_allocations(self, sections: Sections) -> None:
         """Writes the step's admissions and page writes to the device tables, zeroes the admitted state slots, and
         copies the pages that the step names."""
         table = self.pools.req_to_token
         if sections["admit_rows"].numel():
-            rows = sections["admit_rows"].long()
-            table.admit(rows, sections["admit_state_slots"].long(), sections["admit_phases"])
-            self.sampling_table.admit(rows, sections)
+            table.admit(sections["admit_rows"], sections["admit_state_slots"], sections["admit_phases"])
+            self.sampling_table.admit(sections["admit_rows"].long(), sections)
         if sections["pages"].numel():
-            table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
+            table.write_pages(sections["page_rows"], sections["page_indices"], sections["pages"])
         if "copy_sources" in sections:
             self.pools.kv.copy_pages(*(sections[name].long() for name in ("copy_sources", "copy_targets")))
 
@@ -336,20 +340,17 @@ class StepRunner:
             read_state_slots=sections.get("read_state_slots"),
             chunk_plans=None if passes else chunk_plans(columns, sections, new, sizes),
             extend_passes=passes,
+            saved_states=saved_states(sections, sizes),
         )
 
     def _sample(
-        self,
-        on_host: tuple[np.ndarray, np.ndarray],
-        rows: torch.Tensor,
-        output_indices: torch.Tensor,
-        logits: torch.Tensor,
-        bitmask: torch.Tensor | None,
-    ) -> LaunchedStep:
+        self, on_host: tuple[np.ndarray, np.ndarray], rows: torch.Tensor, output_indices: torch.Tensor,
+        logits: torch.Tensor, bitmask: torch.Tensor | None,
+    ) -> LaunchedStep:  # fmt: skip
         """`on_host`: rows and output indices on the host."""
         filters, wanted = self._required.of(*on_host)
         tokens = self.sampler(logits, rows, output_indices, filters, bitmask)
-        self.last_tokens[rows] = tokens.int()
+        enter_tokens(rows, tokens, self.last_tokens)
         return LaunchedStep(tokens[:, None], None, *requested_logprobs(logits, tokens, wanted))
 
     def _verify(

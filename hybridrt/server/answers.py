@@ -22,6 +22,7 @@ class Answer(Reply):
     def __init__(self, service: Service, name: str, deltas: DeltaStream, body: Sampling) -> None:
         super().__init__(service, name, deltas, body)
         self._token_text = service.token_text
+        self._names = service.token_numbers if body.return_tokens_as_token_ids else service.token_text
         self._prompts = {name: prepared.tokens for name, prepared in deltas.requests.items()}
         self._scores: dict[str, list[dict[int, float] | None]] = {}  # log-probabilities of prompts, by request
         self._wants_scores = body.prompt_logprobs is not None
@@ -59,7 +60,7 @@ class Answer(Reply):
         choice = self._chunk_choice(self._place(delta), delta)
         asked = self._wants_tokens or delta.logprobs is not None or delta.prompt_logprobs is not None
         silent = not self._has_gain(choice) and delta.finish_reason is None and not asked
-        return None if silent else self._chunk([self._with_tokens(choice, delta)])
+        return None if silent else self._chunk([self._with_facts(choice, delta)])
 
     def closing(self) -> bytes:
         """As Reply.closing."""
@@ -70,7 +71,7 @@ class Answer(Reply):
         choices = []
         for delta in sorted(ended, key=self._place):
             self.count(delta)
-            choices.append(self._with_tokens(self._whole_choice(self._place(delta), delta), delta))
+            choices.append(self._with_facts(self._whole_choice(self._place(delta), delta), delta))
         return {**self._head(self.whole_kind), "choices": choices, "usage": self.usage()}
 
     def _prompt_logprobs(self, request_id: str) -> dict[str, Any]:
@@ -124,5 +125,10 @@ class Answer(Reply):
             chunk["usage"] = self.usage() if self._usage_always else None
         return chunk
 
-    def _with_tokens(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        return {**choice, "token_ids": delta.token_ids} if self._wants_tokens else choice
+    def _with_facts(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
+        """A choice with what vLLM adds to OpenAI's: what has stopped it, and its tokens if the request wants them."""
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self._wants_tokens:
+            choice["token_ids"] = delta.token_ids
+        return choice

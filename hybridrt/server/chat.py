@@ -16,7 +16,6 @@ from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.answers import Answer
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import ChatFields, ChatRequest, Sampling
-from hybridrt.server.respond import Started
 from hybridrt.server.service import Service, refuse_unsupported, response_id
 from hybridrt.server.sse import event as sse_event
 
@@ -34,6 +33,8 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(service, name, deltas, body)
         self._reader = ChatReader(prepared)
+        self._most = prepared.prompt.params.logprobs or 0
+        self._shows_reasoning = body.include_reasoning is not False
 
     def usage(self) -> dict[str, Any]:
         reasoning = sum(answer.reasoning_tokens for answer in self._reader.answers)
@@ -48,7 +49,8 @@ class ChatAnswer(Answer):
         (choice,) = chunk["choices"]
         if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
             return sse_event(chunk)
-        last = {"index": choice["index"], "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+        ending = {"finish_reason": choice["finish_reason"], "stop_reason": choice.pop("stop_reason")}
+        last = {"index": choice["index"], "delta": {}, "logprobs": None, **ending}
         first = choice | {"finish_reason": None}
         return b"".join(sse_event(chunk | {"choices": [part]}) for part in (first, last))
 
@@ -57,24 +59,34 @@ class ChatAnswer(Answer):
         chunk = super().chunk(delta)
         return chunk and chunk | (self._prompt_logprobs(delta.request_id) if delta.prompt_logprobs else {})
 
-    def whole(self, ended: list[Delta]) -> dict[str, Any]:
-        return super().whole(ended) | self._prompt_logprobs(ended[0].request_id)
+    def opening(self) -> bytes:
+        """As Reply.opening; the first chunk has the prompt's tokens, if they are wanted."""
+        first, *others = (self._chunk([self._first_choice(i)]) for i in range(len(self._places)))
+        return b"".join(map(sse_event, (first | self._prompt_tokens(), *others)))
 
-    def _first_choice(self, index: int) -> dict[str, Any] | None:
+    def whole(self, ended: list[Delta]) -> dict[str, Any]:
+        return super().whole(ended) | self._prompt_logprobs(ended[0].request_id) | self._prompt_tokens()
+
+    def _prompt_tokens(self) -> dict[str, Any]:
+        (tokens,) = self._prompts.values()
+        return {"prompt_token_ids": tokens} if self._wants_tokens else {}
+
+    def _first_choice(self, index: int) -> dict[str, Any]:
         message = {"role": "assistant", "content": ""}
         return {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
 
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         gain = self._reader.read(delta)
-        return self._choice(index, delta, gain.finish_reason) | {"delta": _message_delta(gain.events)}
+        events = (e for e in gain.events if self._shows_reasoning or not isinstance(e, Reasoning))
+        return self._choice(index, delta, gain.finish_reason) | {"delta": _message_delta(events)}
 
     def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         reason = self._reader.read(delta).finish_reason
         answer = self._reader.answers[delta.index].message
-        calls = [_call(call.id, call.name, call.arguments) for call in answer.tool_calls]
+        calls = [function_call(call.id, call.name, call.arguments) for call in answer.tool_calls]
         content = None if calls and not answer.content else answer.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        message |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+        message |= {"reasoning_content": answer.reasoning} if answer.reasoning and self._shows_reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
         return self._choice(index, delta, reason) | {"message": message}
 
@@ -88,11 +100,23 @@ class ChatAnswer(Answer):
         if delta.logprobs is None:
             return None
         scored = zip(delta.token_ids, delta.logprobs, strict=True)
-        return {"content": [self._token_text.entry(*each) for each in scored], "refusal": None}
+        return {"content": [self._names.entry(*each, self._most) for each in scored], "refusal": None}
 
 
-def _call(name: str, function: str, arguments: str) -> dict[str, Any]:
+def function_call(name: str, function: str, arguments: str) -> dict[str, Any]:
+    """A call of a message, in OpenAI's form."""
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+
+
+def function_tool(
+    name: str,
+    description: str | None = None,
+    parameters: dict[str, Any] | None = None,
+    strict: bool | None = None,
+) -> dict[str, Any]:
+    """A tool, or the choice of one, in OpenAI's form."""
+    function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
 def _message_delta(events: Iterable[Event]) -> dict[str, Any]:
@@ -106,14 +130,14 @@ def _message_delta(events: Iterable[Event]) -> dict[str, Any]:
             case Reasoning():
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
             case CallBegin():
-                calls[event.index] = {"index": event.index, **_call(event.id, event.name, "")}
+                calls[event.index] = {"index": event.index, **function_call(event.id, event.name, "")}
             case CallArguments():
                 call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += event.text
     return delta | ({"tool_calls": list(calls.values())} if calls else {})
 
 
-async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> Started:
+async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> ChatAnswer:
     """Starts the request of a body.
 
     Raises:
@@ -122,7 +146,7 @@ async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> Start
     prepared = await prepare_chat(service, body)
     name = response_id("chatcmpl-", body, scope)
     deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
-    return Started(ChatAnswer(service, name, deltas, body, prepared), deltas, bool(body.stream))
+    return ChatAnswer(service, name, deltas, body, prepared)
 
 
 def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:

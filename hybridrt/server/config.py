@@ -5,10 +5,10 @@ import os
 import re
 import ssl
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.errors import ConfigError
+from hybridrt.files import check_file, read_text
 
 API_KEY_VARIABLE = "HYBRIDRT_API_KEY"
 _HEADER_TEXT = re.compile(r"[\x21-\x7e]+")
@@ -86,11 +86,13 @@ class ServerConfig:
     def _check_tls(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError("TLS needs a certificate and a key; pass both files, or neither")
-        if self.tls_certificate is not None:
+        if self.tls_certificate is not None and self.tls_key is not None:
             try:
+                for file in (self.tls_certificate, self.tls_key):
+                    check_file(file, 1 << 20)
                 # The empty password: without one, OpenSSL asks on the terminal for that of an encrypted key.
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_certificate, self.tls_key, "")
-            except OSError as e:
+            except (OSError, ValueError) as e:
                 raise ConfigError(
                     f"tls_certificate {self.tls_certificate} and tls_key {self.tls_key} cannot be used: {e}; pass PEM "
                     "files of a certificate and its unencrypted key"
@@ -116,8 +118,8 @@ def read_api_keys(keys: list[str] | None, file: str | None) -> tuple[str, ...]:
         raise ConfigError("API keys are given twice, by themselves and as a file; pass one of the two")
     if file is not None:
         try:
-            keys = Path(file).read_text().split()
-        except (OSError, UnicodeDecodeError) as e:
+            keys = read_text(file, 1 << 20).split()
+        except (OSError, ValueError) as e:
             raise ConfigError(f"the file of API keys, {file}, cannot be read: {e}") from e
         if not keys:
             raise ConfigError(f"the file of API keys, {file}, holds none; write one a line")

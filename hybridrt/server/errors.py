@@ -1,5 +1,6 @@
 """Errors as clients read them: OpenAI's and, below ANTHROPIC_PATH, Anthropic's."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -11,6 +12,7 @@ from hybridrt.errors import (
     HybridrtError,
     MemoryBudgetError,
     NoTokenLeftError,
+    PromptTooLongError,
     QueueFullError,
     RequestError,
     UnavailableError,
@@ -35,11 +37,19 @@ class APIError(Exception):
         status: the HTTP status.
         field: of the body, as a path such as "stream_options.include_usage"; None: no single one is wrong.
         code: a word for programs.
+        headers: of the answer, beside those that `error_response` sets.
     """
 
-    def __init__(self, status: int, message: str, field: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        field: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.field, self.code = status, message, field, code
+        self.status, self.message, self.field, self.code, self.headers = status, message, field, code, headers or {}
 
     def body(self, path: str) -> dict[str, Any]:
         """{"error": {"message", "type", "param", "code"}}, or what clients of this path read."""
@@ -62,7 +72,8 @@ def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> A
             return error
         case RequestError():
             first, *rest = (error.field or "").split(".")
-            return APIError(400, str(error), ".".join([(names or {}).get(first, first), *rest]) or None)
+            code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+            return APIError(400, str(error), ".".join([(names or {}).get(first, first), *rest]) or None, code)
         case MemoryBudgetError():
             return APIError(400, str(error), "max_tokens")
         case QueueFullError():
@@ -75,8 +86,11 @@ def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> A
             return APIError(400, str(error), (names or {}).get("structured_outputs", "structured_outputs"))
         case RequestValidationError():
             return _as_field_error(error)
+        case HTTPException(status_code=400):  # FastAPI could not read the body, and does not say why
+            text = "the body is no JSON: send UTF-8 that is not compressed, with numbers of up to 4,300 digits"
+            return APIError(400, text)
         case HTTPException():
-            return APIError(error.status_code, str(error.detail))
+            return APIError(error.status_code, str(error.detail), headers=error.headers)
         case HybridrtError():
             return APIError(500, str(error))
     return APIError(500, "the server has failed on this request; its log says why")
@@ -94,7 +108,7 @@ def stream_end(error: APIError, path: str) -> bytes:
 
 def error_response(error: APIError, path: str) -> Response:
     """The whole answer."""
-    headers = {}
+    headers = dict(error.headers)
     if error.status in (429, 503):
         headers["Retry-After"] = str(RETRY_SECONDS)
     if error.status == 401:

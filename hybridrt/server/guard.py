@@ -66,6 +66,9 @@ class Guard:
             answer.status = CLIENT_GONE
         except APIError as e:
             await error_response(e, scope["path"])(scope, receive, answer)
+        except asyncio.CancelledError:
+            # The event loop closes, after a second signal. uvicorn would write a traceback for every request.
+            log.info("request %s is cut off", answer.request_id.decode())
         except TimeoutError:
             await answer.end(APIError(504, "the request has taken longer than it may", code="timeout"), scope, receive)
         except Exception:
@@ -88,12 +91,10 @@ class Guard:
                 401, "a valid API key is needed: send it as Authorization: Bearer KEY", code="invalid_api_key"
             )
 
-    def _seconds(self, headers: dict[bytes, bytes]) -> float | None:
-        longest_s = self._config.request_timeout or None
+    def _seconds(self, headers: dict[bytes, bytes]) -> float:
         asked = headers.get(b"x-request-timeout", b"")
-        if not _SECONDS.fullmatch(asked):
-            return longest_s
-        return float(asked) if longest_s is None else min(float(asked), longest_s)
+        longest_s = self._config.request_timeout
+        return min(float(asked), longest_s) if _SECONDS.fullmatch(asked) else longest_s
 
 
 class _Sent:

@@ -1,15 +1,38 @@
-"""HTTP/1.1 as uvicorn reads it with httptools, with a limit on what comes before the body."""
+"""HTTP/1.1 as uvicorn reads it with httptools, with limits on what comes before the body."""
+
+import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # Browsers and proxies send a few hundred bytes; other servers stop at 8 to 64 KiB.
 MAX_HEAD_BYTES = 64 * 1024
+# Clients send a head at once. uvicorn itself would wait for the rest of one, or for the first byte, without an end.
+HEAD_SECONDS = 30.0
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """Ends a connection whose address and headers are longer than MAX_HEAD_BYTES: httptools would keep all of it."""
+    """Ends a connection whose address and headers are longer than MAX_HEAD_BYTES: httptools would keep all of it. Ends
+    one that has not sent them after HEAD_SECONDS, counted from the connection's beginning or from the first byte behind
+    an answer. The rest of a body whose request was refused has the same time."""
 
     _head_bytes = 0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection has ended."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come. While a request is answered, its own deadline holds."""
+        if self._timer is None and self.cycle is not None and self.cycle.response_complete:
+            self._start_timer()
+        super().data_received(data)
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -26,8 +49,21 @@ class LimitedHttp(HttpToolsProtocol):
         self._count(len(name) + len(value))
         super().on_header(name, value)
 
+    def on_headers_complete(self) -> None:
+        """The body begins."""
+        self._stop_timer()
+        super().on_headers_complete()
+
     def _count(self, length: int) -> None:
         self._head_bytes += length
         if self._head_bytes > MAX_HEAD_BYTES:
             # httptools turns what a callback raises into a parser's error, which uvicorn answers with 400 and the end.
             raise ValueError(f"more than {MAX_HEAD_BYTES} bytes of headers")
+
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -31,7 +31,7 @@ class MessageReply(BlockReply):
         super().__init__(service, name, deltas, body, prepared)
         self._blocks: list[dict[str, Any]] = []
         self._written = ""  # by the open block
-        self._stops = _StopSequence(service, prepared)
+        self._stopped_by: int | str | None = None
 
     def body(self) -> dict[str, Any]:
         """As BlockReply.body."""
@@ -48,14 +48,14 @@ class MessageReply(BlockReply):
     def count(self, delta: Delta) -> None:
         """As Reply.count."""
         super().count(delta)
-        self._stops.read(delta)
+        self._stopped_by = delta.stop_reason
 
     def _end_reason(self) -> dict[str, Any]:
         reason = self.reader.finish_reason
-        stopped_by = self._stops.found if reason == "stop" else None
+        by_text = reason == "stop" and isinstance(self._stopped_by, str)
         return {
-            "stop_reason": "stop_sequence" if stopped_by else reason and _REASONS[reason],
-            "stop_sequence": stopped_by,
+            "stop_reason": "stop_sequence" if by_text else reason and _REASONS[reason],
+            "stop_sequence": self._stopped_by if by_text else None,
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -109,30 +109,3 @@ def _object(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-class _StopSequence:
-    """Finds the stop string that has ended an answer: the tokens spell it behind the text, or at the end of the text if
-    the output keeps it.
-
-    Attributes:
-        found: the string; None: no stop string has ended the answer, or it has not ended.
-    """
-
-    def __init__(self, service: Service, prepared: PreparedChat) -> None:
-        self.found: str | None = None
-        self._tokenizer, self._params = service.tokenizer, prepared.prompt.params
-        self._tokens: list[int] = []
-        self._length = 0
-
-    def read(self, delta: Delta) -> None:
-        """The next delta."""
-        if not self._params.stop:
-            return
-        self._tokens += delta.token_ids
-        self._length += len(delta.text)
-        if delta.finish_reason == "stop":
-            skip, kept = self._params.skip_special_tokens, self._params.include_stop_str_in_output
-            text = self._tokenizer.decode(self._tokens, skip_special_tokens=skip)
-            places = ((stop, self._length - len(stop) * kept) for stop in self._params.stop)
-            self.found = next((stop for stop, place in places if place >= 0 and text.startswith(stop, place)), None)

@@ -12,40 +12,35 @@ from prometheus_client.registry import Collector
 
 from hybridrt.engine.async_llm import AsyncLLM
 from hybridrt.engine.engine_loop import StepMessage
-from hybridrt.engine.outputs import Delta, EngineCounters, RequestMetrics
+from hybridrt.engine.outputs import Delta, EngineCounters
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 # vLLM's buckets, in seconds.
 _FIRST = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
-)
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5,
+    10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
 _BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _STEP = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
+# What is known when a sample, or with n > 1 the last of a request's, has ended: the histogram's text and bounds.
+_AT_END: dict[str, tuple[str, tuple[float, ...]]] = {
+    "e2e_request_latency_seconds": ("From arrival to the last token.", _WHOLE),
+    "request_queue_time_seconds": ("From arrival until a sample runs.", _WHOLE),
+    "request_inference_time_seconds": ("From then to the last token.", _WHOLE),
+    "request_prefill_time_seconds": ("From then to the first token.", _WHOLE),
+    "request_decode_time_seconds": ("From the first token to the last.", _WHOLE),
+    "request_time_per_output_token_seconds": ("Mean time between a sample's tokens.", _BETWEEN),
+    "request_prompt_tokens": ("Prompt tokens of a sample.", _TOKENS),
+    "request_prefill_kv_computed_tokens": ("Those that the prefix cache did not have.", _TOKENS),
+    "request_generation_tokens": ("Output tokens of a sample.", _TOKENS),
+    "request_max_num_generation_tokens": ("Output tokens of a request's longest sample.", _TOKENS),
+    "request_params_max_tokens": ("max_tokens of a request.", _TOKENS),
+    "request_params_n": ("n of a request.", (1, 2, 5, 10, 20)),
+}
 
 
 class Histogram:
@@ -82,12 +77,11 @@ class Metrics(Collector):
         self.prompt_tokens = self.output_tokens = 0
         self._ends: Counter[str] = Counter()
         self._last: dict[tuple[str, int], float] = {}  # when a sample gained something
+        self._ended: dict[str, list[int]] = {}  # output tokens of samples whose siblings run
         self._first = Histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST)
         self._between = Histogram("vllm:inter_token_latency_seconds", "Between two tokens of a sample.", _BETWEEN)
-        self._whole = Histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
-        self._prompts = Histogram("vllm:request_prompt_tokens", "Prompt tokens of a sample.", _TOKENS)
-        self._outputs = Histogram("vllm:request_generation_tokens", "Output tokens of a sample.", _TOKENS)
         self._steps = Histogram("hybridrt:step_seconds", "A step on the host, waiting for the device included.", _STEP)
+        self._at_end = {name: Histogram(f"vllm:{name}", *about) for name, about in _AT_END.items()}
         self._registry = CollectorRegistry()
         for collector in (self, ProcessCollector(registry=None), PlatformCollector(registry=None)):
             self._registry.register(collector)
@@ -110,9 +104,23 @@ class Metrics(Collector):
                 self._between.add((now - last) / gained, gained)
             if delta.finish_reason is None:
                 self._last[key] = now
+                if last is None:
+                    self._count_begin(delta, now)
             else:
                 self._last.pop(key, None)
                 self._count_end(delta, last is None)
+                self._count_request(delta)
+
+    def _count_begin(self, delta: Delta, now: float) -> None:
+        """The first tokens of a sample that goes on."""
+        stream = self._llm.stream_of(delta.request_id)
+        if stream is not None:  # its client is there
+            self._first.add(now - stream.arrival)
+            self._count_prompt(delta, len(stream.requests[delta.request_id].tokens))
+
+    def _count_prompt(self, delta: Delta, tokens: int) -> None:
+        """A prompt was computed, for all of its samples."""
+        self.prompt_tokens += tokens if delta.index == 0 else 0
 
     def _count_end(self, delta: Delta, at_once: bool) -> None:
         """
@@ -122,23 +130,50 @@ class Metrics(Collector):
         metrics = delta.metrics
         assert metrics is not None and delta.finish_reason is not None, "it is the sample's last delta"
         self._ends["error" if delta.error is not None else delta.finish_reason] += 1
-        if delta.index == 0:
-            self.prompt_tokens += metrics.prompt_tokens
-        if metrics.first_token_time is None or metrics.finish_time is None:
+        if at_once:
+            self._count_prompt(delta, metrics.prompt_tokens)
+        if metrics.admission_time is None or metrics.first_token_time is None or metrics.finish_time is None:
             return
-        self._first.add(metrics.first_token_time - metrics.arrival_time)
-        self._whole.add(metrics.finish_time - metrics.arrival_time)
-        self._prompts.add(metrics.prompt_tokens)
-        self._outputs.add(metrics.output_tokens)
-        if at_once and metrics.output_tokens > 1:
-            self._between.add(_mean_distance(metrics), metrics.output_tokens - 1)
+        if at_once:
+            self._first.add(metrics.first_token_time - metrics.arrival_time)
+        decoding = metrics.finish_time - metrics.first_token_time
+        for name, value in (
+            ("e2e_request_latency_seconds", metrics.finish_time - metrics.arrival_time),
+            ("request_queue_time_seconds", metrics.admission_time - metrics.arrival_time),
+            ("request_inference_time_seconds", metrics.finish_time - metrics.admission_time),
+            ("request_prefill_time_seconds", metrics.first_token_time - metrics.admission_time),
+            ("request_decode_time_seconds", decoding),
+            ("request_prompt_tokens", metrics.prompt_tokens),
+            ("request_generation_tokens", metrics.output_tokens),
+            ("request_prefill_kv_computed_tokens", metrics.prompt_tokens - metrics.cached_tokens),
+        ):
+            self._at_end[name].add(value)
+        if (rest := metrics.output_tokens - 1) > 0:
+            self._at_end["request_time_per_output_token_seconds"].add(decoding / rest)
+            if at_once:
+                self._between.add(decoding / rest, rest)
+
+    def _count_request(self, delta: Delta) -> None:
+        """Counts a request when its last sample has ended, if its client is still there."""
+        stream, ended = self._llm.stream_of(delta.request_id), self._ended.pop(delta.request_id, [])
+        if stream is None or delta.metrics is None:
+            return
+        ended.append(delta.metrics.output_tokens)
+        params = stream.requests[delta.request_id].params
+        if len(ended) < params.n:
+            self._ended[delta.request_id] = ended
+            return
+        self._at_end["request_params_n"].add(params.n)
+        self._at_end["request_max_num_generation_tokens"].add(max(ended))
+        if params.max_tokens is not None:
+            self._at_end["request_params_max_tokens"].add(params.max_tokens)
 
     def collect(self) -> Iterator[Family]:
         """Called by the registry."""
         counters = self._llm.llm.engine.counters()
         yield from self._gauges(counters)
         yield from self._counters(counters)
-        for histogram in (self._first, self._between, self._whole, self._prompts, self._outputs, self._steps):
+        for histogram in (self._first, self._between, self._steps, *self._at_end.values()):
             yield histogram.family(self._labels)
         ends = CounterMetricFamily(
             "vllm:request_success", "Samples that have ended.", labels=[*self._labels, "finished_reason"]
@@ -170,7 +205,7 @@ class Metrics(Collector):
 
     def _counters(self, now: EngineCounters) -> Iterator[Family]:
         for name, text, value in (
-            ("vllm:prompt_tokens", "Prompt tokens of requests that have ended.", self.prompt_tokens),
+            ("vllm:prompt_tokens", "Prompt tokens.", self.prompt_tokens),
             ("vllm:generation_tokens", "Output tokens.", self.output_tokens),
             ("vllm:num_preemptions", "Samples that gave their memory back and began anew.", now.retractions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.cache_asked),
@@ -202,8 +237,3 @@ class Metrics(Collector):
         family = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the caches.", labels=list(labels))
         family.add_metric(list(labels.values()), 1.0)
         return family
-
-
-def _mean_distance(metrics: RequestMetrics) -> float:
-    assert metrics.finish_time is not None and metrics.first_token_time is not None
-    return (metrics.finish_time - metrics.first_token_time) / (metrics.output_tokens - 1)

@@ -20,7 +20,7 @@ from hybridrt.server.config import ServerConfig
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import Sampling
 from hybridrt.server.structured import structured_outputs
-from hybridrt.server.token_text import TokenText
+from hybridrt.server.token_text import TokenNumbers, TokenText
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
@@ -50,6 +50,11 @@ class Service:
     def token_text(self) -> TokenText:
         """For log-probabilities."""
         return TokenText(self.llm.llm.tokenizer)
+
+    @cached_property
+    def token_numbers(self) -> TokenText:
+        """The same for requests that want numbers for text."""
+        return TokenNumbers(self.llm.llm.tokenizer)
 
     @property
     def tokenizer(self) -> HFTokenizer:
@@ -91,8 +96,8 @@ class Service:
         return text
 
     def check_model(self, name: str | None) -> None:
-        """Raises APIError unless the model has this name. A request may leave it out."""
-        if name is not None and name not in self.names:
+        """Raises APIError unless the model has this name. A request may leave it out, or empty."""
+        if name and name not in self.names:
             raise APIError(404, f"there is no model {name!r}; there is {self.names[0]!r}", "model", "model_not_found")
 
     def problem(self) -> str | None:
@@ -111,6 +116,7 @@ class Service:
         """
         given = {name: getattr(body, name) for name in SAMPLING_FIELDS}
         given["structured_outputs"] = structured_outputs(body)
+        given["seed"] = _seed(body.seed)
         given = {name: value for name, value in given.items() if value is not None}
         return replace(self.llm.llm.default_sampling_params, **{**given, **changes})
 
@@ -124,6 +130,13 @@ class Service:
                 f"{prompts} prompts with n = {params.n} samples each; at most {self.config.max_samples} in all",
                 "n",
             )
+
+
+def _seed(seed: int | None) -> int | None:
+    """As vLLM, takes negative seeds of 64 bits, of which -1 is none; SamplingParams takes the others."""
+    if seed is None or not -(2**63) <= seed < 0:
+        return seed
+    return None if seed == -1 else seed + 2**63
 
 
 def response_id(prefix: str, body: Sampling, scope: Scope) -> str:
@@ -141,7 +154,6 @@ def record(scope: Scope, **facts: Any) -> None:
 # Fields of OpenAI's and vLLM's requests that would change an output, and that this server does not know.
 UNSUPPORTED = {
     "use_beam_search": "use n for several samples",
-    "length_penalty": "leave it out",
     "guided_decoding_backend": "there is one",
     "guided_whitespace_pattern": 'set "x-guidance" in the schema',
     "functions": "leave it out",
@@ -150,11 +162,23 @@ UNSUPPORTED = {
     "chat_template": "start the server with --chat-template",
     "documents": "write them into a message",
     "echo": "leave it out",
+    "add_special_tokens": "the chat template writes them",
+    "prompt_embeds": "send text or token ids",
+    "logprob_token_ids": "logprobs gives the likeliest tokens",
+    "truncation_side": "the end of the prompt is kept, as with left",
+    "repetition_detection": "leave it out",
+    "logits_processors": "logit_bias, bad_words and allowed_token_ids change logits",
+    "watermarking": "leave it out",
 }
+# Values of these that change nothing.
+_NEUTRAL: tuple[Any, ...] = (None, [], {}, False, 0, "left", ["text"])
 
 
 def refuse_unsupported(body: Sampling) -> None:
-    """Raises APIError where a body sets one of UNSUPPORTED: to ignore it would give another output than was asked."""
+    """Raises APIError where a body sets one of UNSUPPORTED: to ignore it would give another output than was asked. The
+    same for options of a stream that is none."""
+    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
+        raise APIError(400, "stream_options goes with stream: set stream to true", "stream_options")
     for name in UNSUPPORTED.keys() & (body.model_extra or {}).keys():
-        if (body.model_extra or {})[name] not in (None, [], {}, False, 0):
+        if (body.model_extra or {})[name] not in _NEUTRAL:
             raise APIError(400, f"{name} is not supported: {UNSUPPORTED[name]}", name, "unsupported")

@@ -18,10 +18,13 @@ class TextTokens:
     joined to deltas, and `take` finds the tokens of each.
 
     A token without text of its own, such as a special one that is left out, belongs to no event.
+
+    Args:
+        most: how many of the likeliest tokens stand beside each.
     """
 
-    def __init__(self, token_text: TokenText) -> None:
-        self._token_text = token_text
+    def __init__(self, token_text: TokenText, most: int) -> None:
+        self._token_text, self._most = token_text, most
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._text = ""  # of no token yet
         self._waiting = deque[tuple[str, int, Entry]]()  # tokens whose text has not come: it may be held back
@@ -32,7 +35,7 @@ class TextTokens:
         self._text += delta.text
         for token, logprobs in zip(delta.token_ids, delta.logprobs or (), strict=True):
             text = self._decoder.decode(self._token_text.spelled(token))
-            self._waiting.append((text, token, self._token_text.entry(token, logprobs)))
+            self._waiting.append((text, token, self._token_text.entry(token, logprobs, self._most)))
         final = delta.finish_reason is not None
         while self._waiting and (found := self._text_of(self._waiting[0][0], final)) is not None:
             spelled, token, entry = self._waiting.popleft()

@@ -41,9 +41,9 @@ class TokenText:
         """The token's text; U+FFFD replaces bytes that are no character by themselves."""
         return self.spelled(token).decode(errors="replace")
 
-    def entry(self, token: int, found: Mapping[int, float]) -> dict[str, Any]:
-        """A token in OpenAI's form, with its log-probability and those of the likeliest tokens, best first."""
-        best = sorted(found.items(), key=lambda each: -each[1])
+    def entry(self, token: int, found: Mapping[int, float], most: int) -> dict[str, Any]:
+        """A token in OpenAI's form, with its log-probability and those of the `most` likeliest tokens, best first."""
+        best = sorted(found.items(), key=lambda each: -each[1])[:most]
         return self._scored(token, found[token]) | {"top_logprobs": [self._scored(*each) for each in best]}
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
@@ -62,3 +62,11 @@ class TokenText:
                 return bytes([int(byte[1], 16)])
         text: str = self._tokenizer.hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text.encode(errors="replace")
+
+
+class TokenNumbers(TokenText):
+    """A token's text is its number, in vLLM's form: unlike text, it is another one for each token."""
+
+    def text(self, token: int) -> str:
+        """Such as token_id:5."""
+        return f"token_id:{token}"

@@ -34,7 +34,7 @@ from hybridrt.runtime.build import (
 from hybridrt.runtime.drafting import DraftMethod, Everywhere
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan, int32s
 from hybridrt.runtime.step_runner import StepRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.tree import with_siblings
@@ -182,7 +182,7 @@ class DraftModelDrafter(Drafter):
     def _admit(self, tenant: _Tenant) -> None:
         row, pages, tenant.admitted = tenant.row, self._pages, True
         self._pending.admissions.append(self._admission(tenant))
-        self._pending.page_writes.append(PageWrite(row, 0, range(1 + (row - 1) * pages, 1 + row * pages)))
+        self._pending.page_writes.append(PageWrite(row, 0, int32s(range(1 + (row - 1) * pages, 1 + row * pages))))
 
     def _admission(self, tenant: _Tenant) -> Admission:
         request, row = tenant.request, tenant.row

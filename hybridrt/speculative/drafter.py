@@ -7,7 +7,7 @@ from typing import Protocol
 
 from hybridrt.errors import EngineError
 from hybridrt.kernels.token_rules import TokenRules
-from hybridrt.mem_cache.allocator import Slot
+from hybridrt.mem_cache.slots import Slot
 from hybridrt.sampling_params import SamplingParams
 
 
@@ -39,7 +39,6 @@ class DraftRequest(Protocol):
     @property
     def end_page(self) -> int:
         """Pages of the target's KV are lent up to this one."""
-        ...
 
 
 def num_tokens(request: DraftRequest) -> int:

@@ -35,5 +35,4 @@ def load_method(name: str) -> DraftMethodBase:
         ConfigError: there is none of that name.
         BackendError: the package that should bring it cannot be imported, or brings something else.
     """
-    method: DraftMethodBase = DRAFTERS.load(name)
-    return method
+    return DRAFTERS.load(name)

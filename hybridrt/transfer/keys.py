@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hybridrt.distributed.channel_auth import MIN_KEY_BYTES
 from hybridrt.errors import ConfigError
+from hybridrt.files import read_text
 
 VARIABLE = "HYBRIDRT_TRANSFER_KEY"
 
@@ -27,8 +28,8 @@ def find_key(key: Key | None) -> str | None:
         return None
     if isinstance(key, Path):
         try:
-            key = key.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
+            key = read_text(key, 1 << 16)
+        except (OSError, ValueError) as e:
             raise ConfigError(f"the file of the transfer key cannot be read: {e}") from e
     if not isinstance(key, str):
         raise ConfigError(f"key is {type(key).__name__}; pass the key as text, or a Path of the file that holds it")

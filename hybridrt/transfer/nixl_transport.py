@@ -105,8 +105,7 @@ class NixlRead:
 
     def _call(self, question: Any) -> str:
         try:
-            state: str = question(self._handle)
-            return state
+            return question(self._handle)
         except Exception as e:  # NIXL's own errors share no base class
             self._error = e
             return "ERR"

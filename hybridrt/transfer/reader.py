@@ -30,20 +30,16 @@ class Reader(Protocol):
 
     def connect(self, worker: str, descriptions: Sequence[str]) -> None:
         """Makes the arenas of all ranks of a prefill worker readable. Raises TransferError."""
-        ...
 
     def disconnect(self, worker: str) -> None:
         """Forgets a worker, once the last read of its images has ended."""
-        ...
 
     def fetch(self, order: Order) -> None:
         """Starts the reads of an image; `poll` tells when they have ended."""
-        ...
 
     def poll(self) -> dict[str, TransferError | None]:
         """Keys of fetches that have ended since the last call, with the error if they failed. No read writes to their
         memory any more."""
-        ...
 
     def close(self) -> None: ...
 

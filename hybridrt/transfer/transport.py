@@ -16,7 +16,6 @@ class Read(Protocol):
         Raises:
             TransferError: the peer is gone, or the network failed.
         """
-        ...
 
 
 class Transport(Protocol):
@@ -24,15 +23,12 @@ class Transport(Protocol):
 
     def describe(self) -> str:
         """What a peer must know to read our arena; text that travels in a message."""
-        ...
 
     def connect(self, description: str) -> str:
         """Makes a peer's arena readable and returns the peer's name. Raises TransferError."""
-        ...
 
     def disconnect(self, peer: str) -> None:
         """Forgets a peer, dead or alive."""
-        ...
 
     def read(self, peer: str, reads: Sequence[RangeRead]) -> Read:
         """Starts copying. `source` counts from the start of the peer's arena, `destination` from ours.
@@ -40,6 +36,5 @@ class Transport(Protocol):
         Raises:
             TransferError: the peer is not connected or gone.
         """
-        ...
 
     def close(self) -> None: ...

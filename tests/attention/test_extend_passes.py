@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from hybridrt.errors import BackendError
+from hybridrt.runtime.saved_states import pack_saves, saved_states
 from hybridrt.runtime.step import ExtendRow
+from hybridrt.runtime.step_inputs import chunk_plans
 from hybridrt.runtime.step_passes import extend_passes, pack_passes
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand, Row, assert_close
@@ -17,8 +19,10 @@ from tests.support.levels import sweep
 
 MODELS = ("falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain")
 TEXT = prompts(60, seed=7)[0]
+Chunks = Sequence[tuple[int, int, tuple[int, ...]]]
 # Tokens that each row has already, tokens of its chunk, and after how many of them states are left.
 CHUNKS = ((0, 37, (16, 33)), (5, 20, ()), (3, 9, (1,)), (0, 2, (1,)), (17, 30, (15, 16, 29)))
+ONE_EACH = ((0, 37, (33,)), (5, 20, ()), (3, 9, (1,)), (17, 30, (15,)), (16, 16, (16,)))  # saved at the ends of chunks
 FIRST_SPARE = 6
 
 
@@ -26,12 +30,15 @@ def extend(hand: ByHand, rows: Sequence[ExtendRow], decode: Sequence[Row] = ()) 
     """A step of these chunks, as the runtime makes it."""
     sizes = hand.backend.chunk_sizes
     batch = hand.batch(decode, [Row(r.row, r.computed, r.tokens) for r in rows])
-    columns = pack_passes(rows, sizes)
-    batch.extend_passes = extend_passes(columns, {n: torch.from_numpy(c) for n, c in columns.items()}, sizes)
+    columns = pack_saves(rows, sizes, hand.backend.saves_at_chunks)
+    sections = {n: torch.from_numpy(c) for n, c in columns.items()}
+    batch.extend_passes, batch.saved_states = extend_passes(columns, sections, sizes), saved_states(sections, sizes)
+    if batch.saved_states:
+        batch.chunk_plans = chunk_plans(columns, sections, [len(row.tokens) for row in rows], sizes)
     return hand.forward(batch)
 
 
-def start(hand: ByHand, chunks: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[ExtendRow]:
+def start(hand: ByHand, chunks: Chunks) -> list[ExtendRow]:
     """Rows 1 and on with what they have already, and the chunks that follow."""
     rows, spare = [], FIRST_SPARE
     for row, (computed, length, ends) in enumerate(chunks, 1):
@@ -46,11 +53,14 @@ def start(hand: ByHand, chunks: Sequence[tuple[int, int, tuple[int, ...]]]) -> l
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("chunks", [CHUNKS, ONE_EACH], ids=["several", "one of a row"])
 @pytest.mark.parametrize("name", sweep(MODELS, 3))
-def test_saved_states_are_those_of_shorter_chunks(name: str, provider: str, checkpoints: CheckpointStore) -> None:
+def test_saved_states_are_those_of_shorter_chunks(
+    name: str, chunks: Chunks, provider: str, checkpoints: CheckpointStore
+) -> None:
     path = checkpoints[name].path
     hand, whole = ByHand(path), ByHand(path)
-    chunks = CHUNKS if provider == "torch" else CHUNKS[2:4]  # the interpreter is slow
+    chunks = chunks if provider == "torch" else chunks[2:4]  # the interpreter is slow
     rows = start(hand, chunks)
     logits = extend(hand, rows)
     start(whole, chunks)

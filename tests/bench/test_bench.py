@@ -23,6 +23,7 @@ from hybridrt.errors import ConfigError
 from tests.support.http_server import Served, serving
 
 runner = CliRunner()
+EVENT = 'data: {"choices": [{"index": 0, "text": "%s"}]}\n\n'
 SMALL = ["--requests", "6", "--prompt-tokens", "8", "--output-tokens", "5", "--json"]
 
 
@@ -67,7 +68,7 @@ def test_traces(tmp_path: Path) -> None:
     assert [w.arrival for w in work] == [0.0, 0.5, 3.0]
     assert work[0].prompt[:512] == work[1].prompt[:512] and work[0].prompt[512:] != work[1].prompt[512:600]
     assert make_work(WorkloadConfig(data=str(file), rate=1.0))[2].arrival != 3.0
-    for text in ("{", "[]", '{"input_length": "x"}'):
+    for text in ("", "{", "[]", '{"input_length": "x"}'):
         file.write_text(text)
         with pytest.raises(ConfigError, match="cannot be used"):
             make_work(WorkloadConfig(data=str(file)))
@@ -120,6 +121,34 @@ def test_load_on_a_server(served: Served) -> None:
     assert all(t.error is not None and "HTTP 401" in t.error for t in refused)
 
 
+@pytest.mark.parametrize(
+    ("body", "tokens", "error"),
+    [
+        (EVENT % "a" + EVENT % "b" + "data: [DONE]\n\n", 2, None),
+        ((EVENT % "a" + ": a comment\n\ndata:[DONE]\n\n").replace("\n", "\r\n"), 1, None),
+        (EVENT % "a" + EVENT % "b", 2, "broke off before [DONE]"),
+        ("data: [DONE]\n\n", 0, "has no tokens"),
+        (EVENT % "a" + 'data: {"error": {"message": "gone"}}\n\n', 1, "gone"),
+    ],
+)
+def test_streams_of_other_servers(body: str, tokens: int, error: str | None) -> None:
+    """Without a usage and without chunks of HTTP. What breaks off has failed, whatever came before."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + body.encode())
+        writer.close()
+
+    async def main() -> list[Timing]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await run_load(Target(f"http://127.0.0.1:{port}", "m"), [Work([5], 2, 0)], None)
+
+    (timing,) = asyncio.run(main())
+    assert len(timing.gains) == tokens and (timing.error is None) == (error is None)
+    assert error is None or error in str(timing.error)
+
+
 def test_bench_serve(served: Served, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     options = ["--api-key", "key", "--rate", "50", "--slo-ttft", "60000", "--output", str(file)]
@@ -142,6 +171,10 @@ def test_bench_serve(served: Served, tmp_path: Path) -> None:
         (["--extra-body", "[]", "--model", "x"], "must be a JSON object", 2),
         (["--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written", 2),
         (["--picture", "/tmp"], "/tmp cannot be written", 2),
+        (["--picture", "/tmp/x.xyz"], "no format of pictures", 2),
+        (["--concurrency", "0"], "concurrency is 0", 2),
+        (["--slo-tpot", "-1"], "slo_tpot is -1.0", 2),
+        (["--slo-e2e", "nan"], "slo_e2e is nan", 2),
     ],
 )
 def test_bench_says_what_is_wrong(options: list[str], text: str, status: int) -> None:

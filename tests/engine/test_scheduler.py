@@ -368,7 +368,7 @@ def test_locked_pages_are_not_evicted() -> None:
     scheduler.add(second)
     step = scheduler.schedule()
     assert step is not None and [(row.computed, len(row.tokens)) for row in step.plan.extend] == [(6, 1)]
-    assert step.plan.page_writes[0].pages == [p.index for p in second.pages] and second.borrowed_pages == 3
+    assert step.plan.page_writes[0].pages.tolist() == [p.index for p in second.pages] and second.borrowed_pages == 3
     assert len(second.pages) == 4 and (pages.num_used, pages.num_locked) == (1, 3)
     assert not pools.admit(third, 0, StepPlan()) and pages.num_cached == 3
     assert not pools.admit(request(1, 15), 0, StepPlan()) and pages.num_locked == 3, "a refused admission locks nothing"

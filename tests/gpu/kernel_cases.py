@@ -106,12 +106,16 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "fold_ring", lambda: kernels.fold(rows(1), kernels.time_step_gate, kernels.mamba2_heads(config)["A"])
         chunk = mamba2_of(config).chunk_size
         yield "mamba2_chunk_scan", lambda: kernels.mamba2_chunk_scan(config, Prompts(shapes[0], chunk))
+        few = Prompts(shapes[0], chunk, lengths=(300, 1, 15, 64, 30))
+        yield "mamba2_chunk_scan few tokens", lambda: kernels.mamba2_chunk_scan(config, few)
     if "lightning" in config.linear:
         for mode, n in modes:
             yield f"mamba2_decode {mode} {n}", lambda mode=mode, n=n: kernels.lightning_decode(rows(n), mode)
         heads = shapes[0].temporal[0]
         yield "fold_ring", lambda: kernels.fold(rows(1), torch.ones_like, kernels.lightning_heads(heads)["A"])
         yield "mamba2_chunk_scan", lambda: kernels.lightning_chunk_scan(Prompts(shapes[0], 128))
+        few = Prompts(shapes[0], 128, lengths=(300, 1, 15, 64, 30))
+        yield "mamba2_chunk_scan few tokens", lambda: kernels.lightning_chunk_scan(few)
     if "kda" in config.linear:
         for mode, n in modes:
             yield f"gdn_decode {mode} {n}", lambda mode=mode, n=n: kernels.kda_decode(rows(n), mode)
@@ -174,11 +178,15 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "gated_rms_norm", partial(others.gated_rms_norm, 8192, 1024, False)
         yield "skinny_linear relu2", partial(others.skinny_linear, config, 3, "relu2", True)
         yield "router_sigmoid_grouped", others.router_sigmoid_grouped
-        yield "skinny_linear router", partial(others.router_product, hidden)
+        yield "router_product", partial(others.router_product, hidden)
     if config.architecture.startswith("Qwen"):
         yield "gated_rms_norm", partial(others.gated_rms_norm, 128, 128, True)
         yield "sigmoid_mul", partial(others.elementwise, "sigmoid_mul", 4096, 40)
         yield "router_softmax", partial(others.router_softmax, config)
+        for softmax in (True, False):
+            yield f"route_token {'softmax' if softmax else 'sigmoid'}", partial(others.route_token, softmax)
+        for group_size in (0, 128):
+            yield f"skinny_linear gate {group_size}", partial(others.gated_product, group_size)
         for tokens in (8, 400):
             yield f"fused_experts {tokens}", partial(others.fused_experts, config, tokens)
 
@@ -192,5 +200,7 @@ def latent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield f"attention_decode latent {tokens} full", partial(others.attention_decode, attention, tokens, 18)
     for what, new in (("few", [3, 1, 13, 8]), ("", [300, 1, 130, 133]), ("long", [3000, 1, 700, 1500])):
         yield f"latent_extend {what}", partial(others.latent_extend, attention, new)
+    for op in ("into_latent", "from_latent"):
+        yield op, partial(others.latent_product, attention, op)
     for rotated in (False, True):
         yield f"write_latent {'rotated' * rotated}", partial(others.write_latent, attention, rotated)

@@ -14,7 +14,7 @@ from hybridrt.config import EngineConfig
 from hybridrt.runtime.build import Pools
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.sampler import Filters
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan, int32s
 from hybridrt.sampling_params import SamplingParams
 from tests.support.checkpoints import VOCAB
 from tests.support.session import Sample, Session, spoil
@@ -124,7 +124,7 @@ class Rows:
         prompt = self.prompts[row] = self.prompt(length)
         plan = StepPlan(
             admissions=[Admission(row, self.slots[row - 1], prompt, length, params, row)],
-            page_writes=[PageWrite(row, 0, self.pages[row])],
+            page_writes=[PageWrite(row, 0, int32s(self.pages[row]))],
             extend=[ExtendRow(row, 0, prompt, 0, True)],
         )
         self.runner.launch(plan).result()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.bench_start import RESULT
-from tests.gpu.rig import DEVICE, PRODUCTION
+from tests.gpu.rig import DEVICE, FAMILIES, PRODUCTION
 from tests.support.checkpoints import CheckpointStore
 
 pytestmark = PRODUCTION
@@ -29,7 +29,7 @@ def start(model: Path, cache: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["falcon", "qwen", "nemotron"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_children_compile_all_that_a_start_launches(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     model = checkpoints[name].path
     first = start(model, tmp_path)

@@ -16,7 +16,7 @@ from hybridrt.kernels.paged_attention import attention_decode, attention_extend
 from hybridrt.kernels.providers import select
 from hybridrt.runtime.capture import capture_decode
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
 from hybridrt.sampling_params import SamplingParams
 from tests.attention.test_backends_verify import random_tokens
 from tests.runtime.test_graph_runner import inputs_of, runner_of
@@ -109,13 +109,13 @@ def test_pages_that_arrive_with_the_step(backend: str, tmp_path: Path) -> None:
             runner.graphs = {width: capture_decode(runner, width) for width in (2, 1)}
         prompt = [5, 6, 7]
         start = StepPlan(
-            [Admission(1, 1, prompt, 3, SamplingParams(temperature=0.0), 1)], [PageWrite(1, 0, [9, 4])],
+            [Admission(1, 1, prompt, 3, SamplingParams(temperature=0.0), 1)], [PageWrite(1, 0, int32s([9, 4]))],
             extend=[ExtendRow(1, 0, prompt, 0, True)],
         )  # fmt: skip
         runner.launch(start).result()
         found = tokens.setdefault(name, [])
         for computed, page in ((3, 4), (4, 12), (5, 12), (6, 3), (7, 3)):
-            writes = [PageWrite(1, computed // 2, [page])] if computed % 2 == 0 else []
+            writes = [PageWrite(1, computed // 2, int32s([page]))] if computed % 2 == 0 else []
             found += (
                 runner.launch(StepPlan(page_writes=writes, decode=DecodeRows.of([DecodeRow(1, computed, 0)])))
                 .result()

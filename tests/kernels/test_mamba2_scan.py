@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrt.kernels import mamba2_scan_triton
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
+from hybridrt.kernels.records import SavedStates
 from tests.support.flat import flat
 from tests.support.levels import sweep
 from tests.support.mamba2_oracle import ScanInputs, changed_rows, close, int32, poisoned, scan_inputs, scan_loop
@@ -39,6 +41,12 @@ def scan(
     )  # fmt: skip
 
 
+@pytest.fixture
+def many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels take a step as one of many tokens."""
+    monkeypatch.setattr(mamba2_scan_triton, "FEW_TOKENS", 0)
+
+
 def test_plan_equals_the_vectors() -> None:
     case = json.loads(VECTORS.read_text())
     plan = plan_chunks(case["computed"], case["new"], case["chunk_size"])
@@ -59,8 +67,10 @@ def test_plan_of_rows_without_tokens() -> None:
 
 @pytest.mark.parametrize(("groups", "chunk_size"), sweep([(2, 16), (1, 16), (4, 7), (2, 256)], 4))
 @pytest.mark.parametrize("separate", [False, True])
-def test_scan_equals_loop(groups: int, chunk_size: int, separate: bool) -> None:
+def test_scan_equals_loop(groups: int, chunk_size: int, separate: bool, request: pytest.FixtureRequest) -> None:
     torch.manual_seed(groups)
+    if separate:
+        request.getfixturevalue("many_launches")
     computed, new = [0, 5, 16, 0, 40, 3], [1, 63, 2, 100, 0, 17]
     read = [9, 3, 21, 5, 30, 1]
     write = [10, 4, 22, 6, 29, 2] if separate else read
@@ -82,6 +92,11 @@ def test_scan_equals_loop(groups: int, chunk_size: int, separate: bool) -> None:
             close(states[write[row]], initial, 0.0)
         start += count
     assert changed_rows(before, states) == set(write) - ({30} if not separate else set())
+
+
+@pytest.mark.usefixtures("many_launches")
+def test_heads_of_several_blocks_in_many_launches() -> None:
+    test_heads_of_several_blocks()
 
 
 def test_heads_of_several_blocks() -> None:
@@ -118,6 +133,24 @@ def test_two_steps_equal_one(split: int) -> None:
     second = scan(inputs[split:], parts, [split], [50 - split], [1])
     close(torch.cat([first, second]), expected, 2e-6)
     close(parts[1], whole[1], 2e-6)
+
+
+@pytest.mark.parametrize("launches", ["few", "many"])
+def test_states_behind_chunks_stay(launches: str, request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(7)
+    if launches == "many":
+        request.getfixturevalue("many_launches")
+    inputs, states = scan_inputs(29), poisoned(5, 4, 3, 5)
+    plan = plan_chunks([0, 0], [20, 9], 16)
+    saves = SavedStates(int32(3, 0, 0), int32(3, 0), int32(16, 0))
+    flat(
+        mamba2_chunk_scan, **inputs.terms(), states=states, read_state_slots=int32(1, 2), write_state_slots=int32(1, 2),
+        has_initial_state=torch.tensor([False, False]), query_start_loc=int32(0, 20, 29), plan=plan, saves=saves,
+    )  # fmt: skip
+    _, after = scan_loop(inputs[:20], torch.zeros(4, 3, 5))
+    close(states[3], after[15], 1e-5)
+    close(states[1], after[-1], 1e-5)
+    close(states[2], scan_loop(inputs[20:], torch.zeros(4, 3, 5))[1][-1], 1e-5)
 
 
 def test_neighbours_change_nothing() -> None:

@@ -6,13 +6,27 @@ from hybridrt.kernels.moe import (
     GroupedChoice,
     SoftmaxChoice,
     fused_experts,
+    route_token,
+    router_product,
     router_sigmoid_grouped,
     router_softmax,
 )
+from hybridrt.kernels.rms_norm import rms_norm
+from hybridrt.kernels.skinny_linear import InputNorm
 from tests.support.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")
 DTYPES = [torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "width"), [(2, 40, 700), (33, 5, 40), (0, 5, 40)])
+def test_product_of_a_router(tokens, experts, width):
+    """Twice: with parts of the columns in programs of their own, the second launch counts them from zero again."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(tokens, 2 * width).half()[:, width:], torch.randn(experts, width)
+    logits, again = router_product(x, weight), router_product(x, weight)
+    assert logits.dtype == torch.float32 and torch.equal(logits, again)
+    torch.testing.assert_close(logits.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -47,6 +61,26 @@ def test_of_equal_scores_the_first_are_chosen(provider):
     assert ids.tolist() == [[1, 3, 0]] and weights[0, 0] == weights[0, 1] > weights[0, 2] > 0
 
 
+def test_shared_experts_behind_sigmoid_scores_weigh_one():
+    torch.manual_seed(0)
+    logits, bias = torch.randn(5, 12), torch.randn(12)
+    weights, ids = router_sigmoid_grouped(logits, bias, GroupedChoice(3, 4, 2, True, 2.5, 2))
+    routed = router_sigmoid_grouped(logits, bias, GroupedChoice(3, 4, 2, True, 2.5))
+    assert torch.equal(weights[:, :3], routed[0]) and torch.equal(ids[:, :3], routed[1])
+    assert weights[:, 3:].tolist() == [[1.0, 1.0]] * 5 and ids[:, 3:].tolist() == [[12, 13]] * 5
+
+
+def test_logits_that_are_no_numbers_choose_experts_that_exist():
+    for logits in (torch.full((1, 12), float("nan")), -torch.full((1, 12), float("nan")), torch.full((1, 12), 1e38)):
+        for n_group in (1, 4):
+            _, ids = router_sigmoid_grouped(
+                logits, torch.zeros(12), GroupedChoice(3, n_group, n_group // 2 + 1, True, 2.5)
+            )
+            assert ((ids >= 0) & (ids < 12)).all() and len(ids.unique()) == 3
+        _, ids = router_softmax(logits, SoftmaxChoice(3, True))
+        assert ((ids >= 0) & (ids < 12)).all() and len(ids.unique()) == 3
+
+
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("n_group", "topk_group"), [(1, 1), (4, 2)])
 def test_router_sigmoid_grouped(renormalize, n_group, topk_group):
@@ -78,6 +112,41 @@ def test_padding_rows_go_to_no_expert(tokens_per_row):
         (weights, ids), plain = route(rows), route(None)
         assert (ids[padding] == -1).all() and (weights[padding] == 0).all()
         assert torch.equal(ids[~padding], plain[1][~padding]) and torch.equal(weights[~padding], plain[0][~padding])
+
+
+@pytest.mark.parametrize("row", [None, 3, 0])
+@pytest.mark.parametrize(
+    ("choice", "rows"),
+    [
+        (SoftmaxChoice(3, True, 2), 12 + 8),
+        (SoftmaxChoice(3, False), 12),
+        (GroupedChoice(3, 4, 2, True, 2.5), 12),
+        (GroupedChoice(3, 1, 1, False, 2.5, 1), 12),
+    ],
+)
+def test_one_token_is_normed_and_routed_in_one_launch(choice, rows, row):
+    """Twice: the second launch counts its programs from zero again."""
+    torch.manual_seed(0)
+    x, residual, norm_weight = torch.randn(1, 1100) * 0.01, torch.randn(1, 1100) * 0.01, torch.randn(1100)
+    weight, bias, pool_rows = (
+        torch.randn(rows, 1100),
+        torch.randn(12),
+        None if row is None else torch.tensor([row]).int(),
+    )
+    for before in (residual, None, residual):
+        total = x if before is None else x + before
+        h = rms_norm.reference(total, norm_weight, 1e-5)
+        logits = h @ weight.t()
+        if isinstance(choice, GroupedChoice):
+            weights, ids = router_sigmoid_grouped(logits, bias, choice, pool_rows)
+        else:
+            weights, ids = router_softmax(logits[:, :12], choice, logits[:, 12] if choice.shared else None, pool_rows)
+        kept = residual.clone()
+        found = route_token(x, weight, InputNorm(norm_weight, 1e-5, before), choice, bias, pool_rows)
+        assert torch.equal(found.total, total) and torch.equal(residual, kept)
+        assert torch.equal(found.ids, ids) and found.ids.dtype == torch.int32
+        torch.testing.assert_close(found.normed, h, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.weights, weights, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("experts", [40, 10])

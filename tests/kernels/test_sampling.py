@@ -14,11 +14,11 @@ from hybridrt.kernels.sampling import (
     greedy,
     sample,
     token_logprobs,
-    uniform,
 )
 from hybridrt.sampling_params import SamplingParams
 from tests.support.flat import flat
 from tests.support.levels import sweep
+from tests.support.uniform import uniform
 
 pytestmark = pytest.mark.usefixtures("provider")
 MASK = 2**64 - 1

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.mem_cache.allocator import Slot
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
+from hybridrt.mem_cache.slots import Slot
 from tests.support.levels import drawn
 
 Text = tuple[int, ...]

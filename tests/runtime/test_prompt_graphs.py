@@ -1,19 +1,22 @@
 """Replays of prefill and mixed steps on a CPU: a closure over static buffers that are poisoned between replays."""
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from itertools import product
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.attention.paged import PagedMetadata
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime import prompt_columns
+from hybridrt.runtime.graph_runner import ClosureRecorder, CudaGraphRecorder
 from hybridrt.runtime.prompt_columns import Bucket, StateSaves, pack_padded
-from hybridrt.runtime.prompt_graphs import PromptGraphs, saved_states
+from hybridrt.runtime.prompt_graphs import PromptGraphs, splits
+from hybridrt.runtime.saved_states import saved_states
 from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import chunk_plans
@@ -99,9 +102,6 @@ def eager(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> Tensor:
     """Logits of a step of the bucket's rows, which is committed."""
     batch, places = padded_batch(hand, plan, bucket, saves)
     hand.backend.prepare(batch)
-    for planned in batch.metadata.values():  # like a graph it does not know the decode rows' lengths on the host
-        if isinstance(planned, PagedMetadata) and planned.decode is not None:
-            planned.decode = planned.decode._replace(max_len=None)
     logits = hand.model.logits(hand.model(batch).index_select(0, places))
     if batch.num_decode_rows:
         hand.backend.commit(batch)
@@ -246,3 +246,68 @@ def test_the_option_leaves_them_out(checkpoints: CheckpointStore) -> None:
         session = Session(checkpoints["falcon-plain"].path, cuda_graph_prompts=on, chunked_prefill_size=128)
         session.runner.capture()
         assert (session.runner.prompt_graphs is not None) == on and session.runner.graphs
+
+
+def test_common_steps_are_padded_little() -> None:
+    """By at most an eighth, or to so few tokens that padding costs no time."""
+    found = [Bucket(*pair) for pair in product(prompt_columns.DECODE_ROWS, prompt_columns.PROMPT_TOKENS)]
+    assert len(found) <= 24
+    for rows, n in product((0, 8, 32, 64, 128), (128, 256, 512, 1024)):
+        padded = min(sum(bucket) for bucket in found if bucket.decode_rows >= rows and bucket.tokens >= n)
+        assert padded <= max(1.125 * (rows + n), 200), (rows, n)
+
+
+class FakeGraph:
+    """Writes down what it captures: the steps between its begin and its end."""
+
+    log: ClassVar[list[str]] = []
+    made = 0
+
+    def __init__(self) -> None:
+        FakeGraph.made += 1
+        self.name = f"graph {FakeGraph.made}"
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self.log.append(f"{self.name} begins, {pool}")
+
+    def capture_end(self) -> None:
+        self.log.append(f"{self.name} ends")
+
+    def pool(self) -> str:
+        return f"pool of {self.name}"
+
+    def replay(self) -> None:
+        self.log.append(f"{self.name} runs")
+
+
+def test_a_split_capture_is_replayed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pieces take their memory from one pool."""
+    for name, fake in {"CUDAGraph": FakeGraph, "Stream": object, "synchronize": lambda: None}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    log, recorder = FakeGraph.log, CudaGraphRecorder()
+
+    def step() -> None:
+        log.append("a")
+        recorder.split()
+        log.append("b")
+
+    replay = recorder(step)
+    captured = ["graph 1 begins, None", "a", "graph 1 ends", "graph 2 begins, pool of graph 1", "b", "graph 2 ends"]
+    assert log == ["a", "b", *captured]
+    log.clear()
+    replay()
+    assert log == ["graph 1 runs", "graph 2 runs"]
+
+
+def test_captures_are_split_between_layers(checkpoints: CheckpointStore) -> None:
+    hand, calls = ByHand(checkpoints["falcon-plain"].path, mode="classic", rows=ROWS, cache_slots=8), []
+    recorder = ClosureRecorder()
+    recorder.split = lambda: calls.append(1)  # type: ignore[method-assign]
+    graphs = PromptGraphs(
+        model=hand.model, backend=hand.backend, req_to_token_pool=hand.pools.req_to_token, last_tokens=last_tokens(),
+        max_bs=3, max_tokens=48, saves=False, sizes=SIZES, recorder=recorder,
+    )  # fmt: skip
+    graphs.capture()
+    assert len(calls) == len(graphs.buckets) * len(splits(len(hand.model.stack.parts))) > 0
+    assert splits(88) == [3, 22] and splits(3) == []

@@ -11,7 +11,7 @@ from hybridrt.forward_batch import ForwardMode, SpecInfo
 from hybridrt.runtime import graph_runner, prompt_graphs
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
 from hybridrt.sampling_params import SamplingParams
 from tests.support.tiny import write_tiny
 
@@ -36,7 +36,7 @@ def runner(path: str, mode: str, graphs: bool) -> ModelRunner:
     rows = list(enumerate(PROMPTS, 1))
     plan = StepPlan(
         [Admission(row, row, prompt, len(prompt), GREEDY, row) for row, prompt in rows],
-        [PageWrite(row, 0, [2 * row - 1, 2 * row]) for row, _ in rows],
+        [PageWrite(row, 0, int32s([2 * row - 1, 2 * row])) for row, _ in rows],
         extend=[ExtendRow(row, 0, prompt, 0, True) for row, prompt in rows],
     )
     made.launch(plan).result()

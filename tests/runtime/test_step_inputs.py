@@ -10,7 +10,7 @@ from hybridrt.attention import linear
 from hybridrt.config import EngineConfig
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step import NO_INTEGERS, Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
+from hybridrt.runtime.step import NO_INTEGERS, Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
 from hybridrt.runtime.step_inputs import Packing, StagingRing, chunk_names, cut, pack_rows, pack_step, packed_size
 from hybridrt.sampling_params import SamplingParams
 from tests.support.tiny import write_tiny
@@ -81,6 +81,8 @@ def test_a_prefill_plans_its_chunks_in_the_copy_of_the_step(tmp_path: Path, monk
     monkeypatch.setattr(linear, "plan_chunks", lambda *_: pytest.fail("a second copy"))
     params, prompt = SamplingParams(temperature=0.0), [5, 6, 7, 8, 9]
     plan = StepPlan(
-        [Admission(1, 1, prompt, 5, params, 0)], [PageWrite(1, 0, [1])], extend=[ExtendRow(1, 0, prompt, 0, True)]
+        [Admission(1, 1, prompt, 5, params, 0)],
+        [PageWrite(1, 0, int32s([1]))],
+        extend=[ExtendRow(1, 0, prompt, 0, True)],
     )
     assert len(runner.launch(plan).result().tokens) == 1

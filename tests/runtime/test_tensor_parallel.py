@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.engine import host_fetches
@@ -18,15 +16,14 @@ from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
 from hybridrt.engine.sessions import Sessions
 from hybridrt.errors import ConfigError
+from hybridrt.runtime.drafting import make_drafter
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.rank_start import start_ranks
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
-from hybridrt.speculative.make import make_drafter
 from tests.models.test_models_parity import prompts, requests
-from tests.support.cache_ledger import check_cache
 from tests.support.checkpoints import SPLIT, Checkpoint, CheckpointStore
 from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.samples import Sample, Samples
@@ -177,62 +174,6 @@ def test_drafts_are_verified_on_all_ranks(
         assert 0 < output.metrics.accepted < output.metrics.proposed
         check_greedy(output.token_ids, checkpoint.logits(prompt, output.token_ids), name)
     executor.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mode"), VERIFIED[:2])
-def test_cached_prefixes_beside_drafts(name: str, mode: str, groups: Groups, checkpoints: CheckpointStore) -> None:
-    """Second turns behind stops within accepted drafts, aborts, pools that are too small for two requests."""
-    checkpoint, hits, rows, count, examples = checkpoints[name], 0, 2, 14, 3
-    text = prompts(30, seed=5)[0]
-    shape = {"max_model_len": 64, "max_running_requests": rows, "page_size": 4, "cache_slots": 5}
-    drafts = SpeculativeConfig(num_draft_tokens=3, state_mode=mode)
-    executor = TensorParallelExecutor(config(checkpoint, tp_size=2, speculative=drafts, **shape), ranks=groups[2])
-    plan, vocab = executor.runner.memory_plan, executor.runner.model_config.vocab_size
-
-    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-    @given(
-        kept=st.lists(st.integers(3, 30), min_size=2, max_size=4),
-        stops=st.lists(st.integers(1, count - 1), min_size=4, max_size=4),
-        aborted=st.sampled_from([None, 3, 6]),
-        pages=st.sampled_from([18, 60]),
-        spoilt=st.booleans(),
-    )
-    def play(kept: list[int], stops: list[int], aborted: int | None, pages: int, spoilt: bool) -> None:
-        nonlocal hits
-        first = [text[:n] for n in kept]
-        coming = [checkpoint.greedy(prompt, count) for prompt in first]
-        second = [[*prompt, *answer[:stop], 5] for prompt, answer, stop in zip(first, coming, stops)]
-        asked = first + second
-        futures = dict(enumerate(coming + [checkpoint.greedy(prompt, count) for prompt in second]))
-        script = Scripted(futures, lambda t, _: [*t[:-1], *map(shifted, t[-1:])] if spoilt else list(t))
-        pools = CacheCoordinator(plan.num_rows, plan.num_slots, pages, 4, plan.demand, prefix_cache=True)
-        pools.prefixes.grid = 4
-        limits = EngineLimits(vocab, plan.max_model_len, 11)
-        engine = Engine(executor, pools, limits, overlap=False, drafter=AdaptiveDrafter(script, 3))
-        found = Samples()
-        for i, prompt in enumerate(asked):
-            stop = (futures[i][stops[i]],) if i < len(first) else ()
-            params = SamplingParams(
-                max_tokens=count, temperature=0.0, ignore_eos=True, seed=i, stop_token_ids=stop
-            )  # fmt: skip
-            engine.add_request(prompt, params, str(i))
-        step = 0
-        while engine.has_unfinished():
-            if step == aborted:
-                engine.abort("1")
-            found.add(engine.step())
-            check_cache(pools)
-            step += 1
-        for i, prompt in enumerate(asked):
-            tokens = found[str(i), 0].token_ids
-            assert found[str(i), 0].error is None and (aborted is not None or tokens)
-            check_greedy(tokens, checkpoint.logits(prompt, tokens), f"{name}, request {i}") if tokens else None
-        hits += engine.counters().cache_hit
-
-    play()
-    executor.close()
-    assert hits > 10 * examples
 
 
 def test_a_draft_model_is_whole_on_rank_0(groups: Groups, checkpoints: CheckpointStore) -> None:

@@ -37,6 +37,7 @@ from hybridrt.runtime.step import (
     PageWrite,
     StateCopy,
     StepPlan,
+    int32s,
 )
 from hybridrt.runtime.token_rules import make_rules
 from hybridrt.runtime.torchrun import World
@@ -106,9 +107,9 @@ def test_a_task_of_the_transfer_survives() -> None:
 def test_integers_of_every_kind_are_sent_as_integers() -> None:
     computed: Any = np.int64(2)
     tokens: Any = [np.int32(3)]
-    plan = StepPlan(page_writes=[PageWrite(1, 0, range(3))], extend=[ExtendRow(1, computed, tokens, 0, True)])
+    plan = StepPlan(page_writes=[PageWrite(1, 0, int32s(range(3)))], extend=[ExtendRow(1, computed, tokens, 0, True)])
     found = decode(encode(plan))
-    assert found.page_writes[0].pages == [0, 1, 2] and found.extend[0].tokens == [3]
+    assert found.page_writes[0].pages.tolist() == [0, 1, 2] and found.extend[0].tokens == [3]
 
 
 class Runs:
@@ -150,7 +151,7 @@ def test_malformed_messages_are_refused_and_run_nothing() -> None:
 def test_spoilt_bytes_are_refused_or_still_a_plan() -> None:
     plan = StepPlan(
         [Admission(1, 1, [5] * 40, 40, PARAMS, 3)],
-        [PageWrite(1, 0, [7])],
+        [PageWrite(1, 0, int32s([7]))],
         DecodeRows.of([DecodeRow(2, 3, 4, [5], [0])]),
     )
     body, rng = msgspec.msgpack.decode(encode(plan))["body"], random.Random(0)

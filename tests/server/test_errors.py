@@ -1,18 +1,29 @@
 """What is wrong with a request is said in OpenAI's form, with the field's name; no request hurts another."""
 
+import gzip
 import json
 import socket
 from collections.abc import Iterator
-from typing import Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
+from fastapi.exceptions import RequestValidationError
 
 from hybridrt.engine.llm import LLM
+from hybridrt.server import http_limits
 from tests.support.http_server import Served, serving
+from tests.support.lazily import lazily
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazily("openai")
 
 COMPLETION = {"model": "tested", "prompt": [5, 6], "max_tokens": 2}
+MANY = ["x"] * 500
+LONG = [{"role": "user", "content": "x" * 9999}]
 CHAT = {"model": "tested", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
 
@@ -38,7 +49,8 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty", "0.01 to 100"),
     ({"presence_penalty": 3}, "presence_penalty", "in [-2, 2]"),
     ({"frequency_penalty": [1]}, "frequency_penalty", "valid number"),
-    ({"seed": -1}, "seed", "0 to 2**63 - 1"),
+    ({"seed": -(2**63) - 1}, "seed", "0 to 2**63 - 1"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
     ({"n": 0}, "n", "1 to 1024"),
     ({"n": 2000}, "n", "1 to 1024"),
     ({"stop": [""]}, "stop", "1 to 256 characters"),
@@ -173,7 +185,9 @@ def test_bodies_that_are_no_request(content: bytes, served: Served) -> None:
 def test_ways_that_lead_nowhere(served: Served) -> None:
     with served.http() as client:
         assert_error(client.get("/nowhere"), 404, None, "Not Found")
-        assert_error(client.get("/v1/completions"), 405, None, "Method Not Allowed")
+        wrong = client.get("/v1/completions")
+        assert_error(wrong, 405, None, "Method Not Allowed")
+        assert wrong.headers["allow"] == "POST"
         assert_error(client.get("/v1/models/../../etc/passwd"), 404, None, "")
 
 
@@ -261,6 +275,80 @@ def test_a_body_that_never_comes_ends_with_the_deadline(locked: Served) -> None:
             b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
         )
         assert b" 504 " in connection.recv(4096)
+
+
+def test_connections_that_do_not_ask_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent ones, and heads that never come to their end, on a new connection and behind an answer. A body and an
+    answer may take longer."""
+    monkeypatch.setattr(http_limits, "HEAD_SECONDS", 0.3)
+    body = json.dumps(COMPLETION).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    host, port = served.url.removeprefix("http://").split(":")
+    with ExitStack() as stack:
+
+        def connect(sent: bytes) -> socket.socket:
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            connection.sendall(sent)
+            return connection
+
+        late = connect(head % len(body))
+        silent, half = connect(b""), connect(b"GET /health HTTP/1.1\r\nX: ")
+        again = connect(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert again.recv(4096).startswith(b"HTTP/1.1 200")
+        again.sendall(b"\r\n")
+        for connection in (silent, half, again):
+            assert connection.recv(4096) == b"", "ended by the server"
+        with served.llm.engine.turns:  # the answer takes its time, too
+            late.sendall(body)
+            late.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                late.recv(4096)
+        late.settimeout(30)
+        assert late.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("/v1/completions", {"prompt": [None] * 500}), ("/v1/completions", {"prompt": [[x] for x in MANY]}),
+        ("/v1/completions", {"stop": [0] * 500}), ("/v1/completions", {"stop_token_ids": MANY}),
+        ("/v1/completions", {"allowed_token_ids": MANY}), ("/v1/completions", {"bad_words": [0] * 500}),
+        ("/v1/completions", {"logit_bias": dict.fromkeys(map(str, range(2000)), "x")}),
+        ("/v1/completions", {"structured_outputs": {"choice": [0] * 500}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "x"}] * 500}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "x"}] * 500}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "x"}] * 500}]}),
+        ("/v1/responses", {"metadata": dict.fromkeys(map(str, range(2000)), 0)}),
+        ("/detokenize", {"tokens": MANY}),
+    ],
+)  # fmt: skip
+def test_a_list_of_wrong_elements_is_not_checked_to_its_end(
+    path: str, change: dict[str, Any], served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error for each of millions took seconds, in which no other request went on."""
+    found: list[int] = []
+    errors = RequestValidationError.errors
+
+    def note(error: RequestValidationError) -> Any:
+        found.append(len(errors(error)))
+        return errors(error)
+
+    monkeypatch.setattr(RequestValidationError, "errors", note)
+    assert served.post(path, {"max_tokens": 1, **change}).status_code == 400
+    assert found and max(found) < 10, found
+
+
+def test_bodies_that_cannot_be_read(served: Served) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    with served.http() as client:
+        answer = client.post("/v1/completions", content=gzip.compress(b"{}"), headers=headers)
+    assert_error(answer, 400, None, "not compressed")
+
+
+def test_an_overlong_prompt_has_the_code_that_clients_look_for(served: Served) -> None:
+    for path, body in (("/v1/completions", {"prompt": [5] * 300}), ("/v1/chat/completions", CHAT | {"messages": LONG})):
+        error = served.post(path, body).json()["error"]
+        assert error["code"] == "context_length_exceeded" and "maximum context length is 256 tokens" in error["message"]
 
 
 def test_a_full_queue_answers_429(locked: Served) -> None:

@@ -129,6 +129,10 @@ SHARED: Effects = {
     ),
     "request_id": ({"request_id": "mine"}, lambda seen: seen.json["id"].endswith("-mine")),
     "return_token_ids": ({"return_token_ids": True}, lambda seen: "token_ids" in seen.choice),
+    "return_tokens_as_token_ids": (
+        {"logprobs": 0, "return_tokens_as_token_ids": True},
+        lambda seen: "token_id:" in seen.answer.text,
+    ),
 }
 COMPLETIONS: Effects = {
     "prompt": ({"prompt": [G]}, lambda seen: seen.json["usage"]["prompt_tokens"] == 1),
@@ -228,8 +232,11 @@ TABLES: dict[str, tuple[dict[str, Any], Effects]] = {
     "/detokenize": ({"tokens": [5]}, DETOKENIZE),
 }
 # What says how an answer is made does nothing where none is made. The built-in model's tokenizer adds no special
-# tokens. /abort has a test of its own. And `user` does nothing anywhere.
+# tokens (tests of add_special_tokens: test_operations, test_vllm_fields), and it writes no reasoning (test_reasoning).
+# /abort has a test of its own. And `user` does nothing anywhere.
 WITHOUT_EFFECT: dict[str, set[str]] = {
+    "/v1/completions": {"add_special_tokens"},
+    "/v1/chat/completions": {"include_reasoning"},
     "/tokenize": {"add_special_tokens", "parallel_tool_calls", "thinking_token_budget"},
     "/v1/messages/count_tokens": set(Sampling.model_fields) - {"model"},
     "/abort": {"request_id"},

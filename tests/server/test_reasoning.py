@@ -2,13 +2,18 @@
 says, unless a grammar forbids it."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from tests.support.http_server import Served, serving
+from tests.support.lazily import lazily
 from tests.support.scripted_llm import Scripted, scripted
+
+if TYPE_CHECKING:
+    import anthropic
+else:
+    anthropic = lazily("anthropic")
 
 ASK: list[Any] = [{"role": "user", "content": "Why?"}]
 OPEN = {"chat_template_kwargs": {"enable_thinking": True}}
@@ -65,6 +70,13 @@ def test_a_budget_beside_a_form_and_beside_calls(talker: Talker) -> None:
     choice = served.post("/v1/chat/completions", body).json()["choices"][0]
     assert choice["message"]["reasoning_content"] == "012" and choice["finish_reason"] == "tool_calls"
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_left_out_if_it_is_not_wanted(stream: bool, talker: Talker) -> None:
+    served, model = talker
+    model.say("<think>0123456789</think>So.")
+    assert answered(served, stream, include_reasoning=False) == ("So.", "", 12, "stop")
 
 
 def test_a_budget_of_messages(talker: Talker) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrt.errors import EngineError
-from hybridrt.mem_cache.allocator import Slot
+from hybridrt.mem_cache.slots import Slot
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest, tokens_between
 from hybridrt.speculative.ngram import NgramDrafter

@@ -1,5 +1,6 @@
 """Text with cached prefixes equals text without, token for token, whatever drafts, ends, is retracted or evicted."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridrt.engine import host_fetches
+from hybridrt.runtime.rank_start import start_ranks
+from hybridrt.runtime.ranks import Ranks
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative import draft_model
 from hybridrt.speculative.drafter import AdaptiveDrafter
@@ -32,6 +35,10 @@ CELLS = [
     ("gdn", "intermediate", 3, "other"), ("mamba2", "replay", 1, "mtp"), ("mamba2", "replay", 1, "ngram"),
     ("mamba2", "intermediate", 3, "ngram"), ("mamba2", "intermediate", 1, "other"), ("attention", "classic", 1, None),
     ("attention", "intermediate", 1, "ngram"),
+]  # fmt: skip
+ON_TWO = [
+    ("gdn", "replay", 1, None), ("mamba2", "replay", 1, "ngram"), ("gdn", "intermediate", 3, "scripted"),
+    ("mamba2", "replay", 1, "other"), ("gdn", "replay", 1, "mtp"),
 ]  # fmt: skip
 
 
@@ -68,6 +75,13 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
     return turns
 
 
+PLAYS: dict[str, Any] = {
+    "turns": conversations(), "chunk": st.sampled_from([3, 11, 8192, 8192]), "overlap": st.booleans(),
+    "grid": st.sampled_from([PAGE, PAGE, 2 * PAGE, 16]), "script": st.sampled_from(sorted(SCRIPTS)),
+    "hosted": st.booleans(),
+}  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def fetches_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
@@ -78,16 +92,19 @@ class Bench:
 
     def __init__(self, rigs: Rigs) -> None:
         self.rigs = rigs
-        self.rig = cache(self._rig)
+        self.rig = cache(self.new_rig)
 
-    def _rig(self, name: str, mode: str, topk: int, method: str | None, pages: int | None, slots: int) -> Rig:
+    def new_rig(
+        self, name: str, mode: str, topk: int, method: str | None, pages: int | None, slots: int,
+        ranks: Ranks | None = None,
+    ) -> Rig:  # fmt: skip
         drafts = 0 if method is None else 4
         spec: dict[str, Any] = {"method": "ngram", "topk": topk} if drafts else {}
         if method == "mtp":
             spec["method"] = "mtp"
         if method == "other":
             spec |= {"method": "draft", "draft_model": str(self.rigs.path("attention", 0))}
-        return Rig(self.rigs.path(name), mode=mode, drafts=drafts, pages=pages, cache_slots=slots, **spec)
+        return Rig(self.rigs.path(name), mode=mode, drafts=drafts, pages=pages, cache_slots=slots, ranks=ranks, **spec)
 
     def asks(self, name: str, turns: list[Turn]) -> list[Ask]:
         """The turns as prompts. What a parent has answered is what it answers alone."""
@@ -101,6 +118,28 @@ class Bench:
             prompt = prompt[: LENGTH - 1 - (turn.params.max_tokens or 0)]
             found.append(Ask(prompt, turn.params, turn.arrival, turn.abort))
         return found
+
+    def play(
+        self, rig: Rig, model: str, method: str | None, turns: list[Turn], chunk: int, grid: int, overlap: bool,
+        script: str, hosted: bool,
+    ) -> int:  # fmt: skip
+        """Compares each request with what it becomes without a cache. Returns how many tokens were hit."""
+        rig.grid, rig.hosted = grid, hosted
+        asks = self.asks(model, turns)
+        plain = self.rigs.plain(model)
+        futures = plain.futures(asks)
+        by_seed = {sample_seed(asks[int(i)], k): output.token_ids for (i, k), output in futures.items()}
+        drafter = None if method is None else make_drafter(rig, script if method == "scripted" else method, by_seed)
+        found = rig.run(asks, drafter, chunk, overlap)
+        assert_same(asks, found, futures, plain.tied)
+        return rig.counters.cache_hit
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = start_ranks(2, "cpu")
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="module")
@@ -116,39 +155,37 @@ def test_cached_equals_uncached(
     model, hits = WITH_HEADS[name] if method == "mtp" else name, 0
 
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-    @given(
-        turns=conversations(),
-        chunk=st.sampled_from([3, 11, 8192, 8192]),
-        slots=st.sampled_from([0, 2, 9]),
-        pages=st.sampled_from([None, None, 5]),
-        grid=st.sampled_from([PAGE, PAGE, 2 * PAGE, 16]),
-        overlap=st.booleans(),
-        script=st.sampled_from(sorted(SCRIPTS)),
-        hosted=st.booleans(),
-    )
-    def play(
-        turns: list[Turn],
-        chunk: int,
-        slots: int,
-        pages: int | None,
-        grid: int,
-        overlap: bool,
-        script: str,
-        hosted: bool,
-    ) -> None:
+    @given(slots=st.sampled_from([0, 2, 9]), pages=st.sampled_from([None, None, 5]), **PLAYS)
+    def play(slots: int, pages: int | None, **case: Any) -> None:
         nonlocal hits
         rig = bench.rig(model, mode, topk, method, pages, slots)
-        rig.grid, rig.hosted = grid, hosted
-        asks = bench.asks(model, turns)
-        futures = bench.rigs.plain(model).futures(asks)
-        by_seed = {sample_seed(asks[int(i)], k): output.token_ids for (i, k), output in futures.items()}
-        drafter = None if method is None else make_drafter(rig, script if method == "scripted" else method, by_seed)
-        found = rig.run(asks, drafter, chunk, overlap)
-        assert_same(asks, found, futures, lambda ask, place: bench.rigs.plain(model).tied(ask, place))
-        hits += rig.counters.cache_hit
+        hits += bench.play(rig, model, method, **case)
 
     play()
     assert hits > 2 * examples, "tokens that needed no computing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mode", "topk", "method"), ON_TWO)
+def test_cached_equals_uncached_on_two_ranks(
+    name: str, mode: str, topk: int, method: str | None, bench: Bench, ranks: Ranks
+) -> None:
+    """The same, with states and pages cut over two processes."""
+    model, examples = WITH_HEADS[name] if method == "mtp" else name, 3
+    rig = bench.new_rig(model, mode, topk, method, None, 9, ranks)
+    plenty, counts = rig.lent[0], Counter[str]()
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    @given(slots=st.sampled_from([2, 9]), pages=st.sampled_from([plenty, LENGTH // PAGE + 2]), **PLAYS)
+    def play(slots: int, pages: int, **case: Any) -> None:
+        rig.lent = pages, rig.runner.memory_plan.num_rows + slots
+        counts["hit"] += bench.play(rig, model, method, **case)
+        counts["fetched"] += rig.counters.cache_fetched
+
+    play()
+    assert rig.split is not None
+    rig.split.close()
+    assert counts["hit"] > 2 * examples and counts["fetched"] > 0
 
 
 @pytest.mark.parametrize(("name", "other"), [("gdn", "mamba2"), ("mamba2", "attention")])

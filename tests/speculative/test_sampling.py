@@ -15,12 +15,12 @@ from torch import Tensor
 from hybridrt.engine.request import derive_seed
 from hybridrt.kernels.acceptance import accept_chain
 from hybridrt.kernels.sampling import sample
+from hybridrt.runtime.drafting import make_drafter
 from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable, Verification
 from hybridrt.runtime.step import Admission
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
-from hybridrt.speculative.make import make_drafter
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.support.checkpoints import falcon, nemotron, write
 from tests.support.flat import flat

@@ -97,9 +97,8 @@ def draft_model(rig: Rig) -> DraftModelDrafter:
 
 def make_mtp(rig: Rig) -> MTPDrafter:
     assert rig.config.speculative is not None
-    return MTPDrafter(
-        lambda task: task(rig.runner), rig.config.speculative.num_draft_tokens, rig.config.speculative.topk
-    )
+    everywhere = (lambda task: task(rig.runner)) if rig.split is None else rig.split.everywhere
+    return MTPDrafter(everywhere, rig.config.speculative.num_draft_tokens, rig.config.speculative.topk)
 
 
 def make_drafter(rig: Rig, method: str, futures: dict[int, list[int]]) -> Drafter:

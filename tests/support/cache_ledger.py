@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.mem_cache.allocator import Slot, SlotAllocator
+from hybridrt.mem_cache.allocator import SlotAllocator
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
+from hybridrt.mem_cache.slots import Slot, Slots
 
 
 def check_cache(pools: CacheCoordinator) -> None:
@@ -48,4 +49,4 @@ def check_tree(
 
 def cached(pool: SlotAllocator) -> list[Slot]:
     """The entries that an allocator says are the cache's."""
-    return [Slot(i, pool._generation[i]) for i in range(len(pool._state)) if pool._state[i] == 2]
+    return [*Slots.of_keys(pool._handles[pool._state == 2])]

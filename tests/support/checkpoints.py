@@ -443,4 +443,5 @@ class CheckpointStore:
             path = self.root / name
             self._made[name] = Checkpoint(path, write((CASES | SPLIT)[name], path))
             gc.collect()
+            gc.freeze()  # what is left lives to the end; the next collection need not go through it
         return self._made[name]

@@ -175,7 +175,7 @@ class MockExecutor:
             tenant.next_page = tenant.next_page or write.first_page
             assert write.first_page == tenant.next_page, "pages are appended without a gap"
             admitted = any(tenant.admission is admission for admission in plan.admissions)
-            for page in write.pages:
+            for page in write.pages.tolist():
                 if admitted and tenant.next_page < cached[write.row]:
                     self.borrow_page(page, tenant)
                 else:

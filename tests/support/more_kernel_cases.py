@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.config import AttentionConfig, ModelConfig
+from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice
 from hybridrt.kernels.sampling import Penalties
 from hybridrt.layers.rotary import rotary_table
 from tests.support.kernel_cases import Case, int32, normal, poisoned
@@ -81,6 +82,15 @@ def latent_extend(config: AttentionConfig, new: list[int]) -> Case:
     args = attention_extend(config, new).args
     q = normal(sum(new), config.num_heads, config.latent.nope_dim + config.latent.rope_dim)
     return Case("latent_extend", args | {"q": q, "scale": config.scale} | latent_weights(config), decode=False)
+
+
+def latent_product(config: AttentionConfig, op: str) -> Case:
+    """Queries of two tokens into the space of latent vectors, or sums of them out of it."""
+    dims = config.latent
+    assert dims is not None
+    width = dims.rank if op == "from_latent" else dims.nope_dim + dims.rope_dim
+    x = normal(2, config.num_heads + 1, width)[:, 1:]
+    return Case(op, {"x" if op == "from_latent" else "q": x} | latent_weights(config))
 
 
 def write_latent(config: AttentionConfig, rotated: bool) -> Case:
@@ -165,9 +175,36 @@ def skinny_linear(
 
 
 def router_product(hidden: int) -> Case:
-    """A token's logits of 32 experts, from float32 weights."""
+    """Logits of 40 tokens and 32 experts, from float32 weights."""
     weight = normal(32, hidden, scale=hidden**-0.5, dtype=torch.float32)
-    return Case("skinny_linear", {"x": normal(1, hidden), "weight": weight})
+    return Case("router_product", {"x": normal(40, hidden), "weight": weight})
+
+
+def gated_product(group_size: int) -> Case:
+    """Of one token; with a norm in groups, or without where it is 0."""
+    x, gate = normal(1, 2, 4096).unbind(1)
+    norm = {"group_norm": 1 + normal(4096, scale=0.2, dtype=torch.float32), "group_size": group_size, "group_eps": 1e-6}
+    args = {"x": x, "weight": normal(2048, 4096, scale=4096**-0.5), "gate": gate}
+    return Case(
+        "skinny_linear", args | ({"gate_activation": "silu"} | norm if group_size else {"gate_activation": "sigmoid"})
+    )
+
+
+def route_token(softmax: bool) -> Case:
+    """One token among experts of Qwen3.5, or of Kimi-Linear. Their logits lie too far apart for rounding to matter."""
+    width, experts = (2048, 256) if softmax else (2304, 256)
+    logits = torch.linspace(-4, 4, experts)[torch.randperm(experts)]
+    x, residual = normal(1, width), normal(1, width)
+    total = (x.float() + residual.float()).bfloat16().float()
+    direction = total / total.norm() / width**0.5 * (1 if softmax else 0.5)
+    weight = torch.cat((logits, torch.ones(8))).unsqueeze(1) * direction
+    choice = SoftmaxChoice(8, True, 1) if softmax else GroupedChoice(8, 1, 1, True, 2.4, 1)
+    args = {
+        "x": x, "residual": residual, "norm_weight": torch.ones(width), "eps": 1e-6, "choice": choice,
+        "weight": weight.bfloat16() if softmax else weight[:experts].contiguous(), "rows": int32([1]),
+        "correction_bias": None if softmax else 0.01 * normal(experts, dtype=torch.float32),
+    }  # fmt: skip
+    return Case("route_token", args)
 
 
 def padded_rows() -> Tensor:

@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridrt.config import AttentionConfig, LayerSpec, ModelConfig
+from hybridrt.config import AttentionConfig, LayerSpec
 from hybridrt.families.base import Family, FamilyFields
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.stack import ResidualPart
-from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM
 
 ARCHITECTURE = "MixedForCausalLM"
@@ -35,9 +34,6 @@ LAYERS = (
 class MixedForCausalLM(CausalLM):
     """norm, attention with q/k norm where there is rotary, norm, MLP."""
 
-    def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        super().__init__(config, build, max_len, eps=EPS)
-
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         own, build = self.config.attention_of(layer_id), self.build
         qk_norm = (EPS, False) if own.rope else None
@@ -49,7 +45,8 @@ class MixedForCausalLM(CausalLM):
 
 
 def _read(raw: Mapping[str, Any], file: Path) -> Any:
-    return SimpleNamespace(vocab_size=VOCAB, hidden_size=HIDDEN, max_position_embeddings=256, tie_word_embeddings=False)
+    sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "max_position_embeddings": 256}
+    return SimpleNamespace(**sizes, tie_word_embeddings=False, rms_norm_eps=EPS)
 
 
 def _describe(hf: Any) -> FamilyFields:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice
+from hybridrt.kernels.records import SavedStates
 from hybridrt.kernels.sampling import Penalties
 from hybridrt.kernels.state_ring import RingFolds
 
@@ -78,6 +80,8 @@ def mamba2() -> Cases:
             for batch, tokens, width in ((128, 1, 16), (32, 5, 32)):
                 yield from mamba2_step(shape, state, batch, tokens, width)
         yield from mamba2_prefill(shape, 8192, 256)
+        *_, (scan, args), _ = mamba2_prefill(shape, 512, 256)
+        yield scan, args | {"saves": SavedStates(int32(2), int32(1), int32(1))}
         yield "causal_conv1d_update", mamba2_conv(shape, 32, 5) | {"parents": int32(32, 5)}
     yield from lightning()
 
@@ -278,6 +282,8 @@ def latent_attention() -> Cases:
         places = {"cache": vectors, "out_cache_loc": int32(128), "positions": int32(128), "cos_sin": f32(4096, 64)}
         q, k = meta(128, heads * 192 + 576).split([heads * 192, 576], -1)
         yield "write_latent", weights | places | {"q": q.unflatten(-1, (heads, 192)), "k": k}
+        yield "into_latent", weights | {"q": q[:1].unflatten(-1, (heads, 192))}
+        yield "from_latent", weights | {"x": meta(1, heads, 512)}
 
 
 def elementwise() -> Cases:
@@ -317,8 +323,25 @@ def experts() -> Cases:
         yield "router_softmax", {"logits": logits[:, :count], "top_k": top_k, "renormalize": True} | shared
         picks = {"weights": f32(tokens, top_k + 1), "ids": int32(tokens, top_k + 1)}
         yield "fused_experts", {"x": meta(tokens, width), "activation": "silu", "gated": True} | weights | picks
+    for count, width in ((32, 2048), (256, 2304)):
+        yield "router_product", {"x": meta(128, width), "weight": f32(count, width)}
     groups = {"top_k": 6, "n_group": 8, "topk_group": 4, "renormalize": True, "scaling": 2.5}
     yield "router_sigmoid_grouped", {"logits": f32(128, 128), "correction_bias": f32(128)} | groups
+
+
+def one_token() -> Cases:
+    """Gates of Qwen3.5 before the output projections, and the routers of Qwen3.5, Kimi-Linear and LFM2."""
+    for columns, norm in ((4096, {"group_norm": f32(4096), "group_size": 128, "group_eps": 1e-6}), (4096, {})):
+        gate = {"gate": meta(1, columns), "gate_activation": "silu" if norm else "sigmoid"} | norm
+        yield "skinny_linear", {"x": meta(1, columns), "weight": meta(2048, columns)} | gate
+    softmax, bias = SoftmaxChoice(8, True, 1), {"correction_bias": f32(256)}
+    for width, weight, choice in (
+        (2048, meta(264, 2048), {"choice": softmax}),
+        (2304, f32(256, 2304), {"choice": GroupedChoice(8, 1, 1, True, 2.446, 1)} | bias),
+        (2048, f32(32, 2048), {"choice": GroupedChoice(4, 1, 1, True, 1.0)} | bias),
+    ):
+        norm = {"norm_weight": f32(width), "residual": meta(1, width), "eps": 1e-6}
+        yield "route_token", {"x": meta(1, width), "weight": weight, "rows": int32(1)} | norm | choice
 
 
 def skinny_linear() -> Cases:
@@ -330,7 +353,7 @@ def skinny_linear() -> Cases:
         activated = {"residual": x, "activation": "silu_and_mul"}
         yield "skinny_linear", {"x": x, "weight": meta(24576, 3072)} | norm | activated
         yield "skinny_linear", {"x": meta(tokens, 12288), "weight": meta(3072, 12288)}
-    yield "skinny_linear", {"x": meta(1, 2048), "weight": f32(32, 2048)}
+    yield from one_token()
 
 
 def everything_else() -> Cases:

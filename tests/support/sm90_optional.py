@@ -7,6 +7,7 @@ import torch
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.decode_metadata import DecodeBuffers
+from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice
 from hybridrt.kernels.sampling import Penalties
 from hybridrt.kernels.state_ring import RingFolds
 from tests.support.sm90_cases import Args, f32, flags, int32, meta
@@ -77,6 +78,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     )
     scan = {"z": meta(TOKENS, H, P)} | per_head
     yield "mamba2_chunk_scan", mamba(TOKENS) | PROMPTS | none, scan
+    yield "mamba2_chunk_scan", mamba(16 * TOKENS) | PROMPTS | none, {}  # many tokens take other kernels
     inner = {"rows": ROWS, "stored": f32(SLOTS, T, H * P, N)}
     norms = {"B_weight": f32(N), "C_weight": f32(N), "eps": 1e-5}
     yield "mamba1_update", mamba1(B, T) | SLOT_ARGS, norms | inner | parents
@@ -128,6 +130,8 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "latent_extend", paged(TOKENS) | shared | lens | {"seq_lens_host": [9000] * B}, window
     stored = {"cache": vectors, "out_cache_loc": int32(TOKENS), "positions": int32(TOKENS), "k": meta(TOKENS, P + 16)}
     yield "write_latent", {"q": shared["q"], "cos_sin": None} | stored | latent, {"cos_sin": f32(64, 16)}
+    yield "into_latent", {"q": shared["q"][:2]} | latent, {}
+    yield "from_latent", {"x": meta(2, H, P)} | latent, {}
     caches = {"k_cache": meta(20, 16, G, P), "v_cache": meta(20, 16, G, P), "out_cache_loc": int32(TOKENS)}
     heads = {"q": meta(TOKENS, H, P), "k": meta(TOKENS, G, P)}
     yield "write_kv", {"k": heads["k"], "v": heads["k"]} | caches, {}
@@ -149,10 +153,20 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         normed = {"norm_weight": f32(64), "residual": meta(tokens, 64), "activation": "silu_and_mul"}
         yield "skinny_linear", linear, {"bias": meta(32)} | normed
         yield "skinny_linear", linear | {"tail": meta(tokens, 16), "x": meta(tokens, 48)}, {"activation": "relu2"}
+    gate = {"gate": meta(1, 64), "gate_activation": "sigmoid"}
+    groups = {"group_norm": f32(64), "group_size": 16, "group_eps": 1e-5}
+    yield "skinny_linear", {"x": meta(1, 64), "weight": meta(32, 64)} | gate, groups
+    yield "skinny_linear", {"x": meta(1, 64), "weight": meta(32, 32), "parts": 2}, {}
     shared = {"shared_gate": meta(B), "shared": 1, "rows": ROWS}
     yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, shared
     scores = {"logits": f32(B, 8), "correction_bias": f32(8), "top_k": 2, "n_group": 2, "topk_group": 1}
     yield "router_sigmoid_grouped", scores | {"renormalize": True, "scaling": 2.5}, {"rows": ROWS}
+    yield "router_product", {"x": meta(TOKENS, 64), "weight": f32(8, 64)}, {"x": meta(2, 512), "weight": f32(8, 512)}
+    one = {"x": meta(1, 64), "norm_weight": f32(64), "eps": 1e-5}
+    options = {"residual": meta(1, 64), "rows": int32(1)}
+    yield "route_token", one | {"weight": meta(16, 64), "choice": SoftmaxChoice(2, True, 1)}, options
+    grouped = {"weight": f32(8, 64), "choice": GroupedChoice(2, 2, 1, True, 2.5), "correction_bias": f32(8)}
+    yield "route_token", one | grouped, options
     for tokens in (2, 400):
         picks = {"ids": int32(tokens, 2), "weights": f32(tokens, 2), "x": meta(tokens, 64)}
         gated = {"w_up": meta(8, 64, 64), "w_down": meta(8, 64, 32), "activation": "silu", "gated": True}
@@ -170,7 +184,6 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     chain = {"drawn": meta(B, T, dtype=torch.int64), "drafts": int32(B, T - 1), "num_drafts": ROWS, "rows": ROWS}
     yield "accept_chain", chain | {"last_tokens": int32(SLOTS)}, {}
     yield "greedy", {"logits": logits["logits"]}, {"bitmask": filters["bitmask"]}
-    yield "uniform", {"seed": keys, "index": keys, "stream": 0, "ids": int32(vocabulary)}, {}
     outputs = {name: int32(B) for name in ("input_ids", "positions", "out_cache_loc")}
     table = {"rows": ROWS, "seq_lens": ROWS, "new_pages": ROWS, "last_tokens": int32(SLOTS), "page_size": 16}
     plain = outputs | table | {"req_to_token": int32(SLOTS, 64), "drafts": None, "num_drafts": None}
@@ -180,3 +193,7 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     rows = {"req_pool_indices": ROWS, "seq_lens": ROWS, "num_real": 2, "tokens_per_row": 1}
     pools = {"req_to_state_slot": int32(SLOTS), "ring_start": int32(SLOTS), "ring_length": int32(SLOTS)}
     yield "fill_decode_metadata", {"out": buffers} | rows | pools, {}
+    yield "enter_rows", {"rows": ROWS, "state_slots": ROWS, "phases": None, "apart": 16} | pools, {"phases": ROWS}
+    pages = {"rows": ROWS, "page_indices": ROWS, "pages": ROWS, "req_to_token": int32(SLOTS, 64), "page_size": 16}
+    yield "enter_pages", pages, {}
+    yield "enter_tokens", {"rows": ROWS, "tokens": meta(B, dtype=torch.int64), "last_tokens": int32(SLOTS)}, {}

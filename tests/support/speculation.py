@@ -15,6 +15,8 @@ from hybridrt.engine.request import derive_seed
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.runtime.build import load_target, make_plan
 from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.ranks import Ranks
+from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from tests.support.cache_ledger import check_cache
@@ -24,6 +26,7 @@ from tests.support.session import budget
 LENGTH = 96
 PAGE = 4
 HOST_BYTES = 300_000  # of main memory for prefixes
+FORGETS = 5
 TIE = 1e-4  # of log-probabilities, whose spread is above 1
 Key = tuple[str, int]
 
@@ -46,21 +49,25 @@ class Rig:
         drafts: num_draft_tokens; 0 for plain decoding.
         graphs: on a CPU, run decode and verify steps through closures over poisoned buffers.
         cache_slots: state slots for cached prefixes; None: no prefix cache.
+        ranks: split the model over two. The plan then has room for all requests; `lent` is what engines have of it.
 
     Attributes:
         grid: where prompts leave states; a multiple of PAGE.
-        hosted: engines keep prefixes in main memory, too.
+        lent: pages and state slots that engines have.
+        hosted: engines keep prefixes in main memory, too, and forget those on the device every few steps.
     """
 
     def __init__(
         self, path: Path, *, mode: str = "auto", drafts: int = 0, rows: int = 3, pages: int | None = None,
-        graphs: bool = False, device: str = "cpu", cache_slots: int | None = None, **spec: Any,
+        graphs: bool = False, device: str = "cpu", cache_slots: int | None = None, ranks: Ranks | None = None,
+        **spec: Any,
     ) -> None:  # fmt: skip
         speculative = SpeculativeConfig(num_draft_tokens=drafts, state_mode=mode, **spec) if drafts else None
         self.config = EngineConfig(
             str(path), device=device, dtype="float32", max_model_len=LENGTH, max_running_requests=rows, page_size=PAGE,
             speculative=speculative, state_mode="auto" if drafts else mode, prefix_cache=cache_slots is not None,
             host_cache_bytes=0 if cache_slots is None else HOST_BYTES,
+            **({"tp_size": 2, "cache_slots": cache_slots} if ranks else {}),
         )  # fmt: skip
         # The longest request fits alone.
         window = json.loads((path / "config.json").read_text()).get("sliding_window")
@@ -70,24 +77,31 @@ class Rig:
         common = {name: getattr(self.config, name) for name in same}
         self.cached, self.hosted, self.grid = cache_slots is not None, False, PAGE
         spare = cache_slots or 0
+        self.split = TensorParallelExecutor(self.config, ranks=ranks) if ranks else None
+        if self.split is not None:
+            self.runner = self.split.runner
+            self.lent = pages, rows + spare
+            return
         bytes_ = budget(path, rows=rows, pages=pages, cache_slots=spare, **common)
         plan = make_plan(self.config, load_target(self.config, TPGroup())[1], budget_bytes=bytes_, cache_slots=spare)
         self.runner = ModelRunner(self.config, plan=plan)
-        assert self.runner.memory_plan.num_pages == (pages if self.runner.memory_plan.costs.page else 0)
+        self.lent = pages if plan.costs.page else 0, plan.num_slots
+        assert self.runner.memory_plan.num_pages == self.lent[0]
         if graphs:
             self.runner.capture()
 
     def engine(self, drafter: Drafter | None = None, chunk: int = 8192, overlap: bool = False) -> Engine:
         plan = self.runner.memory_plan
         demand = plan.demand and replace(plan.demand, step_tokens=chunk)
-        pools = (plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, demand)
+        pages, slots = self.lent
+        pools = (plan.num_rows, slots, pages, plan.page_size, demand)
         head = int(self.runner.drafter is not None)
         self.coordinator = CacheCoordinator(*pools, prefix_cache=self.cached, lookahead=head)
         self.coordinator.prefixes.grid = self.grid
         if self.hosted:
             self.coordinator.add_tier(plan.host.num_pages, plan.host.num_states, self.runner.copied)
         limits = EngineLimits(self.runner.model_config.vocab_size, LENGTH, chunk)
-        return Engine(self.runner, self.coordinator, limits, overlap=overlap, drafter=drafter)
+        return Engine(self.split or self.runner, self.coordinator, limits, overlap=overlap, drafter=drafter)
 
     def run(
         self, asks: Sequence[Ask], drafter: Drafter | None = None, chunk: int = 8192, overlap: bool = False
@@ -102,6 +116,8 @@ class Rig:
                     engine.add_request(ask.prompt, ask.params, str(i))
                 if ask.abort is not None and ask.arrival + ask.abort == steps:
                     engine.abort(str(i))
+            if self.hosted and steps % FORGETS == 0:
+                self.coordinator.prefixes.evict(self.lent[0], self.lent[1])
             deltas = engine.step() if engine.has_unfinished() else []
             assert [delta.error for delta in deltas if delta.error is not None] == []
             found.add(deltas)

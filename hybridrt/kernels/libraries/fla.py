@@ -51,8 +51,7 @@ def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, weights: 
         output_final_state=True, use_qk_l2norm_in_kernel=True, state_v_first=True, **_gates(weights),
     )  # fmt: skip
     write_rows(states, write_slots, after)
-    result: Tensor = out.masked_fill(pad_mask(read_slots, 4), 0.0)
-    return result
+    return out.masked_fill(pad_mask(read_slots, 4), 0.0)
 
 
 def _by_channel(inputs: DeltaInputs) -> bool:

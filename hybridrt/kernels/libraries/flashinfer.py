@@ -103,8 +103,7 @@ class PagedAttention:
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """[T, Hq, D] queries of all rows to their outputs."""
-        out: Tensor = self._wrapper.run(q, (k_cache, v_cache))
-        return out
+        return self._wrapper.run(q, (k_cache, v_cache))
 
 
 def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
@@ -171,8 +170,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """`silu_and_mul`."""
-    out: Tensor = flashinfer.silu_and_mul(x.contiguous())
-    return out
+    return flashinfer.silu_and_mul(x.contiguous())
 
 
 def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:

@@ -70,5 +70,4 @@ def gated_rms_norm(
 ) -> Tensor:  # fmt: skip
     """`gated_rms_norm` with SiLU."""
     refuse(LIBRARY, "gated norm", None if activation == "silu" else f"its gate is SiLU, not {activation}")
-    out: Tensor = rmsnorm_fn(x, weight, None, z=gate, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate)
-    return out
+    return rmsnorm_fn(x, weight, None, z=gate, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate)

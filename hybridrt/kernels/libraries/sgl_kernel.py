@@ -120,8 +120,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """`silu_and_mul`."""
-    out: Tensor = sgl_silu_and_mul(x.contiguous())
-    return out
+    return sgl_silu_and_mul(x.contiguous())
 
 
 def causal_conv1d_varlen(

@@ -1,6 +1,6 @@
-"""Two parts of a block that don't need each other, side by side in a CUDA graph."""
+"""Two parts of a step that don't need each other, side by side in a CUDA graph."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -32,6 +32,24 @@ class Branch:
         stream = self._capturing()
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
+
+    def segments(
+        self,
+        split: int,
+        out: torch.Tensor | None,
+        decode: Callable[[torch.Tensor | None], torch.Tensor],
+        extend: Callable[[torch.Tensor | None], torch.Tensor],
+    ) -> torch.Tensor:
+        """[T, ...] of a mixed step's layer: its first `split` tokens by `decode` beside the others by `extend`. Each is
+        given its part of `out` [T, ...], where it may leave its result; None if that is None."""
+        first, second = (None, None) if out is None else (out[:split], out[split:])
+        with self.beside():
+            decoded = decode(first)
+        chunks = extend(second)
+        self.join()
+        if out is None or decoded.data_ptr() != out.data_ptr() or chunks.data_ptr() != out[split:].data_ptr():
+            return torch.cat((decoded, chunks))
+        return out
 
     def _capturing(self) -> torch.cuda.Stream | None:
         return self._stream if self._stream is not None and torch.cuda.is_current_stream_capturing() else None

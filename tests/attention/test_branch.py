@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hybridrt.layers.branch import Branch
+from hybridrt.attention.branch import Branch
 
 
 class FakeStream:
@@ -51,3 +51,18 @@ def test_anything_else_stays_in_line(device, capturing, log, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     run(Branch(torch.device(device)), log)
     assert log == ["first on main", "second on main"]
+
+
+def test_segments_leave_their_parts_in_place(log):
+    out, branch = torch.zeros(5, 2), Branch(torch.device("cuda"))
+    total = branch.segments(2, out, lambda place: place.fill_(1.0), lambda place: place.fill_(2.0))
+    assert total.data_ptr() == out.data_ptr() and out[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
+    assert log == ["side waits for main", "main waits for side"]
+
+
+@pytest.mark.parametrize("out", [None, torch.zeros(5, 2)])
+def test_segments_that_make_their_own_tensors_are_joined(out, log):
+    ones, twos = torch.ones(2, 2), torch.full((3, 2), 2.0)
+    decode = lambda place: ones if place is None else place.copy_(ones)  # noqa: E731
+    total = Branch(torch.device("cpu")).segments(2, out, decode, lambda place: twos)
+    assert total[:, 1].tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]

@@ -1,0 +1,82 @@
+"""Reads files that users name, within limits: whatever a name leads to, reading it ends and takes little memory."""
+
+import errno
+import os
+import select
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_BYTES = 1 << 26  # of a file that is read whole, where its caller sets no other limit
+PATIENCE = 10.0  # seconds for which a pipe may give nothing
+_PIECE = 1 << 20
+
+
+def read_bytes(file: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """The contents of a regular file or a pipe.
+
+    Raises:
+        OSError: it cannot be read, is something else, such as a device, holds more than `max_bytes`, or is a pipe that
+            nothing comes from.
+    """
+    found = bytearray()
+    for piece in _pieces(file, max_bytes):
+        found += piece
+        _check_size(len(found), max_bytes, "it")
+    return bytes(found)
+
+
+def read_text(file: str | Path, max_bytes: int = MAX_BYTES) -> str:
+    """UTF-8 text, whose lines all end with a newline alone. Raises as `read_bytes`, and UnicodeDecodeError for other
+    bytes."""
+    return read_bytes(file, max_bytes).decode().replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_lines(file: str | Path, max_bytes: int = _PIECE) -> Iterator[str]:
+    """The lines of UTF-8 text, of which each may have `max_bytes`. No more of the file is read than is asked for.
+    Raises as `read_text`."""
+    rest = b""
+    for piece in _pieces(file, sys.maxsize):
+        *lines, rest = (rest + piece).split(b"\n")
+        _check_size(max(map(len, [*lines, rest])), max_bytes, "a line")
+        yield from (line.decode() for line in lines)
+    if rest:
+        yield rest.decode()
+
+
+def check_file(file: str | Path, max_bytes: int = MAX_BYTES) -> None:
+    """For a file that a library reads whole. Raises OSError if it is not a regular file of at most `max_bytes`."""
+    found = os.stat(file)
+    _check_kind(found.st_mode, stat.S_ISREG(found.st_mode), "a regular file")
+    _check_size(found.st_size, max_bytes, "it")
+
+
+def _pieces(file: str | Path, max_bytes: int) -> Iterator[bytes]:
+    opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe that nobody writes to opens at once
+    try:
+        found = os.fstat(opened)
+        kind = found.st_mode
+        _check_kind(kind, stat.S_ISREG(kind) or stat.S_ISFIFO(kind), "a regular file or a pipe")
+        _check_size(found.st_size, max_bytes, "it")
+        waiting = select.poll()
+        waiting.register(opened, select.POLLIN)
+        while waiting.poll(PATIENCE * 1000):
+            if not (piece := os.read(opened, _PIECE)):
+                return
+            yield piece
+        raise OSError(f"nothing has come through the pipe for {PATIENCE:g} seconds")
+    finally:
+        os.close(opened)
+
+
+def _check_kind(mode: int, right: bool, wanted: str) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not right:
+        raise OSError(f"it is not {wanted}")
+
+
+def _check_size(size: int, max_bytes: int, what: str) -> None:
+    if size > max_bytes:
+        raise OSError(f"{what} has more than {max_bytes} bytes")

@@ -1,0 +1,47 @@
+"""Views and copies that keep strides: Triton compiles kernels by the strides of their arguments, so that a tensor of
+the same shape with other strides would make it compile in the middle of serving."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def by_head(channels: Tensor, heads: int, dim: int) -> Tensor:
+    """[..., heads * dim] as [..., heads, dim]. With one token, `unflatten` would change the stride between tokens."""
+    *outer, inner = channels.stride()
+    return channels.as_strided((*channels.shape[:-1], heads, dim), (*outer, dim * inner, inner))
+
+
+def take_tokens(inputs: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """Each input at some tokens, with the strides that it has. Parts of one projection become parts of one copy.
+
+    Args:
+        inputs: [T, ...] each; a token's elements lie between its own stride and the next token's.
+        tokens: [t] int64.
+    Returns:
+        [t, ...] each.
+    """
+    merged = defaultdict[tuple[int, int, torch.dtype], dict[str, Tensor]](dict)
+    for name, t in inputs.items():
+        merged[t.untyped_storage().data_ptr(), t.stride(0), t.dtype][name] = t
+    taken = dict[str, Tensor]()
+    for (_, stride, _), parts in merged.items():
+        first = min(t.storage_offset() for t in parts.values())
+        width = max(t.storage_offset() + _span(t) for t in parts.values()) - first
+        if width > max(stride, 1):  # they lie in different rows of one storage
+            taken |= {name: part for n, t in parts.items() for name, part in take_tokens({n: t}, tokens).items()}
+            continue
+        source = next(iter(parts.values()))
+        rows = source.as_strided((len(source), width), (stride, 1), first)
+        copy = source.new_empty_strided((len(tokens), width), (stride, 1))
+        torch.index_select(rows, 0, tokens, out=copy)
+        for name, t in parts.items():
+            taken[name] = copy.as_strided((len(tokens), *t.shape[1:]), t.stride(), t.storage_offset() - first)
+    return taken
+
+
+def _span(t: Tensor) -> int:
+    """Elements from the first to the last one of a token, both counted."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True))

@@ -1,0 +1,59 @@
+"""Plain decode steps of a CPU, whose tensors are kept, against eager steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridrt.config import EngineConfig
+from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
+from hybridrt.runtime.step_runner import StepRunner
+from hybridrt.sampling_params import SamplingParams
+from tests.support.tiny import write_tiny
+
+PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5], [11])
+
+
+def prefilled(path: Path, mode: str) -> ModelRunner:
+    config = EngineConfig(
+        str(path), device="cpu", load_format="dummy", max_model_len=32, max_running_requests=4, page_size=4,
+        state_mode=mode,
+    )  # fmt: skip
+    made, rows = ModelRunner(config), list(enumerate(PROMPTS, 1))
+    params = [SamplingParams(temperature=float(row == 2)) for row, _ in rows]
+    plan = StepPlan(
+        [Admission(row, row, prompt, len(prompt), params[row - 1], row) for row, prompt in rows],
+        [PageWrite(row, 0, [2 * row - 1, 2 * row]) for row, _ in rows],
+        extend=[ExtendRow(row, 0, prompt, 0, True) for row, prompt in rows],
+    )
+    made.launch(plan).result()
+    return made
+
+
+@pytest.mark.parametrize("mode", ["classic", "replay"])
+def test_equal_eager_steps(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in any order and number, pages that are new, logits that were not finite: the same tokens, and the same
+    state bit by bit."""
+    path = write_tiny(tmp_path, tokenizer=False)
+    kept, eager = prefilled(path, mode), prefilled(path, mode)
+    eager._cpu_decode = None
+    for runner in (kept, eager):
+        runner.last_tokens[3] = -1
+    computed = {row: len(prompt) for row, prompt in enumerate(PROMPTS, 1)}
+    for rows in ([1, 2, 3], [3, 1], [2, 3, 1], *[[1, 2, 3]] * 4):
+        decode = DecodeRows.of(DecodeRow(row, computed[row], computed[row]) for row in rows)
+        pages = [PageWrite(row, 2, [6 + row]) for row in rows if computed[row] == 8]
+        plan = StepPlan(page_writes=pages, decode=decode)
+        expected = eager.launch(plan).result().tokens
+        with monkeypatch.context() as patched:
+            patched.setattr(StepRunner, "_launch_eager", None)
+            assert kept.launch(plan).result().tokens == expected
+        computed |= {row: computed[row] + 1 for row in rows}
+    assert max(computed.values()) > 8  # a page was new
+    assert torch.equal(kept.last_tokens, eager.last_tokens)
+    pools = [runner.pools.req_to_token.mamba_pool for runner in (kept, eager)]
+    assert pools[0] is not None and pools[1] is not None
+    for (_, ours), (_, theirs) in zip(pools[0].stacks, pools[1].stacks, strict=True):
+        assert torch.equal(ours.temporal, theirs.temporal) and torch.equal(ours.conv, theirs.conv)
+    assert torch.equal(pools[0].ring_length, pools[1].ring_length)
