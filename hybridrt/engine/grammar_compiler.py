@@ -28,17 +28,15 @@ COMPILING = 4  # requests that wait for their grammars at a time
 RUNNING = 8  # threads that compile at a time, those included whose requests have given up: each may take 1 GB
 KEPT = 64  # grammars, also those that failed
 SHARED = 8  # grammars with more than one root at a time: each root has a lexer, which may take 100 MB
-GROW_SECONDS = (
-    0.1  # a grammar gets no more roots after that, nor where one takes longer: each saves a millisecond a step
-)
+GROW_SECONDS = 0.1  # a grammar gets no more roots after that, nor if one takes longer: they save a millisecond a step
 # llguidance's limits of one mask: an expression made to be slow delays all rows by 400 ms at the defaults, by 100 ms
 # with these. verbose_errors would quote the grammar.
 _LIMITS = {"step_lexer_fuel": 100_000, "max_lexer_states": 50_000, "verbose_errors": False}
 # llguidance compiles rules and references by recursion: a chain of 3000 overflows a usual stack, and the process dies.
 # A level takes up to 8 KB, and the text of a grammar has room for some 20,000. Untouched pages take no memory.
 _STACK_BYTES = 2**29
-# llguidance tries the remainders of "multipleOf" one by one, under none of its limits: some 10 million take a minute and
-# gigabytes. Factors 2 and 5 cost nothing. Parts of a schema that are combined have the least common multiple.
+# llguidance tries the remainders of "multipleOf" one by one, under none of its limits: ten million take a minute and
+# gigabytes. Powers of ten cost nothing. Parts of a schema that are combined have the least common multiple.
 MAX_REMAINDERS = 100_000
 _MOST_DIGITS = 40  # llguidance itself refuses more
 _KEY_AND_NUMBER = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(-?[0-9][0-9.]*)')
@@ -233,18 +231,14 @@ class GrammarCompiler:
 
 
 def _remainders(grammar: str) -> int:
-    """The least common multiple of all "multipleOf" in a grammar's text, without factors 2 and 5; MAX_REMAINDERS + 1 if
-    it is more."""
+    """The least common multiple of the digits of all "multipleOf" in a grammar's text, without zeros at the end;
+    MAX_REMAINDERS + 1 if it is more."""
     found = 1
     for key, number in _KEY_AND_NUMBER.findall(grammar):
         digits = number.replace(".", "").replace("-", "").strip("0")
         if "multipleOf" not in (key, _unescaped(key)) or not digits or len(digits) > _MOST_DIGITS:
             continue
-        value = int(digits)
-        for factor in (2, 5):
-            while value % factor == 0:
-                value //= factor
-        found = math.lcm(found, value)
+        found = math.lcm(found, int(digits))
         if found > MAX_REMAINDERS:
             return MAX_REMAINDERS + 1
     return found

@@ -162,7 +162,7 @@ def test_grammars_that_cannot_be_used(fields: dict[str, Any], text: str, compile
 
 
 def test_multiples_that_need_few_remainders(compiler: GrammarCompiler) -> None:
-    values = [7, 11, 0.13, 2.5, 1_000_000, 0.0001, 2**40, 30]
+    values = [7, 11, 0.13, 2.5, 1_000_000, 0.0001, 30]
     schema = {"anyOf": [{"type": "number", "multipleOf": value} for value in values]}
     compiler.matcher(StructuredOutputs(json=schema))
 
