@@ -255,6 +255,13 @@ def grow(compiler: GrammarCompiler, spec: StructuredOutputs, monkeypatch: pytest
         compiler.matcher(spec, **options)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars are compiled again, however busy the machine is."""
+    monkeypatch.setattr(grammar_compiler, "GROW_SECONDS", 600.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_shared_grammar_has_a_lexer_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, spec = make_compiler(threads=3), StructuredOutputs(regex="[ab]c")
     waiting = compiler.matcher(spec)  # alone: not worth more than one
@@ -274,6 +281,7 @@ def test_a_shared_grammar_has_a_lexer_for_each_thread(monkeypatch: pytest.Monkey
     assert len({line.tobytes() for line in masks[:-1]}) == 1 and (masks[0] != masks[-1]).any()
 
 
+@pytest.mark.usefixtures("patient")
 def test_samples_of_one_request_share_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, spec = make_compiler(threads=2), StructuredOutputs(regex="[ab]c")
     grow(compiler, spec, monkeypatch, samples=4)
@@ -281,6 +289,7 @@ def test_samples_of_one_request_share_a_grammar(monkeypatch: pytest.MonkeyPatch)
     assert sorted(m.root for m in (first.copy(), first.copy(), first)) == [0, 0, 1]
 
 
+@pytest.mark.usefixtures("patient")
 def test_few_grammars_have_several_lexers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = make_compiler(threads=2)
     specs = [StructuredOutputs(regex=f"a{i}") for i in range(grammar_compiler.SHARED + 1)]
