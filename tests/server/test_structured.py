@@ -110,9 +110,10 @@ def names_a_keyword(message: str, schema: Any) -> bool:
     others = (
         "oneOf constraints",
         "Unknown format: ",
-        "is not present in a registry",
+        "not present in a registry",
+        "patternProperty",
+        "multipleOf",
         "for 'm",
-        "patternProperty regexes",
     )
     return any(word in message for word in (*known, *others))
 
