@@ -271,7 +271,7 @@ def test_a_shared_grammar_has_a_lexer_for_each_thread(monkeypatch: pytest.Monkey
     assert len(grammar.roots) == 3
     matchers = [compiler.matcher(spec) for _ in range(5)]
     assert [m.root for m in (waiting, *matchers)] == [0, 1, 2, 0, 1, 2]
-    for token in compiler._tokenizer.encode_bare("b"):  # type: ignore[union-attr]
+    for token in compiler._tokenizer.encode_bare("b"):
         for m in matchers:
             m.advance(token)
     copies = [m.copy() for m in matchers]
