@@ -2,7 +2,20 @@
 
 from collections.abc import Mapping
 
-from hybridrt.config_json import FALSE, FLAG, NULL, OBJECT, TEXT, FieldType, either, integer, list_of, number
+from hybridrt.config_json import (
+    FALSE,
+    FLAG,
+    NULL,
+    OBJECT,
+    TEXT,
+    TRUE,
+    FieldType,
+    either,
+    integer,
+    list_of,
+    number,
+    one_of,
+)
 
 FieldTypes = Mapping[str, FieldType]
 # Even the stacked matrices of the most experts, each of the largest sizes, have fewer than 2**63 bytes.
@@ -22,6 +35,11 @@ EPSILON = number(0.0, 1.0)
 OFF = either(NULL, FALSE)
 DT_LIMIT = list_of(either(number(0.0, 1e6), FieldType("infinity", lambda v: v == float("inf"))), 2)
 
+# Of attention and Gated Delta Nets of Qwen, which transformers does not read: only these values have a meaning here.
+OUTPUT_GATES: FieldTypes = {
+    "attn_output_gate": either(NULL, TRUE),
+    "output_gate_type": either(NULL, one_of("silu", "swish")),
+}
 EOS: FieldTypes = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
 # Fields that are checked before transformers reads the file: it builds lists from some, this package reads the others.
 RAW: FieldTypes = {

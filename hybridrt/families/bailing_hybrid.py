@@ -24,7 +24,8 @@ FIELDS: FieldTypes = {
     "kda_lower_bound": number(-1e6, 0.0),
     # Of published checkpoints, which transformers does not read: only these values have a meaning here.
     "gated_attention_proj_granularity_type": either(NULL, one_of("head_wise")),
-    "moe_router_enable_expert_bias": either(NULL, TRUE),
+    "linear_attention": either(NULL, one_of("kda")),
+    **dict.fromkeys(("moe_router_enable_expert_bias", "no_kda_lora"), either(NULL, TRUE)),
     **dict.fromkeys(("mtp_use_kda", "use_mla_nope", "use_qkv_bias", "use_bias"), OFF),
     **dict.fromkeys(("score_function", "scoring_func"), either(NULL, one_of("sigmoid"))),
     # Limits of SwiGLU in the routed and in the shared experts, layer by layer: 0 is none.

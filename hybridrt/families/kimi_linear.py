@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from hybridrt.config_fields import EPSILON, LATENT, MAX_EXPERTS, MULTIPLIER, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG, NULL, TRUE, either, integer, list_of, one_of
+from hybridrt.config_fields import EPSILON, LATENT, MAX_EXPERTS, MULTIPLIER, OFF, SIZE, STATE, TAPS, FieldTypes
+from hybridrt.config_json import FLAG, NULL, TRUE, FieldType, either, integer, list_of, one_of
 from hybridrt.families.base import Family, FamilyFields, interleaved, latent_attention
 from hybridrt.kinds.kda import KDAConfig
 
+GATES = ("gate_lower_bound", "use_full_rank_gate")
 FIELDS: FieldTypes = {
     **LATENT,
     "num_local_experts": integer(1, MAX_EXPERTS),
@@ -26,6 +27,12 @@ FIELDS: FieldTypes = {
     "moe_router_activation_func": either(NULL, one_of("sigmoid")),
     "moe_layer_freq": either(NULL, integer(1, 1)),
     "num_nextn_predict_layers": either(NULL, integer(0, 0)),
+    # Of Kimi-K3: further residuals, experts over a latent vector, and gates.
+    **dict.fromkeys(("attn_res_block_size", "routed_expert_hidden_size"), either(NULL, integer(0, 0))),
+    **dict.fromkeys(("mla_use_output_gate", "latent_moe_use_norm"), OFF),
+    "linear_attn_config": either(
+        NULL, FieldType(f"an object without {' and '.join(GATES)}", lambda v: not any(map(v.get, GATES)))
+    ),
 }
 
 

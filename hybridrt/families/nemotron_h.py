@@ -60,7 +60,9 @@ def _describe(hf: Any) -> FamilyFields:
         n_groups=hf.n_groups,
         conv_kernel=hf.conv_kernel,
         chunk_size=hf.chunk_size,
-        dt_limit=(0.0, math.inf),  # transformers reads no time_step_limit, and clamps nothing in decode
+        # transformers raises time steps to time_step_min in prefill, and not in decode. The fused path of the published
+        # code raises them in neither, nor does vLLM.
+        dt_limit=(0.0, math.inf),
     )
     layers = tuple(kinds[k] for k in hf.layers_block_type)
     head = tuple(kinds[k] for k in hf.mtp_layers_block_type) if hf.num_nextn_predict_layers == 1 else ()

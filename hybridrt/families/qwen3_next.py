@@ -3,13 +3,26 @@
 from typing import Any
 
 from hybridrt.config import LayerSpec
-from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MAX_LAYERS, PERIOD, SIZE, STATE, TAPS, FieldTypes
+from hybridrt.config_fields import (
+    ATTENTION,
+    COMMON,
+    COUNT,
+    EPSILON,
+    MAX_LAYERS,
+    OUTPUT_GATES,
+    PERIOD,
+    SIZE,
+    STATE,
+    TAPS,
+    FieldTypes,
+)
 from hybridrt.config_json import FLAG, NULL, OBJECT, either, integer, list_of, one_of
 from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config, interleaved
 
 FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
+    **OUTPUT_GATES,
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), STATE),
     "linear_conv_kernel_dim": TAPS,

@@ -10,9 +10,8 @@ from torch import Tensor
 
 def by_head(channels: Tensor, heads: int, dim: int) -> Tensor:
     """[..., heads * dim] as [..., heads, dim]. With one token, `unflatten` would change the stride between tokens."""
-    return channels.as_strided(
-        (*channels.shape[:-1], heads, dim), (*channels.stride()[:-1], dim, 1), channels.storage_offset()
-    )
+    *outer, inner = channels.stride()
+    return channels.as_strided((*channels.shape[:-1], heads, dim), (*outer, dim * inner, inner))
 
 
 def take_tokens(inputs: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:

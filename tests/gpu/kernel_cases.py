@@ -178,7 +178,7 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "gated_rms_norm", partial(others.gated_rms_norm, 8192, 1024, False)
         yield "skinny_linear relu2", partial(others.skinny_linear, config, 3, "relu2", True)
         yield "router_sigmoid_grouped", others.router_sigmoid_grouped
-        yield "skinny_linear router", partial(others.router_product, hidden)
+        yield "router_product", partial(others.router_product, hidden)
     if config.architecture.startswith("Qwen"):
         yield "gated_rms_norm", partial(others.gated_rms_norm, 128, 128, True)
         yield "sigmoid_mul", partial(others.elementwise, "sigmoid_mul", 4096, 40)

@@ -10,6 +10,8 @@ def test_heads_of_one_token_keep_the_stride_between_tokens() -> None:
     x, B = torch.randn(1, 80).split([48, 32], dim=-1)
     assert by_head(x, 6, 8).stride() == (80, 8, 1) != x.unflatten(-1, (6, 8)).stride()
     assert torch.equal(by_head(B, 2, 16), B.unflatten(-1, (2, 16)))
+    turned = torch.randn(3, 80, 5).transpose(1, 2)[..., 48:]
+    assert torch.equal(by_head(turned, 2, 16), turned.unflatten(-1, (2, 16)))
 
 
 def test_taken_tokens_have_the_strides_of_their_sources() -> None:

@@ -5,16 +5,21 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 from fastapi.exceptions import RequestValidationError
 
 from hybridrt.engine.llm import LLM
 from hybridrt.server import http_limits
 from tests.support.http_server import Served, serving
+from tests.support.lazily import lazily
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazily("openai")
 
 COMPLETION = {"model": "tested", "prompt": [5, 6], "max_tokens": 2}
 MANY = ["x"] * 500
