@@ -62,7 +62,9 @@ def test_options_and_metrics_that_it_names_exist(served: Served) -> None:
     options |= {f"--{name.replace('_', '-')}" for name in EngineOptions.__dataclass_fields__}
     vllms = TEXT[TEXT.index("## Coming from vLLM") :]
     ours = TEXT.replace(vllms, re.sub(r"(?m)^\| [^|]*", "", vllms))  # without the column of vLLM's options
-    named = set(re.findall(r"`(--[a-z-]+)", ours))
+    commands = [line for line in ours.splitlines() if re.search(r'hybridrt"?,? "?serve', line)]
+    assert {line.split()[0].partition("=")[0] for line in commands} > {"ENTRYPOINT", "ExecStart", "hybridrt"}
+    named = set(re.findall(r"`(--[a-z-]+)", ours)) | set(re.findall(r"[ \"](--[a-z-]+)", "\n".join(commands)))
     others = {"--rate", "--concurrency", "--data", "--slo-", "--step-ms", "--no-prefix-cache"}
     assert named - others <= options | {"--api-key", "--allowed-origin"}, named - others - options
     known = {re.sub(r"_(total|count|sum|bucket)?(\[.*)?$", "", name) for name in metrics(served)}
