@@ -129,17 +129,17 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     mask = (t < tokens)[:, None] & (e < E)[None, :]
     if SPLIT == 1:
         tl.store(out, acc, mask=mask)
-        return
-    cells = parts_ptr + block.to(tl.int64) * (SPLIT * BLOCK_T * BLOCK_E)
-    cells += tl.arange(0, BLOCK_T)[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
-    tl.store(cells + part * (BLOCK_T * BLOCK_E), acc)
-    tl.debug_barrier()  # the arrival below publishes what all threads stored
-    if tl.atomic_add(arrivals_ptr + block, 1, sem="acq_rel") == SPLIT - 1:
-        tl.store(arrivals_ptr + block, 0)
-        total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-        for other in range(SPLIT):
-            total += tl.load(cells + other * (BLOCK_T * BLOCK_E), cache_modifier=".cg")
-        tl.store(out, total, mask=mask)
+    else:
+        cells = parts_ptr + block.to(tl.int64) * (SPLIT * BLOCK_T * BLOCK_E)
+        cells += tl.arange(0, BLOCK_T)[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+        tl.store(cells + part * (BLOCK_T * BLOCK_E), acc)
+        tl.debug_barrier()  # the arrival below publishes what all threads stored
+        if tl.atomic_add(arrivals_ptr + block, 1, sem="acq_rel") == SPLIT - 1:
+            tl.store(arrivals_ptr + block, 0)
+            total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+            for other in range(SPLIT):
+                total += tl.load(cells + other * (BLOCK_T * BLOCK_E), cache_modifier=".cg")
+            tl.store(out, total, mask=mask)
 
 
 @triton.jit

@@ -239,7 +239,8 @@ class DenseMethod(LinearMethod):
         return skinny_linear(x, self.weight, bias, gated=gated)[0]
 
     def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if len(inputs[0]) == 1 and is_skinny(inputs[0], self.weight, None):
+        even = len(self.weight) % (8 * len(inputs)) == 0
+        if even and len(inputs[0]) == 1 and is_skinny(inputs[0], self.weight, None):
             x = reduce(side_by_side, inputs)
             return skinny_linear(x, self.weight, parts=len(inputs))[0].chunk(len(inputs), -1)
         return [linear(x, part) for x, part in zip(inputs, self.weight.chunk(len(inputs)), strict=True)]

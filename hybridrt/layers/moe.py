@@ -30,6 +30,11 @@ from hybridrt.layers.weights import Build, CheckpointTarget, TensorPart, Transfo
 SHARED_WEIGHT = 0.5  # sigmoid(0): what shared experts without a gate of their own are multiplied by
 
 
+def routes_alone(x: torch.Tensor) -> bool:
+    """Whether the norm, a router's product and its choice take one launch: one token on a GPU."""
+    return x.is_cuda and len(x) == 1
+
+
 class SoftmaxRouter(nn.Module):
     """The top k of a softmax over experts (Qwen, Jamba).
 
@@ -230,7 +235,7 @@ class MoE(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Experts of norm(x + residual), and x + residual."""
-        if x.is_cuda and len(x) == 1:
+        if routes_alone(x):
             h, residual, weights, ids = self.router.route(InputNorm(norm.weight, norm.eps, residual), x, batch)
         else:
             h, residual = norm(x, residual)

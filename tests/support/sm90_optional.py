@@ -63,7 +63,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     yield "causal_conv1d_update", tokenwise | {"activation": None}, {"bias": meta(channels)} | windows | parents
     ragged = conv(channels) | step | {"x": meta(TOKENS, channels), "query_start_loc": STARTS}
     yield "causal_conv1d_varlen", ragged | {"activation": None}, {"bias": meta(channels), "activation": "silu"}
-    products = {"projected": meta(B, T, 3 * channels), "weight": meta(channels, 3), "conv": meta(SLOTS, channels, 4)}
+    products = {"x": meta(B, T, 3 * channels), "weight": meta(channels, 3), "conv": meta(SLOTS, channels, 4)}
     yield "short_conv_update", products | step | {"bias": None}, {"bias": meta(channels)}
     whole = {"xBC": meta(B, T, channels), "dt": meta(B, T, H), "A": f32(H), "states": f32(SLOTS, H, P, N)}
     everything = {"bias": meta(channels), "z": meta(B, T, H, P)} | per_head
