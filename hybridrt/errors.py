@@ -17,6 +17,7 @@ __all__ = [
     "OutOfSlotsError",
     "PeerGoneError",
     "PoolError",
+    "PromptTooLongError",
     "ProviderNotInstalledError",
     "QueueFullError",
     "RankError",

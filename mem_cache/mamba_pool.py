@@ -7,7 +7,8 @@ import torch
 
 from hybridrt.errors import ConfigError, PoolError
 from hybridrt.kernels.causal_conv1d import conv_window
-from hybridrt.kernels.records import IntermediateStates
+from hybridrt.kernels.records import IntermediateStates, RowTables
+from hybridrt.kernels.row_tables import enter_rows
 from hybridrt.kernels.slots import write_columns
 from hybridrt.kernels.state_commit import commit_conv_window, commit_intermediate
 from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
@@ -203,7 +204,7 @@ class MambaPool:
     # -- moving state between slots and rings ------------------------------------------------------------------
 
     def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
-        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] int64 each.
+        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] integers each.
 
         Args:
             phases: [n] non-negative integers. Rows that advance alike fold in different steps if theirs differ modulo
@@ -211,13 +212,12 @@ class MambaPool:
         """
         check_range("rows", rows, self.num_rows + 1)
         check_range("state_slots", state_slots, self.num_slots + 1)
+        index = state_slots.long()
         for _, cache in self.stacks:
             for tensor in (cache.conv, cache.temporal):
-                _as_words(tensor).index_fill_(1, state_slots, 0)
-        self.req_to_state_slot[rows] = state_slots.int()
-        self._empty_rings(rows)
-        if phases is not None:
-            self.ring_start[rows] = (phases % self.spec.phases_apart).int()
+                _as_words(tensor).index_fill_(1, index, 0)
+        tables = RowTables(self.req_to_state_slot, self.ring_start, self.ring_length)
+        enter_rows(rows, state_slots, phases, self.spec.phases_apart, tables)
 
     def donate(self, rows: torch.Tensor) -> torch.Tensor:
         """Takes the slots from `rows`, each with the row's whole state in it, and returns them: [n] int32. The rows own

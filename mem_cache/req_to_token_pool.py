@@ -2,6 +2,7 @@
 
 import torch
 
+from hybridrt.kernels.row_tables import enter_pages
 from hybridrt.mem_cache.bounds import check_range
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 
@@ -35,7 +36,6 @@ class HybridReqToTokenPool:
         self.req_to_token = torch.zeros((num_rows + 1, self.max_context), dtype=torch.int32, device=device)
         no_slots = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         self.req_to_state_slot = no_slots if mamba_pool is None else mamba_pool.req_to_state_slot
-        self._offsets = torch.arange(page_size, dtype=torch.int32, device=device)
 
     @staticmethod
     def row_bytes(max_context: int, page_size: int) -> int:
@@ -43,13 +43,13 @@ class HybridReqToTokenPool:
         return 4 * (-(-max_context // page_size) * page_size + 1)
 
     def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
-        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] int64 each; `phases` as in
-        MambaPool.admit. PoolError for a row or a slot that the state pool does not have."""
+        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] integers each; `phases` as
+        in MambaPool.admit. PoolError for a row or a slot that the state pool does not have."""
         if self.mamba_pool is not None:
             self.mamba_pool.admit(rows, state_slots, phases)
 
     def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
-        """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] int64 each. A
+        """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] integers each. A
         model without attention layers has no table: nothing is written.
 
         Raises:
@@ -59,8 +59,7 @@ class HybridReqToTokenPool:
             return
         check_range("rows", rows, self.num_rows + 1)
         check_range("page_indices", page_indices, self.max_context // self.page_size)
-        table = self.req_to_token.view(self.num_rows + 1, -1, self.page_size)
-        table[rows, page_indices] = (pages[:, None] * self.page_size + self._offsets).int()
+        enter_pages(rows, page_indices, pages, self.req_to_token, self.page_size)
 
     def state_slots(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
         """State slots of rows: [B] int32 to [B] int32."""

@@ -41,6 +41,15 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _collections_are_short() -> Iterator[None]:
+    """What is left when a module ends (libraries, checkpoints, oracles) lives to the end. Collections of later modules
+    do not go through it."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> "CheckpointStore":
     """Tiny checkpoints by name (tests.support.checkpoints.CASES), each written once."""

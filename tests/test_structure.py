@@ -132,17 +132,6 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (function.end_lineno or 0) - statements[0].lineno + 1 if statements else 0
 
 
-def test_importing_everything_imports_no_optional_package() -> None:
-    needs_one = re.compile(r"_triton$|kernels\.libraries\.(?!common$)|attention\.(flashinfer|fa3)$")
-    wanted = [module for module in SOURCES if not needs_one.search(module)]
-    code = (
-        "import importlib, sys\n"
-        f"for module in {wanted}: importlib.import_module(module)\n"
-        f"print([name for name in {OPTIONAL} if name in sys.modules])"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).strip() == "[]"
-
-
 def test_bare_imports_of_models_are_a_lint_error(tmp_path: Path) -> None:
     ruff = pytest.importorskip("ruff", reason="ruff comes with the dev extra")
     file = tmp_path / "x.py"

@@ -13,7 +13,7 @@ import typer
 
 from hybridrt.bench.timing import Goal, Timing, check_picture, plot, summary
 from hybridrt.bench.workload import WorkloadConfig, make_work
-from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, Overrides, SpeculativeOptions, option
+from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, Overrides, SpeculativeOptions, option, setting
 from hybridrt.errors import ConfigError, EngineError
 
 _KINDS = ("time_to_first_token_ms", "inter_token_latency_ms", "time_per_output_token_ms", "end_to_end_latency_ms")
@@ -24,19 +24,18 @@ class LoadOptions(Overrides):
     """Fields of WorkloadConfig, and how results are shown."""
 
     panel: ClassVar = "Load"
-    data: Annotated[str | None, option("Prompts.", "random", "random|shared-prefix|FILE")] = None
-    requests: Annotated[int | None, option("How many; of a trace at most so many.", "100", "N")] = None
-    prompt_tokens: Annotated[int | None, option("Mean length of prompts.", "128", "N")] = None
-    output_tokens: Annotated[int | None, option("Mean length of outputs.", "64", "N")] = None
-    fixed: Annotated[bool | None, option("All lengths are the means.", "half to one and a half times")] = None
-    prefixes: Annotated[int | None, option("Of shared-prefix: how many texts.", "4", "N")] = None
-    prefix_tokens: Annotated[int | None, option("Of shared-prefix: their length.", "256", "N")] = None
-    rate: Annotated[
-        float | None,
-        option("Requests a second, a Poisson process; inf: all at once.", "at once, or the trace's", "X"),
-    ] = None
-    vocab: Annotated[int | None, option("Token ids are below.", "1000", "N")] = None
-    workload_seed: Annotated[int | None, option("Of prompts, lengths and arrivals.", "0", "N")] = None
+    data: str | None = setting("Prompts.", "random", "random|shared-prefix|FILE")
+    requests: int | None = setting("How many; of a trace at most so many.", "100", "N")
+    prompt_tokens: int | None = setting("Mean length of prompts.", "128", "N")
+    output_tokens: int | None = setting("Mean length of outputs.", "64", "N")
+    fixed: bool | None = setting("All lengths are the means.", "half to one and a half times")
+    prefixes: int | None = setting("Of shared-prefix: how many texts.", "4", "N")
+    prefix_tokens: int | None = setting("Of shared-prefix: their length.", "256", "N")
+    rate: float | None = setting(
+        "Requests a second, a Poisson process; inf: all at once.", "at once, or the trace's", "X"
+    )
+    vocab: int | None = setting("Token ids are below.", "1000", "N")
+    workload_seed: int | None = setting("Of prompts, lengths and arrivals.", "0", "N")
 
     def workload(self) -> WorkloadConfig:
         """What the requests look like."""
@@ -51,12 +50,12 @@ class ResultOptions:
     """What is done with the times."""
 
     panel: ClassVar = "Results"
-    concurrency: Annotated[int | None, option("At most so many at a time.", "no limit", "N")] = None
-    slo_ttft: Annotated[float | None, option("Goodput: milliseconds to the first token at most.", "any", "MS")] = None
-    slo_tpot: Annotated[float | None, option("Goodput: mean milliseconds between tokens at most.", "any", "MS")] = None
-    slo_e2e: Annotated[float | None, option("Goodput: milliseconds of a request at most.", "any", "MS")] = None
-    output: Annotated[str | None, option("File for the results as JSON.", "none", "FILE")] = None
-    picture: Annotated[str | None, option("File for a picture of the times.", "none", "FILE")] = None
+    concurrency: int | None = setting("At most so many at a time.", "no limit", "N")
+    slo_ttft: float | None = setting("Goodput: milliseconds to the first token at most.", "any", "MS")
+    slo_tpot: float | None = setting("Goodput: mean milliseconds between tokens at most.", "any", "MS")
+    slo_e2e: float | None = setting("Goodput: milliseconds of a request at most.", "any", "MS")
+    output: str | None = setting("File for the results as JSON.", "none", "FILE")
+    picture: str | None = setting("File for a picture of the times.", "none", "FILE")
     json_only: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False
 
     def goal(self) -> Goal | None:

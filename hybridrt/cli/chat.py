@@ -14,6 +14,7 @@ from hybridrt.cli.options import (
     SpeculativeOptions,
     option,
     read_text,
+    setting,
 )
 from hybridrt.errors import ConfigError
 
@@ -25,34 +26,34 @@ if TYPE_CHECKING:
 class ChatSampling(SamplingOptions):
     """Sampling of answers, whose default length is all that the model has room for."""
 
-    max_tokens: Annotated[int | None, option("Tokens of an answer at most.", "what there is room for", "N")] = None
+    max_tokens: int | None = setting("Tokens of an answer at most.", "what there is room for", "N")
 
 
 @dataclass(frozen=True)
 class ChatEngine(EngineOptions):
     """The engine for one person: room for a few requests keeps earlier conversations cached, and the start short."""
 
-    max_running_requests: Annotated[int | None, option("Requests that could decode together.", "4", "N")] = None
+    max_running_requests: int | None = setting("Requests that could decode together.", "4", "N")
 
 
 @dataclass(frozen=True)
 class FormatOptions(Overrides):
     """How conversations are written for a model in this process."""
 
-    chat_template: Annotated[str | None, option("File that replaces the chat template.", "none", "FILE")] = None
-    reasoning_parser: Annotated[str | None, option("How the model marks reasoning.", "auto", "NAME")] = None
+    chat_template: str | None = setting("File that replaces the chat template.", "none", "FILE")
+    reasoning_parser: str | None = setting("How the model marks reasoning.", "auto", "NAME")
 
 
 @dataclass(frozen=True)
 class RemoteOptions:
     """Where another server is."""
 
-    url: Annotated[str | None, option("Server with OpenAI's API to talk to instead.", "none", "URL")] = None
+    url: str | None = setting("Server with OpenAI's API to talk to instead.", "none", "URL")
     api_key: Annotated[
         str | None,
         typer.Option("--api-key", envvar="HYBRIDRT_API_KEY", metavar="KEY", help="Sent to the server of --url. [none]"),
     ] = None
-    timeout: Annotated[float | None, option("Seconds without a byte from it before an error.", "600", "S")] = None
+    timeout: float | None = setting("Seconds without a byte from it before an error.", "600", "S")
 
 
 def chat(

@@ -21,6 +21,7 @@ from hybridrt.cli.options import (
     SpeculativeOptions,
     option,
     read_text,
+    setting,
 )
 from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.errors import RankError, RequestError
@@ -47,10 +48,10 @@ class Job:
 class PromptSampling(SamplingOptions):
     """Sampling of prompts, of which several samples may be taken."""
 
-    logprobs: Annotated[int | None, option("With --json: so many log-probabilities a token.", "none", "N")] = None
+    logprobs: int | None = setting("With --json: so many log-probabilities a token.", "none", "N")
     n: Annotated[int | None, typer.Option("-n", metavar="N", help="Samples of each prompt. [1]")] = None
-    json_schema: Annotated[str | None, option("Print JSON that this file's schema accepts.", "none", "FILE")] = None
-    regex: Annotated[str | None, option("Print text that this expression matches.", "none", "TEXT")] = None
+    json_schema: str | None = setting("Print JSON that this file's schema accepts.", "none", "FILE")
+    regex: str | None = setting("Print text that this expression matches.", "none", "TEXT")
 
     def given(self) -> dict[str, Any]:
         values = super().given()

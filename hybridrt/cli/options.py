@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from copy import copy
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
@@ -21,9 +21,16 @@ ModelOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
-def option(text: str, default: str, metavar: str | None = None) -> Any:
-    """An option whose default is set by another class. The default is shown in the help and not passed."""
-    return typer.Option(help=f"{text} [{default}]", show_default=False, metavar=metavar)
+def option(text: str, default: str, metavar: str | None = None, name: str | None = None) -> Any:
+    """An option whose default is set by another class. The default is shown in the help and not passed. `name`: instead
+    of the parameter's own."""
+    names = () if name is None else (name,)
+    return typer.Option(*names, help=f"{text} [{default}]", show_default=False, metavar=metavar)
+
+
+def setting(text: str, default: str, metavar: str | None = None, name: str | None = None) -> Any:
+    """`option` as a field of an options dataclass."""
+    return field(default=None, metadata={"option": option(text, default, metavar, name)})
 
 
 class Overrides:
@@ -41,41 +48,29 @@ class EngineOptions(Overrides):
     """Fields of EngineConfig. EngineConfig checks their values."""
 
     panel: ClassVar = "Engine"
-    device: Annotated[str | None, option("Where to run.", "auto", "cpu|cuda|cuda:N")] = None
-    dtype: Annotated[str | None, option("Of weights and activations.", "auto", _DTYPES)] = None
-    load_format: Annotated[
-        str | None, option("dummy: random weights from config.json alone.", "auto", "auto|dummy")
-    ] = None
-    max_model_len: Annotated[int | None, option("Longest prompt + output, in tokens.", "what fits", "N")] = None
-    max_running_requests: Annotated[int | None, option("Requests that decode together.", "what fits", "N")] = None
-    memory_fraction: Annotated[float | None, option("Share of the GPU's memory to take.", "0.85", "X")] = None
-    page_size: Annotated[int | None, option("Tokens in a KV page, a power of two.", "16", "N")] = None
-    chunked_prefill_size: Annotated[int | None, option("Prompt tokens computed in one step.", "8192", "N")] = None
-    target_itl_ms: Annotated[
-        float | None, option("Time between tokens to keep, by shorter chunks of prompts.", "none", "MS")
-    ] = None
-    mamba_ssm_dtype: Annotated[str | None, option("Of the recurrent state.", "float32", _DTYPES)] = None
-    state_mode: Annotated[
-        str | None, option("How recurrent state is kept while decoding.", "auto", "classic|replay")
-    ] = None
-    attention_backend: Annotated[
-        str | None, option("Softmax attention; `hybridrt doctor` lists the names.", "auto", "NAME")
-    ] = None
-    prefill_attention_backend: Annotated[
-        str | None, option("Another backend for prefill alone.", "the same", "NAME")
-    ] = None
-    linear_attn_backend: Annotated[str | None, option("Backend of the recurrent layers.", "auto", "NAME")] = None
-    cuda_graph: Annotated[bool | None, option("Capture steps as graphs on a GPU.", "on")] = None
-    cuda_graph_max_bs: Annotated[int | None, option("Largest batch captured.", "what fits", "N")] = None
-    cuda_graph_prompts: Annotated[bool | None, option("Capture steps with short prompts too.", "on")] = None
-    overlap: Annotated[bool | None, option("Launch a step before the last one's tokens are read.", "on")] = None
-    prefix_cache: Annotated[bool | None, option("Keep prompts and answers for those that begin alike.", "on")] = None
-    cache_slots: Annotated[int | None, option("Recurrent states kept for prefixes.", "one a request", "N")] = None
-    host_cache_bytes: Annotated[int | None, option("Main memory for prefixes, in bytes.", "0", "N")] = None
-    tp_size: Annotated[
-        int | None, option("Tensor-parallel ranks, each on a GPU of its own.", "1, or torchrun's", "N")
-    ] = None
-    seed: Annotated[int | None, option("Of sampling and of dummy weights.", "0", "N")] = None
+    device: str | None = setting("Where to run.", "auto", "cpu|cuda|cuda:N")
+    dtype: str | None = setting("Of weights and activations.", "auto", _DTYPES)
+    load_format: str | None = setting("dummy: random weights from config.json alone.", "auto", "auto|dummy")
+    max_model_len: int | None = setting("Longest prompt + output, in tokens.", "what fits", "N")
+    max_running_requests: int | None = setting("Requests that decode together.", "what fits", "N")
+    memory_fraction: float | None = setting("Share of the GPU's memory to take.", "0.85", "X")
+    page_size: int | None = setting("Tokens in a KV page, a power of two.", "16", "N")
+    chunked_prefill_size: int | None = setting("Prompt tokens computed in one step.", "8192", "N")
+    target_itl_ms: float | None = setting("Time between tokens to keep, by shorter chunks of prompts.", "none", "MS")
+    mamba_ssm_dtype: str | None = setting("Of the recurrent state.", "float32", _DTYPES)
+    state_mode: str | None = setting("How recurrent state is kept while decoding.", "auto", "classic|replay")
+    attention_backend: str | None = setting("Softmax attention; `hybridrt doctor` lists the names.", "auto", "NAME")
+    prefill_attention_backend: str | None = setting("Another backend for prefill alone.", "the same", "NAME")
+    linear_attn_backend: str | None = setting("Backend of the recurrent layers.", "auto", "NAME")
+    cuda_graph: bool | None = setting("Capture steps as graphs on a GPU.", "on")
+    cuda_graph_max_bs: int | None = setting("Largest batch captured.", "what fits", "N")
+    cuda_graph_prompts: bool | None = setting("Capture steps with short prompts too.", "on")
+    overlap: bool | None = setting("Launch a step before the last one's tokens are read.", "on")
+    prefix_cache: bool | None = setting("Keep prompts and answers for those that begin alike.", "on")
+    cache_slots: int | None = setting("Recurrent states kept for prefixes.", "one a request", "N")
+    host_cache_bytes: int | None = setting("Main memory for prefixes, in bytes.", "0", "N")
+    tp_size: int | None = setting("Tensor-parallel ranks, each on a GPU of its own.", "1, or torchrun's", "N")
+    seed: int | None = setting("Of sampling and of dummy weights.", "0", "N")
 
 
 @dataclass(frozen=True)
@@ -83,11 +78,9 @@ class SpeculativeOptions:
     """Fields of SpeculativeConfig that have options."""
 
     panel: ClassVar = "Speculation"
-    speculative: Annotated[str | None, option("Draft tokens and verify them at once.", "off", "|".join(BUILT_IN))] = (
-        None
-    )
-    num_draft_tokens: Annotated[int | None, option("Drafts a step.", "4", "N")] = None
-    draft_model: Annotated[str | None, option("Drafter of --speculative draft.", "the built-in model's", "NAME")] = None
+    speculative: str | None = setting("Draft tokens and verify them at once.", "off", "|".join(BUILT_IN))
+    num_draft_tokens: int | None = setting("Drafts a step.", "4", "N")
+    draft_model: str | None = setting("Drafter of --speculative draft.", "the built-in model's", "NAME")
 
     def given(self, model: str) -> dict[str, Any]:
         """{"speculative": SpeculativeConfig}, or nothing where speculation is off. The built-in model brings a drafter.
@@ -119,20 +112,17 @@ class SamplingOptions(Overrides):
     seeds every request."""
 
     panel: ClassVar = "Sampling"
-    max_tokens: Annotated[int | None, option("Tokens to generate at most.", "128", "N")] = None
-    temperature: Annotated[float | None, option("0 always takes the likeliest token.", _FILE, "X")] = None
-    top_p: Annotated[float | None, option("Keep the likeliest tokens of this total probability.", _FILE, "X")] = None
-    top_k: Annotated[int | None, option("Keep so many likeliest tokens; -1 is off.", _FILE, "N")] = None
-    min_p: Annotated[float | None, option("Drop tokens below this share of the likeliest.", _FILE, "X")] = None
-    repetition_penalty: Annotated[float | None, option("Above 1: seen tokens become unlikely.", _FILE, "X")] = None
-    presence_penalty: Annotated[float | None, option("Subtracted for tokens already written.", "0", "X")] = None
-    frequency_penalty: Annotated[float | None, option("The same for each time they were.", "0", "X")] = None
-    stop: Annotated[list[str] | None, option("End before this text; repeatable.", "none", "TEXT")] = None
-    stop_token_ids: Annotated[
-        list[int] | None,
-        typer.Option("--stop-token-id", metavar="ID", help="End at this token; repeatable. [none]"),
-    ] = None
-    ignore_eos: Annotated[bool | None, option("Go on after the end-of-sequence token.", "off")] = None
+    max_tokens: int | None = setting("Tokens to generate at most.", "128", "N")
+    temperature: float | None = setting("0 always takes the likeliest token.", _FILE, "X")
+    top_p: float | None = setting("Keep the likeliest tokens of this total probability.", _FILE, "X")
+    top_k: int | None = setting("Keep so many likeliest tokens; -1 is off.", _FILE, "N")
+    min_p: float | None = setting("Drop tokens below this share of the likeliest.", _FILE, "X")
+    repetition_penalty: float | None = setting("Above 1: seen tokens become unlikely.", _FILE, "X")
+    presence_penalty: float | None = setting("Subtracted for tokens already written.", "0", "X")
+    frequency_penalty: float | None = setting("The same for each time they were.", "0", "X")
+    stop: list[str] | None = setting("End before this text; repeatable.", "none", "TEXT")
+    stop_token_ids: list[int] | None = setting("End at this token; repeatable.", "none", "ID", "--stop-token-id")
+    ignore_eos: bool | None = setting("Go on after the end-of-sequence token.", "off")
 
 
 def read_text(option_name: str, file: str) -> str:
@@ -154,13 +144,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {name: p.annotation for name, p in parameters.items() if is_dataclass(p.annotation)}
     spread = [p.replace(kind=p.KEYWORD_ONLY) for name, p in parameters.items() if name not in groups]
     for group in groups.values():
-        hints, panel = get_type_hints(group, include_extras=True), getattr(group, "panel", None)
-        spread += [
-            inspect.Parameter(
-                f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_under(panel, hints[f.name])
+        for f in fields(group):
+            annotation = _annotation(group, f)
+            spread.append(
+                inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=annotation)
             )
-            for f in fields(group)
-        ]
 
     def run(**values: Any) -> None:
         made = {name: cls(**{f.name: values.pop(f.name) for f in fields(cls)}) for name, cls in groups.items()}
@@ -172,9 +160,10 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _under(panel: str | None, annotation: Any) -> Any:
-    """Annotated[type, option] with the option in a panel of the help."""
-    kind, info = get_args(annotation)
+def _annotation(group: type, of: Field[Any]) -> Any:
+    """Annotated[type, option] of a field, with the option in the group's panel of the help."""
+    kind = get_type_hints(group, include_extras=True)[of.name]
+    kind, info = (kind, of.metadata["option"]) if of.metadata else get_args(kind)
     info = copy(info)
-    info.rich_help_panel = panel
+    info.rich_help_panel = getattr(group, "panel", None)
     return Annotated[kind, info]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from hybridrt.cli.options import EMBEDDED, EngineOptions, SpeculativeOptions, option, read_text
+from hybridrt.cli.options import EMBEDDED, EngineOptions, SpeculativeOptions, read_text, setting
 from hybridrt.errors import ProviderNotInstalledError
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
@@ -17,39 +17,32 @@ class ServerOptions:
     """Fields of ServerConfig, which checks them."""
 
     panel: ClassVar = "Server"
-    host: Annotated[str | None, option("Address to listen on; 0.0.0.0 is reached from everywhere.", "127.0.0.1")] = None
-    port: Annotated[int | None, option("Port to listen on.", "8000", "N")] = None
-    served_model_names: Annotated[
-        list[str] | None,
-        typer.Option("--served-model-name", metavar="NAME", help="What requests call the model; repeatable. [MODEL]"),
-    ] = None
-    api_keys: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--api-key",
-            metavar="KEY",
-            help="Key that requests must bring; repeatable. Others see a command line: prefer --api-key-file or the "
-            "variable HYBRIDRT_API_KEY. [none]",
-        ),
-    ] = None
-    api_key_file: Annotated[str | None, option("File with such keys, one a line.", "none", "FILE")] = None
-    tls_certificate: Annotated[str | None, option("PEM file: serve HTTPS.", "none", "FILE")] = None
-    tls_key: Annotated[str | None, option("PEM file of its private key.", "none", "FILE")] = None
-    allowed_origins: Annotated[
-        list[str] | None,
-        typer.Option("--allowed-origin", metavar="URL", help="Pages that may call (CORS); repeatable. [none]"),
-    ] = None
-    chat_template: Annotated[str | None, option("File that replaces the model's chat template.", "none", "FILE")] = None
-    tool_parser: Annotated[str | None, option("How the model writes tool calls.", "auto", "NAME")] = None
-    reasoning_parser: Annotated[str | None, option("How the model marks reasoning.", "auto", "NAME")] = None
-    max_waiting: Annotated[int | None, option("Samples that may wait; more get 429.", "4096", "N")] = None
-    max_body_bytes: Annotated[int | None, option("Longest body of a request.", "16777216", "N")] = None
-    request_timeout: Annotated[float | None, option("Seconds that a request may take.", "600", "S")] = None
-    drain_timeout: Annotated[float | None, option("Seconds for running requests after SIGTERM.", "30", "S")] = None
-    step_timeout: Annotated[float | None, option("A longer step makes /health fail.", "120", "S")] = None
-    stats_interval: Annotated[float | None, option("Seconds between lines of statistics; 0: none.", "10", "S")] = None
-    access_log: Annotated[bool | None, option("A JSON line for each request.", "on")] = None
-    otlp_endpoint: Annotated[str | None, option("Where OpenTelemetry spans go.", "none", "URL")] = None
+    host: str | None = setting("Address to listen on; 0.0.0.0 is reached from everywhere.", "127.0.0.1")
+    port: int | None = setting("Port to listen on.", "8000", "N")
+    served_model_names: list[str] | None = setting(
+        "What requests call the model; repeatable.", "MODEL", "NAME", "--served-model-name"
+    )
+    api_keys: list[str] | None = setting(
+        "Key that requests must bring; repeatable. Others see a command line: prefer --api-key-file or the variable "
+        "HYBRIDRT_API_KEY.", "none", "KEY", "--api-key",
+    )  # fmt: skip
+    api_key_file: str | None = setting("File with such keys, one a line.", "none", "FILE")
+    tls_certificate: str | None = setting("PEM file: serve HTTPS.", "none", "FILE")
+    tls_key: str | None = setting("PEM file of its private key.", "none", "FILE")
+    allowed_origins: list[str] | None = setting(
+        "Pages that may call (CORS); repeatable.", "none", "URL", "--allowed-origin"
+    )
+    chat_template: str | None = setting("File that replaces the model's chat template.", "none", "FILE")
+    tool_parser: str | None = setting("How the model writes tool calls.", "auto", "NAME")
+    reasoning_parser: str | None = setting("How the model marks reasoning.", "auto", "NAME")
+    max_waiting: int | None = setting("Samples that may wait; more get 429.", "4096", "N")
+    max_body_bytes: int | None = setting("Longest body of a request.", "16777216", "N")
+    request_timeout: float | None = setting("Seconds that a request may take.", "600", "S")
+    drain_timeout: float | None = setting("Seconds for running requests after SIGTERM.", "30", "S")
+    step_timeout: float | None = setting("A longer step makes /health fail.", "120", "S")
+    stats_interval: float | None = setting("Seconds between lines of statistics; 0: none.", "10", "S")
+    access_log: bool | None = setting("A JSON line for each request.", "on")
+    otlp_endpoint: str | None = setting("Where OpenTelemetry spans go.", "none", "URL")
 
     def given(self) -> dict[str, Any]:
         """Arguments of ServerConfig.

@@ -61,7 +61,7 @@ class EmbeddedRuntime:
         check_equal("rows", lines, "state_slots", places)
         self._batches.admit(lines, places.tolist())
         sections = self._batches.staging.upload({"rows": lines, "slots": places})
-        self.pools.req_to_token.admit(sections["rows"].long(), sections["slots"].long())
+        self.pools.req_to_token.admit(sections["rows"], sections["slots"])
 
     @torch.inference_mode()
     def write_pages(self, rows: Array, page_indices: Array, pages: Array) -> None:
@@ -82,7 +82,7 @@ class EmbeddedRuntime:
         check_within("page_indices", indices, table.max_context // table.page_size)
         self._batches.note_pages(lines, indices)
         sections = self._batches.staging.upload({"rows": lines, "indices": indices, "pages": places})
-        table.write_pages(*(sections[name].long() for name in ("rows", "indices", "pages")))
+        table.write_pages(*(sections[name] for name in ("rows", "indices", "pages")))
 
     @torch.inference_mode()
     def write_tokens(self, rows: torch.Tensor, positions: torch.Tensor, places: torch.Tensor) -> None:

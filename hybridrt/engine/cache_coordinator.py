@@ -228,7 +228,7 @@ class CacheCoordinator:
             )
         own = Slots(request.pages[request.borrowed_pages :], request.spare)
         taken = self.prefixes.release(request)
-        self.pages.free(own.at(self.pages.used(own)))
+        self.pages.free(own.at(self.pages.used(own)))  # those that the prefix cache has not taken
         if request.state_slot in taken.states:
             self.donations.append(request.row.index)
         elif request.state_slot is not None:

@@ -120,7 +120,7 @@ class EngineLoop:
         """
         with self._lock:
             self._closing = True
-        self._commands.put(lambda: None)
+        self._commands.put(lambda: None)  # wakes the thread, which may wait for a command
         self._thread.join(timeout)
         return not self._thread.is_alive()
 

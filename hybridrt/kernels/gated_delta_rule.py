@@ -70,7 +70,7 @@ def chunk_gated_delta_rule(
     out, final = _scan_chunks(chunks, initial, plan)
     write_rows(states, write_slots, final)
     out = out.masked_fill(pad_mask(write_slots, 4)[plan.seq_idx], 0)
-    packed = v.new_zeros(tokens + 1, *v.shape[1:])
+    packed = v.new_zeros(tokens + 1, *v.shape[1:])  # the last row takes the places of chunks that hold no token
     packed[torch.where(valid, index, tokens)] = out.transpose(1, 2).to(v.dtype)
     return packed[:tokens]
 

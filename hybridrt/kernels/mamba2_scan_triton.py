@@ -147,21 +147,31 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     tl.store(scores_ptr + place, scores.to(scores_ptr.dtype.element_ty), mask=(m < size)[:, None] & (s < size)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "chunks"])
 def _outputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, heads_ptr, scores_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr, x_strides: tl.constexpr, B_strides: tl.constexpr,
-    C_strides: tl.constexpr, z_strides: tl.constexpr, out_strides: tl.constexpr, num_tokens,
+    C_strides: tl.constexpr, z_strides: tl.constexpr, out_strides: tl.constexpr, num_tokens, chunks,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, Q: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M tokens and BLOCK_P channels of a head: BLOCK_N state columns at a time, then BLOCK_K earlier tokens.
     Without scores it computes them, and BLOCK_N is all columns."""
     begin(PDL)
     block, h, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = h // HEADS_PER_GROUP
-    m_first = block // tl.cdiv(P, BLOCK_P) * BLOCK_M
-    start, size = chunk_span(cu_chunks_ptr, chunk)
+    if scores_ptr is None:
+        # The blocks of chunk c are numbered from cu_chunks[c] // BLOCK_M + c on, which leaves room for all of them. A
+        # graph has far more chunks than most of its steps, and programs without work take time, too.
+        number, each = chunk, tl.arange(0, BLOCK_CHUNKS)
+        firsts = tl.load(cu_chunks_ptr + each, mask=each < chunks, other=0) // BLOCK_M + each
+        chunk = tl.sum(((firsts <= number) & (each < chunks)).to(tl.int32), axis=0) - 1
+        start, size = chunk_span(cu_chunks_ptr, chunk)
+        m_first = (number - chunk - start.to(tl.int32) // BLOCK_M) * BLOCK_M
+    else:
+        start, size = chunk_span(cu_chunks_ptr, chunk)
+        m_first = block // tl.cdiv(P, BLOCK_P) * BLOCK_M
     if m_first >= size:
         return
     dead = tl.load(read_slots_ptr + tl.load(seq_idx_ptr + chunk)) < 0
@@ -234,10 +244,12 @@ def mamba2_chunk_scan_triton(
     if chunks:
         size = plan.chunk_size
         tile = short_outputs_tile(size, dim, state_dim) if few else outputs_tile(size, dim, state_dim)
-        _outputs_kernel[triton.cdiv(size, tile["BLOCK_M"]) * triton.cdiv(dim, tile["BLOCK_P"]), heads, chunks](
+        blocks, channels = triton.cdiv(size, tile["BLOCK_M"]), triton.cdiv(dim, tile["BLOCK_P"])
+        short = channels, heads, num_tokens // tile["BLOCK_M"] + chunks
+        _outputs_kernel[short if few else (blocks * channels, heads, chunks)](
             x, B, C, z, out, weights.D, step, cum, chunk_heads, scores, state.read_state_slots, plan.cu_chunk_seqlens,
-            plan.seq_idx, strides(x), strides(B), strides(C), strides(z), strides(out), num_tokens,
-            **shape, Q=_width(size), **tile, **pdl(x.device),
+            plan.seq_idx, strides(x), strides(B), strides(C), strides(z), strides(out), num_tokens, chunks, **shape,
+            Q=_width(size), BLOCK_CHUNKS=max(64, triton.next_power_of_2(chunks)) if few else 1, **tile, **pdl(x.device),
         )  # fmt: skip
     return out
 

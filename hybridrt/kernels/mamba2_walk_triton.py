@@ -14,6 +14,8 @@ from hybridrt.kernels.mamba2_common_triton import strides, time_step
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
 
+ROWS_AT_ONCE = 2  # a graph has room for more requests than most of its steps have
+
 
 @triton.jit
 def chunk_span(cu_chunks_ptr, chunk):  # type: ignore[no-untyped-def]
@@ -22,60 +24,63 @@ def chunk_span(cu_chunks_ptr, chunk):  # type: ignore[no-untyped-def]
     return first.to(tl.int64), tl.load(cu_chunks_ptr + chunk + 1) - first
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "rows"])
 def _states_kernel(  # type: ignore[no-untyped-def]
     x_ptr, dt_ptr, B_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr,
     has_initial_ptr, cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr,
-    x_strides: tl.constexpr, dt_st: tl.constexpr, B_strides: tl.constexpr, states_ss: tl.constexpr, num_tokens,
+    x_strides: tl.constexpr, dt_st: tl.constexpr, B_strides: tl.constexpr, states_ss: tl.constexpr, num_tokens, rows,
     dt_min, dt_max, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of a head's state over all chunks of a request, BLOCK_K tokens at a time."""
     begin(PDL)
-    block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    read = tl.load(read_slots_ptr + b).to(tl.int64)
-    if read < 0:
-        return
-    write = tl.load(write_slots_ptr + b).to(tl.int64)
+    block, h = tl.program_id(0), tl.program_id(1)
     p = block // tl.cdiv(N, BLOCK_N) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = block % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (p < P)[:, None] & (n < N)[None, :]
     cell = h * (P * N) + p[:, None] * N + n[None, :]
-    has_initial = tl.zeros([BLOCK_P, BLOCK_N], tl.int32) + tl.load(has_initial_ptr + b).to(tl.int32) > 0
     cells = states_ptr + cell
-    state = tl.load(cells + read * states_ss, mask=mask & has_initial, other=0.0).to(tl.float32)
     decay = tl.load(A_ptr + h)
     k = tl.arange(0, BLOCK_K)
-    first_chunk = tl.load(first_chunk_ptr + b)
-    head = heads_ptr + first_chunk.to(tl.int64) * (H * P * N) + cell
-    for chunk in range(first_chunk, tl.load(last_chunk_ptr + b) + 1):
-        tl.store(head, state.to(heads_ptr.dtype.element_ty), mask=mask)
-        head += H * P * N
-        start, size = chunk_span(cu_chunks_ptr, chunk)
-        row = h.to(tl.int64) * num_tokens + start
-        x_source = x_ptr + start * x_strides[0] + h * x_strides[1] + p[None, :]
-        B_source = B_ptr + start * B_strides[0] + (h // HEADS_PER_GROUP) * B_strides[1] + n[None, :]
-        before = tl.zeros([BLOCK_K], tl.float32)
-        for offset in range(0, size, BLOCK_K):
-            token = offset + k
-            inside = token < size
-            dt = dt_ptr + start * dt_st + h + token * dt_st
-            step = tl.where(inside, time_step(dt, dt_bias_ptr, h + k * 0, inside, dt_min, dt_max), 0.0)
-            cum = tl.cumsum(step * decay, axis=0)
-            if block == 0:
-                tl.store(step_ptr + row + token, step, mask=inside)
-                tl.store(cum_ptr + row + token, before + cum, mask=inside)
-            total = tl.sum(tl.where(k == BLOCK_K - 1, cum, 0.0), axis=0)
-            before += total
-            x = tl.load(x_source + token[:, None] * x_strides[0], mask=inside[:, None] & (p < P)[None, :], other=0.0)
-            key = tl.load(B_source + token[:, None] * B_strides[0], mask=inside[:, None] & (n < N)[None, :], other=0.0)
-            weighted = (x.to(tl.float32) * (step * tl.exp(total - cum))[:, None]).to(key.dtype)
-            state = state * tl.exp(total) + tl.dot(tl.trans(weighted), key, input_precision="ieee")
-        if saves_ptr is not None:
-            save = tl.load(saves_ptr + chunk).to(tl.int64)
-            if save > 0:
-                tl.store(cells + save * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
-    tl.store(cells + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
+    for b in range(tl.program_id(2), rows, tl.num_programs(2)):
+        read = tl.load(read_slots_ptr + b).to(tl.int64)
+        first_chunk, end_chunk = tl.load(first_chunk_ptr + b), tl.load(last_chunk_ptr + b) + 1
+        if read < 0:
+            end_chunk = first_chunk
+        has_initial = tl.zeros([BLOCK_P, BLOCK_N], tl.int32) + tl.load(has_initial_ptr + b).to(tl.int32) > 0
+        own = mask & (tl.zeros([BLOCK_P, BLOCK_N], tl.int64) + read >= 0)
+        state = tl.load(cells + read * states_ss, mask=own & has_initial, other=0.0).to(tl.float32)
+        head = heads_ptr + first_chunk.to(tl.int64) * (H * P * N) + cell
+        for chunk in range(first_chunk, end_chunk):
+            tl.store(head, state.to(heads_ptr.dtype.element_ty), mask=mask)
+            head += H * P * N
+            start, size = chunk_span(cu_chunks_ptr, chunk)
+            row = h.to(tl.int64) * num_tokens + start
+            x_source = x_ptr + start * x_strides[0] + h * x_strides[1] + p[None, :]
+            B_source = B_ptr + start * B_strides[0] + (h // HEADS_PER_GROUP) * B_strides[1] + n[None, :]
+            before = tl.zeros([BLOCK_K], tl.float32)
+            for offset in range(0, size, BLOCK_K):
+                token = offset + k
+                inside = token < size
+                dt = dt_ptr + start * dt_st + h + token * dt_st
+                step = tl.where(inside, time_step(dt, dt_bias_ptr, h + k * 0, inside, dt_min, dt_max), 0.0)
+                cum = tl.cumsum(step * decay, axis=0)
+                if block == 0:
+                    tl.store(step_ptr + row + token, step, mask=inside)
+                    tl.store(cum_ptr + row + token, before + cum, mask=inside)
+                total = tl.sum(tl.where(k == BLOCK_K - 1, cum, 0.0), axis=0)
+                before += total
+                x_mask, B_mask = inside[:, None] & (p < P)[None, :], inside[:, None] & (n < N)[None, :]
+                x = tl.load(x_source + token[:, None] * x_strides[0], mask=x_mask, other=0.0)
+                key = tl.load(B_source + token[:, None] * B_strides[0], mask=B_mask, other=0.0)
+                weighted = (x.to(tl.float32) * (step * tl.exp(total - cum))[:, None]).to(key.dtype)
+                state = state * tl.exp(total) + tl.dot(tl.trans(weighted), key, input_precision="ieee")
+            if saves_ptr is not None:
+                save = tl.load(saves_ptr + chunk).to(tl.int64)
+                if save > 0:
+                    tl.store(cells + save * states_ss, state.to(states_ptr.dtype.element_ty), mask=mask)
+        write = tl.load(write_slots_ptr + b).to(tl.int64)
+        tl.store(cells + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=own)
 
 
 class ScanWork(NamedTuple):
@@ -99,10 +104,10 @@ def walk_states(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, promp
     (states, read_slots, write_slots, _), (_, has_initial, plan, saves) = state, prompts
     tile = states_tile(plan.chunk_size, shape["P"], shape["N"])
     blocks = triton.cdiv(shape["P"], tile["BLOCK_P"]) * triton.cdiv(shape["N"], tile["BLOCK_N"])
-    _states_kernel[blocks, shape["H"], len(read_slots)](
+    _states_kernel[blocks, shape["H"], min(len(read_slots), ROWS_AT_ONCE)](
         x, dt, B, A, dt_bias, step, cum, states, heads, read_slots, write_slots, has_initial, plan.cu_chunk_seqlens,
         plan.first_chunk, plan.last_chunk, None if saves is None else saves.chunk_slots, strides(x), dt.stride(0),
-        strides(B), states.stride(0), x.shape[0], *dt_limit, **shape, **tile, **pdl(x.device),
+        strides(B), states.stride(0), x.shape[0], len(read_slots), *dt_limit, **shape, **tile, **pdl(x.device),
     )  # fmt: skip
 
 

@@ -113,6 +113,12 @@ def router_sigmoid_grouped(
     return _without_padding(weights, ids.int(), rows)
 
 
+@operation(by("triton", "hybridrt.kernels.moe_router_triton:router_product_triton"))
+def router_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits `[T, E]` float32 of x `[T, D]` in any dtype and a contiguous weight `[E, D]` float32."""
+    return F.linear(x.float(), weight)
+
+
 class RoutedToken(NamedTuple):
     """What `route_token` finds: norm(x + residual) `[1, D]` in x's dtype, x + residual (x itself without one), weights
     `[1, k + shared]` float32 and ids `[1, k + shared]` int32."""

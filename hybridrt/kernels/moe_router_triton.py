@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.launch import arrival_counters
-from hybridrt.kernels.moe import GroupedChoice, RoutedToken, SoftmaxChoice, routed_rows
+from hybridrt.kernels.launch import arrival_counters, multiprocessors
+from hybridrt.kernels.moe import GroupedChoice, RoutedToken, SoftmaxChoice, routed_rows, router_product
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.skinny_linear import InputNorm
 from hybridrt.kernels.skinny_linear_triton import token_products
 
+PRODUCT_TOKENS = 256  # up to here the float32 product of a router is bound by its launches
 _LOWEST = tl.constexpr(-0x80000000)
 
 
@@ -106,6 +107,41 @@ def _choose_sigmoid(  # type: ignore[no-untyped-def]
     return tl.where(j < TOP_K, weights * scaling, 1.0), ids
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def _product_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, out_ptr, parts_ptr, arrivals_ptr, x_st, tokens, E, K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [parts of K, blocks of experts, blocks of tokens]; the last part to end sums all parts, in their order."""
+    PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
+    part, block = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e, k = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    x_rows, w_rows = x_ptr + t.to(tl.int64)[:, None] * x_st, weight_ptr + tl.minimum(e, E - 1)[None, :] * K
+    begin(PDL)
+    acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    for start in range(part * PART, tl.minimum((part + 1) * PART, K), BLOCK_K):
+        column = start + k
+        x = tl.load(x_rows + column[None, :], mask=(t < tokens)[:, None] & (column < K)[None, :], other=0.0)
+        w = tl.load(w_rows + column[:, None], mask=(column < K)[:, None], other=0.0)
+        acc = tl.dot(x.to(tl.float32), w, acc, input_precision="tf32x3")
+    out = out_ptr + t.to(tl.int64)[:, None] * E + e[None, :]
+    mask = (t < tokens)[:, None] & (e < E)[None, :]
+    if SPLIT == 1:
+        tl.store(out, acc, mask=mask)
+    else:
+        cells = parts_ptr + block.to(tl.int64) * (SPLIT * BLOCK_T * BLOCK_E)
+        cells += tl.arange(0, BLOCK_T)[:, None] * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+        tl.store(cells + part * (BLOCK_T * BLOCK_E), acc)
+        tl.debug_barrier()  # the arrival below publishes what all threads stored
+        if tl.atomic_add(arrivals_ptr + block, 1, sem="acq_rel") == SPLIT - 1:
+            tl.store(arrivals_ptr + block, 0)
+            total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+            for other in range(SPLIT):
+                total += tl.load(cells + other * (BLOCK_T * BLOCK_E), cache_modifier=".cg")
+            tl.store(out, total, mask=mask)
+
+
 @triton.jit
 def _router_softmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, shared_gate_ptr, weights_ptr, ids_ptr, rows_ptr, logits_sr, shared_gate_sr, TOKENS: tl.constexpr,
@@ -172,6 +208,26 @@ def _route_token_kernel(  # type: ignore[no-untyped-def]
                 x = x.to(total_ptr.dtype.element_ty).to(tl.float32)
             x *= scale * tl.load(norm_ptr + start + k, mask=mask, other=0.0)
             tl.store(normed_ptr + start + k, x.to(normed_ptr.dtype.element_ty), mask=mask)
+
+
+def router_product_triton(x: Tensor, weight: Tensor) -> Tensor:
+    """`router_product`, of a decode step's tokens in one launch: cuBLAS takes three, with a conversion and a sum."""
+    (tokens, width), experts = x.shape, len(weight)
+    if not 0 < tokens <= PRODUCT_TOKENS or x.stride(1) != 1:
+        return router_product.reference(x, weight)
+    block_t, block_e, block_k = 16, 32, min(128, max(16, triton.next_power_of_2(width)))
+    blocks = triton.cdiv(experts, block_e), triton.cdiv(tokens, block_t)
+    count = blocks[0] * blocks[1]
+    split = max(1, min(2 * multiprocessors(x.device) // count, width // block_k, 16))
+    out, parts, arrivals = torch.empty(tokens, experts, dtype=torch.float32, device=x.device), None, None
+    if split > 1:
+        parts = torch.empty(count, split, block_t, block_e, dtype=torch.float32, device=x.device)
+        arrivals = arrival_counters(weight, count)
+    _product_kernel[(split, *blocks)](
+        x, weight, out, parts, arrivals, x.stride(0), tokens, experts, K=width, BLOCK_T=block_t, BLOCK_E=block_e,
+        BLOCK_K=block_k, SPLIT=split, num_warps=4, **pdl(x.device),
+    )  # fmt: skip
+    return out
 
 
 def router_softmax_triton(

@@ -15,22 +15,22 @@ def _check(projected: Tensor, weights: ConvWeights, state: ConvState, *_: Any, *
 
 
 @operation(by("triton", "hybridrt.kernels.causal_conv1d_triton:causal_conv1d_update_triton"), check=_check)
-def short_conv_update(projected: Tensor, weights: ConvWeights, state: ConvState) -> Tensor:
+def short_conv_update(x: Tensor, weights: ConvWeights, state: ConvState) -> Tensor:
     """Convolves the T new products of each row: decode (T = 1), or verify of a chain (T > 1).
 
-    Products and the conv's output are rounded to the dtype of `projected`, as they are where the steps run apart.
+    Products and the conv's output are rounded to the dtype of x, as they are where the steps run apart.
 
     Args:
-        projected: [B, T, B | C | x], channels each; token t is at position start_positions + t.
+        x: [B, T, B | C | x], channels each, as they are projected; token t is at position start_positions + t.
         weights: without an activation.
         state: its rings get the T products.
 
     Returns:
-        [B, T, channels] in the dtype of `projected`.
+        [B, T, channels] in the dtype of x.
 
     Raises:
         ConfigError: the ring is too narrow for K taps and T tokens, or Wc is not a power of two.
     """
-    into, out, x = projected.chunk(3, -1)
-    y = causal_conv1d_update.reference(into * x, weights, state)
+    into, out, value = x.chunk(3, -1)
+    y = causal_conv1d_update.reference(into * value, weights, state)
     return (out * y).masked_fill_(pad_mask(state.read_state_slots, 3), 0.0)

@@ -59,12 +59,17 @@ class InputGate(NamedTuple):
 
 def _check(
     x: Tensor, weight: Tensor, *_: Any, tail: Tensor | None = None, norm: InputNorm | None = None,
-    gated: InputGate | None = None, **__: Any,
+    gated: InputGate | None = None, parts: int = 1, **__: Any,
 ) -> None:  # fmt: skip
+    if parts > 1 and (x.shape[0] > 1 or x.shape[1] != parts * weight.shape[1] or len(weight) % (8 * parts)):
+        raise ConfigError(
+            f"skinny_linear in {parts} parts takes one token of {parts * weight.shape[1]} numbers and a multiple of "
+            f"{8 * parts} rows, not {list(x.shape)} and {list(weight.shape)}"
+        )
     if gated is not None:
         _check_gate(x, gated)
-    if weight.dtype != x.dtype and x.shape[0] > 1:
-        raise ConfigError(f"skinny_linear takes one token, not {x.shape[0]}, where x is {x.dtype} and W {weight.dtype}")
+    if weight.dtype != x.dtype:
+        raise ConfigError(f"skinny_linear takes x and W of one dtype, not {x.dtype} and {weight.dtype}")
     if x.shape[0] > MAX_TOKENS:
         raise ConfigError(f"skinny_linear takes at most {MAX_TOKENS} tokens, not {x.shape[0]}")
     if tail is not None and norm is not None:
@@ -91,19 +96,22 @@ def skinny_linear(
     norm: InputNorm | None = None,
     gated: InputGate | None = None,
     activation: Activation | None = None,
+    parts: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """act(rms_norm(x + residual) W^T + b) and x + residual; norm, residual, bias and activation are optional.
 
     Args:
         x: [T, K] with any row stride, T at most MAX_TOKENS.
-        weight: [N, K] contiguous, in x's dtype, or with one token in float32; bias: [N] or None.
+        weight: [N, K] contiguous, in x's dtype; bias: [N] or None.
         tail: [T, K - K1], the last columns of the input where x `[T, K1]` holds the first: two inputs of one merged
             weight need no copy side by side. Not with a norm.
         gated: of x, with one token. Not with a norm or a tail.
+        parts: into so many equal parts x and the weight's rows are cut, [1, K] and [N / parts, K] each, of which the
+            i-th are multiplied; with one token, and nothing but a bias.
         activation: "silu_and_mul" halves N (gate rows, then up rows); "relu2".
 
     Returns:
-        y [T, N] or [T, N / 2] in W's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
+        y [T, N] or [T, N / 2] in x's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
 
     Raises:
         ConfigError: too many tokens, or a tail, a norm and a gate that do not fit together.
@@ -119,7 +127,11 @@ def skinny_linear(
         x = rms_norm.reference(x, norm.norm_weight, norm.eps).to(dtype)
     if gated is not None:
         x = _gated(x, gated)
-    y = F.linear(x.to(weight.dtype), weight, bias)
+    if parts > 1:
+        pairs = zip(x.chunk(parts, 1), weight.chunk(parts), strict=True)
+        y = torch.cat([F.linear(part, rows) for part, rows in pairs], 1)
+        return (y if bias is None else y + bias), None
+    y = F.linear(x, weight, bias)
     if activation == "silu_and_mul":
         y = silu_and_mul.reference(y)
     elif activation == "relu2":

@@ -135,9 +135,11 @@ def token_products(  # type: ignore[no-untyped-def]
 def _matvec_kernel(  # type: ignore[no-untyped-def]
     x_ptr, tail_ptr, residual_ptr, norm_ptr, gate_ptr, gate_norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr,
     N, split, eps, K: tl.constexpr, GROUP: tl.constexpr, SIGMOID: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token."""
+    if PARTS > 1:
+        x_ptr += tl.program_id(0) * BLOCK_N // (N // PARTS) * K
     # Past the last row the last one is read again: cheaper than a mask, and never written.
     row = tl.minimum(_weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N), N - 1)
     y, _ = token_products(
@@ -224,13 +226,14 @@ def skinny_linear_triton(
     norm: InputNorm | None = None,
     gated: InputGate | None = None,
     activation: Activation | None = None,
+    parts: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """`skinny_linear`: one launch for one token, one more where several tokens have a norm."""
     assert weight.is_contiguous() and x.stride(1) == 1
     out_features = weight.shape[0] // (2 if activation == "silu_and_mul" else 1)
-    out = torch.empty(x.shape[0], out_features, dtype=weight.dtype, device=x.device)
+    out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
     if x.shape[0] == 1:
-        return out, _matvec(x, tail, weight, bias, norm, gated, activation, out)
+        return out, _matvec(x, tail, weight, bias, norm, gated, activation, parts, out)
     norm_weight, eps, residual = norm or _NO_NORM
     if norm_weight is not None and residual is not None:
         x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
@@ -248,6 +251,7 @@ def _matvec(
     norm: InputNorm | None,
     gated: InputGate | None,
     activation: Activation | None,
+    parts: int,
     out: Tensor,
 ) -> Tensor | None:
     """Fills out and returns the new residual: another tensor, since programs still read the old one."""
@@ -259,7 +263,7 @@ def _matvec(
     _matvec_kernel[(triton.cdiv(rows, tile.block_n),)](
         x, tail, residual, norm_weight, gate, group_norm, weight, bias, out, total, rows, x.shape[1],
         eps if gated is None else group_eps,
-        K=columns, GROUP=group_size, SIGMOID=gate_activation == "sigmoid", ACTIVATION=activation,
+        K=columns, GROUP=group_size, SIGMOID=gate_activation == "sigmoid", ACTIVATION=activation, PARTS=parts,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **pdl(x.device),
     )  # fmt: skip
     return total

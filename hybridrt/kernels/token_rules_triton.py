@@ -14,7 +14,7 @@ _TOKEN, _VALUE, _UNTIL, _START, _LENGTH = (tl.constexpr(column) for column in (T
 @triton.jit
 def _some_rules(columns_ptr, start, count, first, index, plane, BLOCK: tl.constexpr, RULES: tl.constexpr):  # type: ignore[no-untyped-def]
     """The next RULES rules of a row: where they stand, their tokens and values, and which of them apply to tokens of
-    the block at `first`."""
+    the block at `first`. `plane` is the distance between columns of the table."""
     i = start + tl.arange(0, RULES)
     rule_ptr = columns_ptr + i
     token = tl.load(rule_ptr + _TOKEN * plane, mask=i < count, other=-1)

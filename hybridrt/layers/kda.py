@@ -33,12 +33,10 @@ class KDAMixer(nn.Module):
         parts += [Segment(part, total) if rank is None else Segment(f"{part}_a", rank, 1) for part in "fg"]
         parts.append(Segment("b", config.num_heads))
         self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
-        self.gate_projs: list[ColumnLinear] = []
+        self.gate_projs = None
         if rank is not None:
-            self.f_b_proj, self.g_b_proj = (
-                ColumnLinear(f"{name}.{part}", rank, [Segment(part, total)], build=build) for part in ("f_b", "g_b")
-            )
-            self.gate_projs = [self.f_b_proj, self.g_b_proj]
+            gates = [Segment(part, total) for part in ("f_b", "g_b")]
+            self.gate_projs = ColumnLinear(f"{name}.gates", rank, gates, build=build)
         self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", total)], hidden_size, build=build)
         device = build.device
         self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
@@ -55,8 +53,8 @@ class KDAMixer(nn.Module):
         """Mixer of norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
         mixed_qkv, decay, gate, b = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
-        if self.gate_projs:
-            decay, gate = (linear(x) for linear, x in zip(self.gate_projs, (decay, gate), strict=True))
+        if self.gate_projs is not None:
+            decay, gate = self.gate_projs.method.apply_each((decay, gate))
         y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=self.by_head(decay), b=b)
         return self.out_proj.gated_onto(residual, self.norm, y, gate)
 
@@ -74,7 +72,7 @@ class KDAMixer(nn.Module):
         q_conv1d, k_conv1d, v_conv1d, o_norm, A_log, dt_bias; f_a_proj, f_b_proj, g_a_proj, g_b_proj, or f_proj and
         g_proj without a `gate_rank`."""
         found = self.out_proj.targets(f"{key}.o_proj", "x")
-        for linear in (self.in_proj, *self.gate_projs):
+        for linear in (self.in_proj, *([] if self.gate_projs is None else [self.gate_projs])):
             for part in linear.segments:
                 found |= linear.targets(f"{key}.{part}_proj", [part])
         for part, dest in zip("qkv", self.conv_weight.data.split(self.width)):

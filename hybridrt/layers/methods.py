@@ -7,7 +7,7 @@ the group `hybridrt.linear_methods`, "name = module:class".
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -150,6 +150,10 @@ class LinearMethod(Method, ABC):
         """gating(x, gate) W^T + b."""
         return self.apply(gating(x, gate), bias)
 
+    def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Products [T, out / n] of n inputs [T, in], the i-th with the i-th of n equal parts of the rows."""
+        return [self.apply(x, None).chunk(len(inputs), -1)[i] for i, x in enumerate(inputs)]
+
 
 class DenseExperts(ExpertsMethod):
     """Experts in the model's dtype."""
@@ -233,6 +237,13 @@ class DenseMethod(LinearMethod):
         if gated is None:
             return super().apply_gated(gating, x, gate, bias)
         return skinny_linear(x, self.weight, bias, gated=gated)[0]
+
+    def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        even = len(self.weight) % (8 * len(inputs)) == 0
+        if even and len(inputs[0]) == 1 and is_skinny(inputs[0], self.weight, None):
+            x = reduce(side_by_side, inputs)
+            return skinny_linear(x, self.weight, parts=len(inputs))[0].chunk(len(inputs), -1)
+        return [linear(x, part) for x, part in zip(inputs, self.weight.chunk(len(inputs)), strict=True)]
 
 
 class MixedMethod(LinearMethod):

@@ -16,6 +16,7 @@ from hybridrt.kernels.moe import (
     RoutedToken,
     SoftmaxChoice,
     route_token,
+    router_product,
     router_sigmoid_grouped,
     router_softmax,
 )
@@ -27,6 +28,11 @@ from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, TensorPart, Transform, parameter, whole
 
 SHARED_WEIGHT = 0.5  # sigmoid(0): what shared experts without a gate of their own are multiplied by
+
+
+def routes_alone(x: torch.Tensor) -> bool:
+    """Whether the norm, a router's product and its choice take one launch: one token on a GPU."""
+    return x.is_cuda and len(x) == 1
 
 
 class SoftmaxRouter(nn.Module):
@@ -92,7 +98,7 @@ class SigmoidGroupRouter(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32; no expert for padding."""
-        logits = F.linear(x.float(), self.weight)
+        logits = router_product(x, self.weight)
         return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows)
 
     def route(self, norm: InputNorm, x: torch.Tensor, batch: ForwardBatch) -> RoutedToken:
@@ -229,7 +235,7 @@ class MoE(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Experts of norm(x + residual), and x + residual."""
-        if x.is_cuda and len(x) == 1:
+        if routes_alone(x):
             h, residual, weights, ids = self.router.route(InputNorm(norm.weight, norm.eps, residual), x, batch)
         else:
             h, residual = norm(x, residual)
@@ -243,7 +249,7 @@ class MoE(nn.Module):
     def _sum(self, h: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Of the chosen experts and the shared MLP, over all ranks."""
         all_reduce = self.experts.tp.all_reduce
-        if self.latent is not None:
+        if self.latent is not None:  # its way back takes whole sums: the routed experts' are reduced before
             routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
             return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
         routed = self.experts(h, weights, ids)

@@ -21,8 +21,9 @@ from hybridrt.config import ModelConfig
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.kernels.records import TokenInputs
+from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, int32s
+from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, PageWrite, int32s
 from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import StagingRing, cut, pack_rows, packed_size
 
@@ -311,3 +312,24 @@ class GraphRunner:
                 self.backend.commit(batch)
 
         return step
+
+
+def split_page_writes(
+    decode: DecodeRows, writes: Sequence[PageWrite], plan: MemoryPlan
+) -> tuple[np.ndarray, list[PageWrite]] | None:
+    """Splits page writes into those that a graph makes and the rest: ([n] int32 page of each decode row, -1 for none;
+    the writes of other rows). A graph writes one page per row: the page of the row's last token. Returns None if a
+    decode row needs any other page."""
+    index_of_row = np.full(plan.num_rows + 1, -1)
+    index_of_row[decode.rows] = np.arange(len(decode))
+    pages, others = np.full(len(decode), -1, np.int32), []
+    for write in writes:
+        i = index_of_row[write.row]
+        if i < 0:
+            others.append(write)
+            continue
+        last_page = (decode.computed[i] + decode.num_drafts[i]) // plan.page_size
+        if len(write.pages) != 1 or write.first_page != last_page:
+            return None
+        pages[i] = write.pages[0]
+    return pages, others

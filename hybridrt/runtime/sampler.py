@@ -186,13 +186,17 @@ class SamplingTable:
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.floats = torch.zeros(len(FLOATS), num_rows + 1, device=device)
-        self.integers = torch.zeros(2, num_rows + 1, dtype=torch.int32, device=device)
+        self._constants = torch.zeros(len(FLOATS) + 2, num_rows + 1, dtype=torch.int32, device=device)
+        self.integers = self._constants[-2:]
         self.top_k = self.integers[0]
         self.rules = allocate_rules(self.integers[1], vocab_size)
         self.seeds = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.output_counts = torch.zeros(num_rows + 1, vocab_size, dtype=torch.int32, device=device)
         self.prompt_mask = torch.zeros(num_rows + 1, vocab_size, dtype=torch.bool, device=device)
+
+    @property
+    def floats(self) -> torch.Tensor:
+        return self._constants[:-2].view(torch.float32)
 
     @staticmethod
     def row_bytes(vocab_size: int) -> int:
@@ -219,8 +223,7 @@ class SamplingTable:
         constants = np.frombuffer(rows, np.int32).reshape(-1, _CONSTANTS.size // 4)
         return {
             "seeds": constants[:, :2].reshape(-1),
-            "floats": constants[:, 2:-2].reshape(-1),
-            "integers": constants[:, -2:].reshape(-1),
+            "constants": constants[:, 2:].reshape(-1),
             "penalty_rows": np.array([a.row for a in counted], np.int32),
             "output_tokens": np.array(outputs, np.int32).reshape(-1),
             "prompt_tokens": np.array(prompts, np.int32).reshape(-1),
@@ -229,8 +232,7 @@ class SamplingTable:
 
     def admit(self, rows: Tensor, sections: dict[str, Tensor]) -> None:
         """Stores what `pack` packed, for request rows `rows` [n]."""
-        self.floats[:, rows] = sections["floats"].view(torch.float32).view(-1, len(FLOATS)).t()
-        self.integers[:, rows] = sections["integers"].view(-1, 2).t()
+        self._constants[:, rows] = sections["constants"].view(-1, len(FLOATS) + 2).t()
         self.seeds[rows] = sections["seeds"].view(torch.int64)
         if "rules" in sections:
             admit_rules(self.rules, sections)

@@ -10,12 +10,13 @@ import torch
 from hybridrt.errors import ConfigError, EngineError
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
+from hybridrt.kernels.row_tables import enter_tokens
 from hybridrt.runtime.build import Runtime
 from hybridrt.runtime.capture import capture_graphs
 from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
 from hybridrt.runtime.cpu_decode import CPUDecode
 from hybridrt.runtime.drafting import DeviceDrafter, draft_needs
-from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.graph_runner import GraphRunner, split_page_writes
 from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
 from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
@@ -186,8 +187,8 @@ class StepRunner:
         self.pools.kv.copy_pages(sections["sources"].long(), sections["targets"].long())
 
     def _graph_of(self, plan: StepPlan, tokens: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
-        """The graph of a step's decode rows, the pages that it enters (`_graph_pages`), and the other page writes. None
-        if there is none for them."""
+        """The graph of a step's decode rows, the pages that it enters (`split_page_writes`), and the other page writes.
+        None if there is none for them."""
         decode, graphs = plan.decode, self.graphs.get(tokens)
         if graphs is None or not len(decode) or graphs.bucket(len(decode)) is None:
             return None
@@ -195,7 +196,7 @@ class StepRunner:
             return None  # drafts are committed once they are sampled, and chunks may not be launched before that
         if not plan.page_writes:
             return graphs, NO_INTEGERS, plan.page_writes
-        split = self._graph_pages(decode, plan.page_writes)
+        split = split_page_writes(decode, plan.page_writes, self.memory_plan)
         return None if split is None else (graphs, *split)
 
     def _launch_graph(
@@ -225,29 +226,9 @@ class StepRunner:
             self.drafter.follow(batch, hidden, self.last_tokens, accepted, None)
         return launched
 
-    def _graph_pages(
-        self, decode: DecodeRows, writes: Sequence[PageWrite]
-    ) -> tuple[np.ndarray, list[PageWrite]] | None:
-        """Splits page writes into those that a graph makes and the rest: ([n] int32 page of each decode row, -1 for
-        none; the writes of other rows). A graph writes one page per row: the page of the row's last token. Returns None
-        if a decode row needs any other page."""
-        index_of_row = np.full(self.memory_plan.num_rows + 1, -1)
-        index_of_row[decode.rows] = np.arange(len(decode))
-        pages, others = np.full(len(decode), -1, np.int32), []
-        for write in writes:
-            i = index_of_row[write.row]
-            if i < 0:
-                others.append(write)
-                continue
-            last_page = (decode.computed[i] + decode.num_drafts[i]) // self.memory_plan.page_size
-            if len(write.pages) != 1 or write.first_page != last_page:
-                return None
-            pages[i] = write.pages[0]
-        return pages, others
-
     def _launch_eager(self, plan: StepPlan, tokens: int) -> Sampling:
-        scored, places = self._prompts.of(plan.extend, len(plan.decode) * tokens)
-        columns = pack_step(plan, tokens, self._packing) | places
+        scored, scored_columns = self._prompts.of(plan.extend, len(plan.decode) * tokens)
+        columns = pack_step(plan, tokens, self._packing) | scored_columns
         columns |= pack_saves(plan.extend, self._packing.chunk_sizes, self.backend.saves_at_chunks)
         sections = self._staging.upload(columns)
         self._apply_allocations(sections)
@@ -320,11 +301,10 @@ class StepRunner:
         copies the pages that the step names."""
         table = self.pools.req_to_token
         if sections["admit_rows"].numel():
-            rows = sections["admit_rows"].long()
-            table.admit(rows, sections["admit_state_slots"].long(), sections["admit_phases"])
-            self.sampling_table.admit(rows, sections)
+            table.admit(sections["admit_rows"], sections["admit_state_slots"], sections["admit_phases"])
+            self.sampling_table.admit(sections["admit_rows"].long(), sections)
         if sections["pages"].numel():
-            table.write_pages(*(sections[name].long() for name in ("page_rows", "page_indices", "pages")))
+            table.write_pages(sections["page_rows"], sections["page_indices"], sections["pages"])
         if "copy_sources" in sections:
             self.pools.kv.copy_pages(*(sections[name].long() for name in ("copy_sources", "copy_targets")))
 
@@ -360,17 +340,13 @@ class StepRunner:
         )
 
     def _sample(
-        self,
-        on_host: tuple[np.ndarray, np.ndarray],
-        rows: torch.Tensor,
-        output_indices: torch.Tensor,
-        logits: torch.Tensor,
-        bitmask: torch.Tensor | None,
-    ) -> LaunchedStep:
+        self, on_host: tuple[np.ndarray, np.ndarray], rows: torch.Tensor, output_indices: torch.Tensor,
+        logits: torch.Tensor, bitmask: torch.Tensor | None,
+    ) -> LaunchedStep:  # fmt: skip
         """`on_host`: rows and output indices on the host."""
         filters, wanted = self._required.of(*on_host)
         tokens = self.sampler(logits, rows, output_indices, filters, bitmask)
-        self.last_tokens[rows] = tokens.int()
+        enter_tokens(rows, tokens, self.last_tokens)
         return LaunchedStep(tokens[:, None], None, *requested_logprobs(logits, tokens, wanted))
 
     def _verify(

@@ -25,6 +25,7 @@ from hybridrt.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from hybridrt.server.respond import respond
 from hybridrt.server.response_protocol import ResponseRequest
 from hybridrt.server.responses import RESPONSE_NAMES, start_response
 from hybridrt.server.service import ID_PREFIXES, Service
@@ -66,20 +67,20 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts."""
         with own_names(body):
-            started = await start_completions(service, body, request.scope)
-        return await started.respond(request)
+            answer = await start_completions(service, body, request.scope)
+        return await respond(answer, request)
 
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
         with own_names(body):
-            started = await start_chat(service, body, request.scope)
-        return await started.respond(request)
+            answer = await start_chat(service, body, request.scope)
+        return await respond(answer, request)
 
     @app.post("/v1/responses", response_class=Response)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answers a conversation, in OpenAI's newer form."""
-        return await (await start_response(service, body, request.scope)).respond(request)
+        return await respond(await start_response(service, body, request.scope), request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -97,7 +98,7 @@ def _add_anthropic(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages", response_class=Response)
     async def messages(body: MessageRequest, request: Request) -> Response:
         """Answers a conversation, in Anthropic's form."""
-        return await (await start_message(service, body, request.scope)).respond(request)
+        return await respond(await start_message(service, body, request.scope), request)
 
     @app.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> dict[str, int]:

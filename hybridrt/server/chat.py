@@ -16,7 +16,6 @@ from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.answers import Answer
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import ChatFields, ChatRequest, Sampling
-from hybridrt.server.respond import Started
 from hybridrt.server.service import Service, refuse_unsupported, response_id
 from hybridrt.server.sse import event as sse_event
 
@@ -84,7 +83,7 @@ class ChatAnswer(Answer):
     def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         reason = self._reader.read(delta).finish_reason
         answer = self._reader.answers[delta.index].message
-        calls = [_call(call.id, call.name, call.arguments) for call in answer.tool_calls]
+        calls = [function_call(call.id, call.name, call.arguments) for call in answer.tool_calls]
         content = None if calls and not answer.content else answer.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         message |= {"reasoning_content": answer.reasoning} if answer.reasoning and self._shows_reasoning else {}
@@ -104,8 +103,20 @@ class ChatAnswer(Answer):
         return {"content": [self._names.entry(*each, self._most) for each in scored], "refusal": None}
 
 
-def _call(name: str, function: str, arguments: str) -> dict[str, Any]:
+def function_call(name: str, function: str, arguments: str) -> dict[str, Any]:
+    """A call of a message, in OpenAI's form."""
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+
+
+def function_tool(
+    name: str,
+    description: str | None = None,
+    parameters: dict[str, Any] | None = None,
+    strict: bool | None = None,
+) -> dict[str, Any]:
+    """A tool, or the choice of one, in OpenAI's form."""
+    function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
 def _message_delta(events: Iterable[Event]) -> dict[str, Any]:
@@ -119,14 +130,14 @@ def _message_delta(events: Iterable[Event]) -> dict[str, Any]:
             case Reasoning():
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
             case CallBegin():
-                calls[event.index] = {"index": event.index, **_call(event.id, event.name, "")}
+                calls[event.index] = {"index": event.index, **function_call(event.id, event.name, "")}
             case CallArguments():
                 call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += event.text
     return delta | ({"tool_calls": list(calls.values())} if calls else {})
 
 
-async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> Started:
+async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> ChatAnswer:
     """Starts the request of a body.
 
     Raises:
@@ -135,7 +146,7 @@ async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> Start
     prepared = await prepare_chat(service, body)
     name = response_id("chatcmpl-", body, scope)
     deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
-    return Started(ChatAnswer(service, name, deltas, body, prepared), deltas, bool(body.stream))
+    return ChatAnswer(service, name, deltas, body, prepared)
 
 
 def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:

@@ -13,7 +13,6 @@ from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.answers import LEAST_LOGPROB, Answer
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import CompletionRequest
-from hybridrt.server.respond import Started
 from hybridrt.server.service import Service, refuse_unsupported, response_id
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -99,7 +98,7 @@ class CompletionAnswer(Answer):
         }
 
 
-async def start_completions(service: Service, body: CompletionRequest, scope: Scope) -> Started:
+async def start_completions(service: Service, body: CompletionRequest, scope: Scope) -> CompletionAnswer:
     """Starts what a body asks for.
 
     Raises:
@@ -129,8 +128,7 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
         echoes = [text for text in texts for _ in range(params.n)]
     name = response_id("cmpl-", body, scope)
     deltas = service.llm.submit(batch, name, stream=bool(body.stream))
-    answer = CompletionAnswer(service, name, deltas, body, echoes=echoes, scored=scored, echo_alone=echo_alone)
-    return Started(answer, deltas, bool(body.stream))
+    return CompletionAnswer(service, name, deltas, body, echoes=echoes, scored=scored, echo_alone=echo_alone)
 
 
 async def _bare(service: Service, prompt: Prompt, params: SamplingParams) -> Prompt:

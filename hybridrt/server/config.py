@@ -86,7 +86,7 @@ class ServerConfig:
     def _check_tls(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError("TLS needs a certificate and a key; pass both files, or neither")
-        if self.tls_certificate is not None:
+        if self.tls_certificate is not None and self.tls_key is not None:
             try:
                 for file in (self.tls_certificate, self.tls_key):
                     check_file(file, 1 << 20)

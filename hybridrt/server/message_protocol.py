@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from hybridrt.server.protocol import MAX_MESSAGES, Body, Sampling, TextPart, tag_of
+from hybridrt.server.protocol import MAX_MESSAGES, Body, ListOf, Sampling, TextPart, tag_of
 
 
 class ToolUse(Body):
@@ -21,7 +21,7 @@ class ToolResult(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     is_error: bool | None = None
 
 
@@ -56,7 +56,7 @@ class MessageTurn(Body):
     """One turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | ListOf[Block]
 
 
 class MessageTool(Body):
@@ -102,8 +102,8 @@ class CountRequest(Sampling):
     """/v1/messages/count_tokens"""
 
     messages: Annotated[list[MessageTurn], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | list[TextPart] | None = None
-    tools: list[MessageTool] | None = None
+    system: str | ListOf[TextPart] | None = None
+    tools: ListOf[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
@@ -114,4 +114,4 @@ class MessageRequest(CountRequest):
     """/v1/messages"""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: ListOf[str] | None = None

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.types import Scope
 
 from hybridrt.engine.tokenizer import encode_prompt
-from hybridrt.server.chat import as_chat_request, conversation_of, prepare_chat
+from hybridrt.server.chat import as_chat_request, conversation_of, function_call, function_tool, prepare_chat
 from hybridrt.server.errors import APIError
 from hybridrt.server.message_protocol import (
     Block,
@@ -21,7 +21,6 @@ from hybridrt.server.message_protocol import (
 )
 from hybridrt.server.message_reply import MessageReply
 from hybridrt.server.protocol import ChatRequest, TextPart
-from hybridrt.server.respond import Started
 from hybridrt.server.service import Service, response_id
 
 # Fields of a chat request, by the names that errors of this endpoint give them.
@@ -29,7 +28,7 @@ MESSAGE_NAMES = {"stop": "stop_sequences", "structured_outputs": "output_config"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-async def start_message(service: Service, body: MessageRequest, scope: Scope) -> Started:
+async def start_message(service: Service, body: MessageRequest, scope: Scope) -> MessageReply:
     """Starts the request of a body.
 
     Raises:
@@ -38,7 +37,7 @@ async def start_message(service: Service, body: MessageRequest, scope: Scope) ->
     prepared = await prepare_chat(service, _as_chat(body))
     name = response_id("msg_", body, scope)
     deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
-    return Started(MessageReply(service, name, deltas, body, prepared), deltas, bool(body.stream))
+    return MessageReply(service, name, deltas, body, prepared)
 
 
 async def count_tokens(service: Service, body: CountRequest) -> int:
@@ -63,7 +62,7 @@ def _as_chat(body: CountRequest) -> ChatRequest:
         body,
         messages=_messages(body),
         stop=stops or body.stop,
-        tools=[_tool(t.name, t.description, t.input_schema, t.strict) for t in body.tools or ()] or None,
+        tools=[function_tool(t.name, t.description, t.input_schema, t.strict) for t in body.tools or ()] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         reasoning_effort=effort,
@@ -80,11 +79,6 @@ def _switches(thinking: ThinkingOptions | None) -> dict[str, Any]:
     return {"enable_thinking": True, "thinking": True} if thinking and thinking.type == "enabled" else {}
 
 
-def _tool(name: str, description: str | None, schema: dict[str, Any], strict: bool | None) -> dict[str, Any]:
-    function = {"name": name, "description": description, "parameters": schema, "strict": strict}
-    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
-
-
 def _tool_choice(choice: MessageToolChoice | None) -> Any:
     if choice is None:
         return None
@@ -92,7 +86,7 @@ def _tool_choice(choice: MessageToolChoice | None) -> Any:
         return _CHOICES[choice.type]
     if choice.name is None:
         raise APIError(400, "tool_choice of type tool needs the name of a tool", "tool_choice.name")
-    return {"type": "function", "function": {"name": choice.name}}
+    return function_tool(choice.name)
 
 
 def _format(schema: dict[str, Any]) -> dict[str, Any]:
@@ -125,11 +119,7 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
     message["content"] = "".join(block.text for block in blocks if isinstance(block, TextPart))
     if thoughts := [block.thinking for block in blocks if isinstance(block, Thinking)]:
         message["reasoning_content"] = "".join(thoughts)
-    calls = [
-        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": json.dumps(b.input)}}
-        for b in blocks
-        if isinstance(b, ToolUse)
-    ]
+    calls = [function_call(b.id, b.name, json.dumps(b.input)) for b in blocks if isinstance(b, ToolUse)]
     return message | ({"tool_calls": calls} if calls else {})
 
 

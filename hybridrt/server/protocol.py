@@ -4,14 +4,37 @@ Values are checked where they are used: SamplingParams says what a temperature m
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+
+from hybridrt.sampling_params import MAX_BIASES
 
 # Of one request. Reading more of them would hold other requests up, and few models have room for as many.
 MAX_MESSAGES = 16384
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(max_length=2**24)]
+
+
+class _FirstError(FailFast):
+    """The first wrong element ends the check of a list: an error for each of millions would hold all requests up."""
+
+    __hash__ = object.__hash__  # typing.Union compares what it is made of
+
+
+T = TypeVar("T")
+ListOf = Annotated[list[T], _FirstError()]
+TokenIds = Annotated[list[TokenId], Field(max_length=2**24), _FirstError()]
+
+
+def at_most(entries: int) -> BeforeValidator:
+    """For a dict: more entries are refused before each is checked."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > entries:
+            raise ValueError(f"it has {len(value)} entries; pass at most {entries}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class Body(BaseModel):
@@ -65,7 +88,7 @@ class StructuredFields(Body):
     model_config = ConfigDict(strict=True, extra="forbid")
     json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: ListOf[str] | None = None
     grammar: str | None = None
 
 
@@ -82,24 +105,24 @@ class Sampling(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | ListOf[str] | None = None
+    stop_token_ids: ListOf[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     min_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASES)] = None
+    allowed_token_ids: ListOf[int] | None = None
+    bad_words: ListOf[str] | None = None
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None
     seed: int | None = None
     n: int | None = None
@@ -114,7 +137,7 @@ class Sampling(Body):
 class CompletionRequest(Sampling):
     """/v1/completions"""
 
-    prompt: str | TokenIds | list[str | TokenIds]
+    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(max_length=2**16), _FirstError()]
     echo: bool | None = False
     logprobs: int | None = None
     add_special_tokens: bool | None = True
@@ -134,7 +157,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
 
 
 class ChatFields(BaseModel):

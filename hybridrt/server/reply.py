@@ -24,10 +24,11 @@ class Reply(ABC):
     Args:
         name: the answer's id.
         deltas: the stream of the requests that run for it.
+        body: asks for it; `streams` says whether as a stream.
     """
 
     def __init__(self, service: Service, name: str, deltas: DeltaStream, body: Sampling) -> None:
-        self.name = name
+        self.name, self.deltas, self.streams = name, deltas, bool(body.stream)
         self.model = body.model or service.names[0]
         self.created = int(time.time())
         self.prompt_tokens = sum(len(prepared.tokens) for prepared in deltas.requests.values())

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -24,52 +23,44 @@ class ClientGone(Exception):
     """The client has closed its connection. What ran for it has been aborted."""
 
 
-@dataclass
-class Started:
-    """A request that runs, and how its answer looks."""
+async def respond(answer: Reply, request: Request) -> Response:
+    """The answer, or the stream of it.
 
-    answer: Reply
-    deltas: DeltaStream
-    streams: bool
+    Raises:
+        EngineError: the request has failed.
+        ClientGone: the client has closed its connection.
+    """
+    record(request.scope, model=answer.model, stream=answer.streams, prompt_tokens=answer.prompt_tokens)
+    if answer.streams:
+        return EventStream(answer)
+    try:
+        ended = await _while_connected(request.receive, _collect(answer.deltas))
+    finally:
+        answer.deltas.close()
+    body = encode(answer.whole(ended))
+    record(request.scope, **answer.facts())
+    return Response(body, media_type="application/json")
 
-    async def respond(self, request: Request) -> Response:
-        """The answer, or the stream of it.
 
-        Raises:
-            EngineError: the request has failed.
-            ClientGone: the client has closed its connection.
-        """
-        answer = self.answer
-        record(request.scope, model=answer.model, stream=self.streams, prompt_tokens=answer.prompt_tokens)
-        if self.streams:
-            return EventStream(self.answer, self.deltas)
-        try:
-            ended = await _while_connected(request.receive, self._collect())
-        finally:
-            self.deltas.close()
-        body = encode(self.answer.whole(ended))
-        record(request.scope, **self.answer.facts())
-        return Response(body, media_type="application/json")
-
-    async def _collect(self) -> list[Any]:
-        return [delta async for delta in self.deltas]
+async def _collect(deltas: DeltaStream) -> list[Any]:
+    return [delta async for delta in deltas]
 
 
 class EventStream(Response):
     """Server-sent events. While the client does not take what was sent, nothing is made of the deltas; they wait,
     joined, in their stream."""
 
-    def __init__(self, answer: Reply, deltas: DeltaStream) -> None:
+    def __init__(self, answer: Reply) -> None:
         super().__init__(media_type="text/event-stream", headers=_EVENT_HEADERS)
         del self.headers["content-length"]
-        self._answer, self._deltas = answer, deltas
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await _while_connected(receive, self._write(send, scope["path"]))
         finally:
-            self._deltas.close()
+            self._answer.deltas.close()
             record(scope, **self._answer.facts())
 
     async def _write(self, send: Send, path: str) -> None:
@@ -77,7 +68,7 @@ class EventStream(Response):
         if opening := answer.opening():
             await send(_part(opening))
         try:
-            async for delta in self._deltas:
+            async for delta in answer.deltas:
                 if gain := answer.gain(delta):
                     await send(_part(gain))
             last = answer.closing()

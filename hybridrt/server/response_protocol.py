@@ -4,7 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from hybridrt.server.protocol import MAX_MESSAGES, Body, Sampling, tag_of
+from hybridrt.server.protocol import MAX_MESSAGES, Body, ListOf, Sampling, at_most, tag_of
+
+MAX_METADATA = 1024  # OpenAI takes 16
 
 LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
 
@@ -16,7 +18,7 @@ class InputText(Body):
     text: str
 
 
-Texts = str | list[InputText]
+Texts = str | ListOf[InputText]
 
 
 class InputMessage(Body):
@@ -48,7 +50,7 @@ class ReasoningItem(Body):
     """What the model thought."""
 
     type: Literal["reasoning"]
-    content: list[InputText] | None = None
+    content: ListOf[InputText] | None = None
 
 
 Item = Annotated[
@@ -109,14 +111,14 @@ class ResponseRequest(Sampling):
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[FunctionTool] | None = None
+    tools: ListOf[FunctionTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     thinking_token_budget: int | None = None
     text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
     store: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
@@ -124,7 +126,7 @@ class ResponseRequest(Sampling):
     prompt: Any = None
     truncation: str | None = None
     top_logprobs: int | None = None
-    include: list[str] | None = None
+    include: ListOf[str] | None = None
 
     @property
     def wants_logprobs(self) -> bool:

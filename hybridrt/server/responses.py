@@ -4,10 +4,9 @@ from typing import Any
 
 from starlette.types import Scope
 
-from hybridrt.server.chat import as_chat_request, prepare_chat
+from hybridrt.server.chat import as_chat_request, function_call, function_tool, prepare_chat
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import ChatRequest
-from hybridrt.server.respond import Started
 from hybridrt.server.response_protocol import (
     LOGPROBS,
     FunctionCall,
@@ -36,7 +35,7 @@ _REFUSED = {
 }
 
 
-async def start_response(service: Service, body: ResponseRequest, scope: Scope) -> Started:
+async def start_response(service: Service, body: ResponseRequest, scope: Scope) -> ResponseReply:
     """Starts the request of a body.
 
     Raises:
@@ -47,7 +46,7 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
     asked = repeated(body, prepared.prompt.params)
     name = response_id("resp_", body, scope)
     deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
-    return Started(ResponseReply(service, name, deltas, body, prepared, asked), deltas, bool(body.stream))
+    return ResponseReply(service, name, deltas, body, prepared, asked)
 
 
 def _refuse(body: ResponseRequest) -> None:
@@ -66,8 +65,8 @@ def _as_chat(body: ResponseRequest) -> ChatRequest:
         body,
         messages=_messages(body),
         max_completion_tokens=body.max_output_tokens,
-        tools=[_tool(tool.model_dump(exclude={"type"})) for tool in body.tools or ()] or None,
-        tool_choice=choice if choice is None or isinstance(choice, str) else _tool({"name": choice.name}),
+        tools=[function_tool(t.name, t.description, t.parameters, t.strict) for t in body.tools or ()] or None,
+        tool_choice=choice if choice is None or isinstance(choice, str) else function_tool(choice.name),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning and body.reasoning.effort,
         thinking_token_budget=body.thinking_token_budget,
@@ -76,10 +75,6 @@ def _as_chat(body: ResponseRequest) -> ChatRequest:
         top_logprobs=body.top_logprobs if body.wants_logprobs else None,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-
-
-def _tool(function: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
 def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
@@ -111,8 +106,7 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
                 earlier = _assistant(messages, ("content", "tool_calls", "reasoning_content"))
                 earlier["reasoning_content"] = _text(item.content or [])
             case FunctionCall():
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
+                call = function_call(item.call_id, item.name, item.arguments)
                 _assistant(messages, ()).setdefault("tool_calls", []).append(call)
             case FunctionCallOutput():
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})

@@ -171,7 +171,7 @@ UNSUPPORTED = {
     "watermarking": "leave it out",
 }
 # Values of these that change nothing.
-_NEUTRAL = (None, [], {}, False, 0, "left", ["text"])
+_NEUTRAL: tuple[Any, ...] = (None, [], {}, False, 0, "left", ["text"])
 
 
 def refuse_unsupported(body: Sampling) -> None:

@@ -114,8 +114,7 @@ class HeadRunner:
         """
         sections = self._staging.upload(_pack(rows, steps, self.table.page_size, self._first_page, self._pages))
         if sections["page_rows"].numel():
-            names = ("page_rows", "page_indices", "pages")
-            self.table.write_pages(*(sections[name].long() for name in names))
+            self.table.write_pages(sections["page_rows"], sections["page_indices"], sections["pages"])
         index, filters = sections["rows"], Filters.of([r.params for r in rows])
         self.ahead.hidden[index] = self.hidden[index]
         logits = self.model.logits(self.hidden[index])

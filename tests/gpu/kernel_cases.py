@@ -24,6 +24,7 @@ MODELS = ("falcon-h1-7b", "nemotron-h-8b", "qwen3-next-12l")
 # Recurrent layers are all that these have of their own.
 MAMBA1, SHORT_CONV, LIGHTNING = "falcon-mamba-7b", "lfm2-8b-a1b-like", "minimax-text-01-like"
 KIMI = "kimi-linear-48b-12l"
+FEW = (300, 1, 15, 64, 30)  # tokens of prompts
 Cases = Callable[[str], Iterator[tuple[str, Callable[[], Case]]]]
 
 
@@ -106,16 +107,17 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "fold_ring", lambda: kernels.fold(rows(1), kernels.time_step_gate, kernels.mamba2_heads(config)["A"])
         chunk = mamba2_of(config).chunk_size
         yield "mamba2_chunk_scan", lambda: kernels.mamba2_chunk_scan(config, Prompts(shapes[0], chunk))
-        few = Prompts(shapes[0], chunk, lengths=(300, 1, 15, 64, 30))
-        yield "mamba2_chunk_scan few tokens", lambda: kernels.mamba2_chunk_scan(config, few)
+        yield (
+            "mamba2_chunk_scan few tokens",
+            lambda: kernels.mamba2_chunk_scan(config, Prompts(shapes[0], chunk, lengths=FEW)),
+        )
     if "lightning" in config.linear:
         for mode, n in modes:
             yield f"mamba2_decode {mode} {n}", lambda mode=mode, n=n: kernels.lightning_decode(rows(n), mode)
         heads = shapes[0].temporal[0]
         yield "fold_ring", lambda: kernels.fold(rows(1), torch.ones_like, kernels.lightning_heads(heads)["A"])
         yield "mamba2_chunk_scan", lambda: kernels.lightning_chunk_scan(Prompts(shapes[0], 128))
-        few = Prompts(shapes[0], 128, lengths=(300, 1, 15, 64, 30))
-        yield "mamba2_chunk_scan few tokens", lambda: kernels.lightning_chunk_scan(few)
+        yield "mamba2_chunk_scan few tokens", lambda: kernels.lightning_chunk_scan(Prompts(shapes[0], 128, lengths=FEW))
     if "kda" in config.linear:
         for mode, n in modes:
             yield f"gdn_decode {mode} {n}", lambda mode=mode, n=n: kernels.kda_decode(rows(n), mode)
@@ -178,7 +180,7 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "gated_rms_norm", partial(others.gated_rms_norm, 8192, 1024, False)
         yield "skinny_linear relu2", partial(others.skinny_linear, config, 3, "relu2", True)
         yield "router_sigmoid_grouped", others.router_sigmoid_grouped
-        yield "skinny_linear router", partial(others.router_product, hidden)
+        yield "router_product", partial(others.router_product, hidden)
     if config.architecture.startswith("Qwen"):
         yield "gated_rms_norm", partial(others.gated_rms_norm, 128, 128, True)
         yield "sigmoid_mul", partial(others.elementwise, "sigmoid_mul", 4096, 40)

@@ -7,6 +7,7 @@ from hybridrt.kernels.moe import (
     SoftmaxChoice,
     fused_experts,
     route_token,
+    router_product,
     router_sigmoid_grouped,
     router_softmax,
 )
@@ -16,6 +17,16 @@ from tests.support.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")
 DTYPES = [torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "width"), [(2, 40, 700), (33, 5, 40), (0, 5, 40)])
+def test_product_of_a_router(tokens, experts, width):
+    """Twice: with parts of the columns in programs of their own, the second launch counts them from zero again."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(tokens, 2 * width).half()[:, width:], torch.randn(experts, width)
+    logits, again = router_product(x, weight), router_product(x, weight)
+    assert logits.dtype == torch.float32 and torch.equal(logits, again)
+    torch.testing.assert_close(logits.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

@@ -10,6 +10,7 @@ from hybridrt.kernels import launch
 from hybridrt.kernels.skinny_linear import MAX_TOKENS, InputGate, InputNorm, is_skinny, skinny_linear
 from hybridrt.kernels.skinny_linear_triton import Tile, matmul_tile
 from hybridrt.layers.linear import RowLinear, Segment
+from hybridrt.layers.methods import DenseMethod, LinearMethod
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm, SigmoidGate
 from hybridrt.layers.weights import Build
@@ -143,6 +144,24 @@ def test_a_gate_of_one_token_and_a_norm_in_groups(activation, group):
     check(y, h @ weight.double().t(), torch.float32)
 
 
+def test_parts_of_one_token_meet_parts_of_the_rows(monkeypatch):
+    x, weight, _ = case(1, 48, 3 * 16, torch.float32)
+    weight = weight[:, :16].contiguous()
+    y, _ = skinny_linear(x, weight, parts=3)
+    for i in range(3):
+        rows = slice(16 * i, 16 * (i + 1))
+        check(y[:, rows], by_formula(x[:, rows], weight[rows])[0], torch.float32)
+    with pytest.raises(ConfigError, match="2 parts takes one token of 32 numbers and a multiple of 16 rows"):
+        skinny_linear(x, weight, parts=2)
+    method = DenseMethod(48, 16, Build(TPGroup(), torch.float32, torch.device("cpu")))
+    method.weight.data = weight
+    inputs = x.chunk(3, 1)
+    founds = [method.apply_each(inputs), LinearMethod.apply_each(method, inputs)]
+    monkeypatch.setattr("hybridrt.layers.methods.is_skinny", lambda *_: True)
+    for found in (*founds, method.apply_each(inputs)):
+        torch.testing.assert_close(torch.cat(list(found), 1), y)
+
+
 def test_gates_that_do_not_fit_are_refused():
     x, weight, _ = case(2, 8, 48, torch.float32)
     gate, norm = InputGate(x, "silu"), InputNorm(torch.ones(48))
@@ -268,12 +287,7 @@ def test_a_gated_product_is_the_same_with_it_and_without(tokens, monkeypatch):
         assert same is residual
 
 
-def test_one_token_takes_float32_weights_as_they_are() -> None:
-    """As routers have them: no rounding to x's dtype, and float32 results."""
+def test_weights_of_another_dtype_are_refused() -> None:
     x, weight, _ = case(1, 24, 40, torch.float32)
-    x = x.bfloat16()
-    y, _ = skinny_linear(x, weight)
-    assert y.dtype == torch.float32
-    check(y, by_formula(x.float(), weight)[0], torch.float32)
-    with pytest.raises(ConfigError, match="takes one token, not 2, where x is "):
-        skinny_linear(x.expand(2, -1), weight)
+    with pytest.raises(ConfigError, match=r"takes x and W of one dtype, not torch\.bfloat16 and torch\.float32"):
+        skinny_linear(x.bfloat16(), weight)

@@ -1,5 +1,7 @@
 """The families of 2025 and 2026: speculation, and tensors that checkpoints spell in several ways."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,20 @@ def test_speculation_changes_no_text(family: str, state_mode: str, checkpoints: 
 def test_a_prediction_head_changes_no_text(name: str, tmp_path: Path) -> None:
     write_with_head(HEADS[name], tmp_path)
     assert texts(tmp_path, speculative=SpeculativeConfig("mtp", num_draft_tokens=2)) == texts(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen35-experts", "granite-plain", "kimi-plain", "kimi-odd_sizes"])
+def test_one_token_s_launches(name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU computes together for one row: norm, router and choice; gates, and two projections, in a product."""
+    checkpoint, calls = checkpoints[name], Counter[str]()
+
+    def counted(what: str) -> Callable[..., bool]:
+        return lambda x, *_: len(x) == 1 and not calls.update([what])
+
+    monkeypatch.setattr("hybridrt.layers.moe.routes_alone", counted("routers"))
+    monkeypatch.setattr("hybridrt.layers.methods.is_skinny", counted("products"))
+    check_sample(checkpoint, Session(checkpoint.path).run(requests(1, steps=6))[0], name)
+    assert calls["routers"] and calls["products"]
 
 
 @pytest.mark.parametrize("spelling", ["one", "three", "thirds"])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.attention.paged import PagedMetadata
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime import prompt_columns
@@ -103,9 +102,6 @@ def eager(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> Tensor:
     """Logits of a step of the bucket's rows, which is committed."""
     batch, places = padded_batch(hand, plan, bucket, saves)
     hand.backend.prepare(batch)
-    for planned in batch.metadata.values():  # like a graph it does not know the decode rows' lengths on the host
-        if isinstance(planned, PagedMetadata) and planned.decode is not None:
-            planned.decode = planned.decode._replace(max_len=None)
     logits = hand.model.logits(hand.model(batch).index_select(0, places))
     if batch.num_decode_rows:
         hand.backend.commit(batch)

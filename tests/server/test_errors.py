@@ -5,17 +5,24 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
+from fastapi.exceptions import RequestValidationError
 
 from hybridrt.engine.llm import LLM
 from hybridrt.server import http_limits
 from tests.support.http_server import Served, serving
+from tests.support.lazily import lazily
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazily("openai")
 
 COMPLETION = {"model": "tested", "prompt": [5, 6], "max_tokens": 2}
+MANY = ["x"] * 500
 LONG = [{"role": "user", "content": "x" * 9999}]
 CHAT = {"model": "tested", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
@@ -298,6 +305,37 @@ def test_connections_that_do_not_ask_end(served: Served, monkeypatch: pytest.Mon
                 late.recv(4096)
         late.settimeout(30)
         assert late.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("/v1/completions", {"prompt": [None] * 500}), ("/v1/completions", {"prompt": [[x] for x in MANY]}),
+        ("/v1/completions", {"stop": [0] * 500}), ("/v1/completions", {"stop_token_ids": MANY}),
+        ("/v1/completions", {"allowed_token_ids": MANY}), ("/v1/completions", {"bad_words": [0] * 500}),
+        ("/v1/completions", {"logit_bias": dict.fromkeys(map(str, range(2000)), "x")}),
+        ("/v1/completions", {"structured_outputs": {"choice": [0] * 500}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "x"}] * 500}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "x"}] * 500}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "x"}] * 500}]}),
+        ("/v1/responses", {"metadata": dict.fromkeys(map(str, range(2000)), 0)}),
+        ("/detokenize", {"tokens": MANY}),
+    ],
+)  # fmt: skip
+def test_a_list_of_wrong_elements_is_not_checked_to_its_end(
+    path: str, change: dict[str, Any], served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error for each of millions took seconds, in which no other request went on."""
+    found: list[int] = []
+    errors = RequestValidationError.errors
+
+    def note(error: RequestValidationError) -> Any:
+        found.append(len(errors(error)))
+        return errors(error)
+
+    monkeypatch.setattr(RequestValidationError, "errors", note)
+    assert served.post(path, {"max_tokens": 1, **change}).status_code == 400
+    assert found and max(found) < 10, found
 
 
 def test_bodies_that_cannot_be_read(served: Served) -> None:

@@ -3,14 +3,19 @@
 import json
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from tests.support.chat_samples import TOOLS
 from tests.support.http_server import WAIT, Served, serving
+from tests.support.lazily import lazily
 from tests.support.scripted_llm import Scripted, scripted
+
+if TYPE_CHECKING:
+    import anthropic
+else:
+    anthropic = lazily("anthropic")
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>'
 SAID = f"<think>\nHm é.\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
@@ -41,12 +46,12 @@ def talker() -> Iterator[tuple[Served, Scripted]]:
         yield served, model
 
 
-def client(served: Served, **options: Any) -> anthropic.Anthropic:
+def client(served: Served, **options: Any) -> "anthropic.Anthropic":
     return made(served.url, **options)
 
 
 @cache  # a client reads the certificates of the system, which takes longer than a request
-def made(url: str, **options: Any) -> anthropic.Anthropic:
+def made(url: str, **options: Any) -> "anthropic.Anthropic":
     options = {"api_key": "none", "max_retries": 0, "timeout": WAIT} | options
     return anthropic.Anthropic(base_url=url, **options)
 

@@ -1,15 +1,20 @@
 """OpenAI's own clients, sync and async, streaming and not: every answer is what `LLM.generate` gives for its seed."""
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.engine.outputs import RequestOutput
 from hybridrt.sampling_params import SamplingParams
 from tests.support.http_server import Served
+from tests.support.lazily import lazily
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazily("openai")
 
 PROMPT = "def main():\n"
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -193,11 +198,11 @@ def test_fields_beyond_openais(served: Served) -> None:
 
 
 def test_the_async_client(served: Served) -> None:
-    async def streamed(client: openai.AsyncOpenAI, seed: int) -> str:
+    async def streamed(client: "openai.AsyncOpenAI", seed: int) -> str:
         stream = await client.completions.create(model="tested", prompt=PROMPT, seed=seed, stream=True)
         return "".join([chunk.choices[0].text async for chunk in stream])
 
-    async def whole(client: openai.AsyncOpenAI, seed: int) -> str:
+    async def whole(client: "openai.AsyncOpenAI", seed: int) -> str:
         return (await client.completions.create(model="tested", prompt=PROMPT, seed=seed)).choices[0].text
 
     async def main() -> list[str]:

@@ -2,13 +2,18 @@
 says, unless a grammar forbids it."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from tests.support.http_server import Served, serving
+from tests.support.lazily import lazily
 from tests.support.scripted_llm import Scripted, scripted
+
+if TYPE_CHECKING:
+    import anthropic
+else:
+    anthropic = lazily("anthropic")
 
 ASK: list[Any] = [{"role": "user", "content": "Why?"}]
 OPEN = {"chat_template_kwargs": {"enable_thinking": True}}

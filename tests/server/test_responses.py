@@ -4,9 +4,8 @@ import json
 import random
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
@@ -17,7 +16,13 @@ from hybridrt.engine.outputs import Delta
 from hybridrt.server.text_tokens import TextTokens
 from tests.support.chat_samples import TOOLS
 from tests.support.http_server import Served, serving
+from tests.support.lazily import lazily
 from tests.support.scripted_llm import Scripted, scripted
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazily("openai")
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 SAID = f"<think>\nHm é.\n</think>\n\nLet me see.\n{CALL}\n{CALL}"

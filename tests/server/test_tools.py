@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
-import openai
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -14,7 +13,13 @@ from hybridrt.chat.events import ChatMessage
 from hybridrt.chat.registry import TOOL_PARSERS
 from tests.support.chat_samples import DALLAS, SAMPLES, TOOLS, Sample
 from tests.support.http_server import Served, serving
+from tests.support.lazily import lazily
 from tests.support.scripted_llm import Scripted, scripted
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazily("openai")
 
 ASK: list[Any] = [{"role": "user", "content": "Weather?"}]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 😀", "days": 3}}\n</tool_call>'

@@ -230,6 +230,13 @@ SAMPLES = [
     ),
     Sample(
         "qwen3_coder",
+        '<tool_call>\n<function=get_weather>\n<parameter=place>\n {"a": "</parameter>\\"<parameter=b>"}\n</parameter>\n'
+        "<parameter=hours>\n[1]</parameter>\n</function>\n</tool_call>",
+        calls=(("get_weather", {"place": {"a": '</parameter>"<parameter=b>'}, "hours": [1]}),),
+        name="tags within JSON",
+    ),
+    Sample(
+        "qwen3_coder",
         "<function=get_weather>\n<parameter=city>\nDallas\n<parameter=days>\nthree\n</function>",
         calls=(("get_weather", {"city": "Dallas", "days": "three"}),),
         name="tags left out",

@@ -5,10 +5,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 
 from hybridrt.engine.async_llm import AsyncLLM
 from hybridrt.engine.llm import LLM
@@ -17,6 +16,12 @@ from hybridrt.server.config import ServerConfig
 from hybridrt.server.metrics import Metrics
 from hybridrt.server.run import Server
 from hybridrt.server.service import Service
+from tests.support.lazily import lazily
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = lazily("openai")
 
 WAIT = 120  # seconds after which a test gives up
 # A template as checkpoints bring them: roles in tags, one that fails on a request's fault, one variable.
@@ -37,12 +42,12 @@ class Served:
     server: Server
     url: str
 
-    def client(self, **options: Any) -> openai.OpenAI:
+    def client(self, **options: Any) -> "openai.OpenAI":
         """OpenAI's own client of it."""
         options = {"api_key": "none", "max_retries": 0, "timeout": WAIT} | options
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
-    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+    def async_client(self, **options: Any) -> "openai.AsyncOpenAI":
         """The same for asyncio."""
         options = {"api_key": "none", "max_retries": 0, "timeout": WAIT} | options
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **options)

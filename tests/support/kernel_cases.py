@@ -329,7 +329,7 @@ def causal_conv1d_update(rows: DecodeRows) -> Case:
 def short_conv_update(rows: DecodeRows) -> Case:
     projected, _ = rows.tokenwise(3 * rows.shape.conv_dim, 24)
     args = {
-        "projected": projected, "conv": rows.conv(), **rows.slot_args(), "start_positions": rows.positions,
+        "x": projected, "conv": rows.conv(), **rows.slot_args(), "start_positions": rows.positions,
         "weight": conv_weights(rows.shape)["weight"], "bias": None, "activation": None,
     }  # fmt: skip
     return Case("short_conv_update", args, {"conv": rows.used_slots})

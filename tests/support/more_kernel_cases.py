@@ -175,9 +175,9 @@ def skinny_linear(
 
 
 def router_product(hidden: int) -> Case:
-    """A token's logits of 32 experts, from float32 weights."""
+    """Logits of 40 tokens and 32 experts, from float32 weights."""
     weight = normal(32, hidden, scale=hidden**-0.5, dtype=torch.float32)
-    return Case("skinny_linear", {"x": normal(1, hidden), "weight": weight})
+    return Case("router_product", {"x": normal(40, hidden), "weight": weight})
 
 
 def gated_product(group_size: int) -> Case:

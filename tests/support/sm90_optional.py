@@ -63,7 +63,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     yield "causal_conv1d_update", tokenwise | {"activation": None}, {"bias": meta(channels)} | windows | parents
     ragged = conv(channels) | step | {"x": meta(TOKENS, channels), "query_start_loc": STARTS}
     yield "causal_conv1d_varlen", ragged | {"activation": None}, {"bias": meta(channels), "activation": "silu"}
-    products = {"projected": meta(B, T, 3 * channels), "weight": meta(channels, 3), "conv": meta(SLOTS, channels, 4)}
+    products = {"x": meta(B, T, 3 * channels), "weight": meta(channels, 3), "conv": meta(SLOTS, channels, 4)}
     yield "short_conv_update", products | step | {"bias": None}, {"bias": meta(channels)}
     whole = {"xBC": meta(B, T, channels), "dt": meta(B, T, H), "A": f32(H), "states": f32(SLOTS, H, P, N)}
     everything = {"bias": meta(channels), "z": meta(B, T, H, P)} | per_head
@@ -78,6 +78,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     )
     scan = {"z": meta(TOKENS, H, P)} | per_head
     yield "mamba2_chunk_scan", mamba(TOKENS) | PROMPTS | none, scan
+    yield "mamba2_chunk_scan", mamba(16 * TOKENS) | PROMPTS | none, {}  # many tokens take other kernels
     inner = {"rows": ROWS, "stored": f32(SLOTS, T, H * P, N)}
     norms = {"B_weight": f32(N), "C_weight": f32(N), "eps": 1e-5}
     yield "mamba1_update", mamba1(B, T) | SLOT_ARGS, norms | inner | parents
@@ -155,10 +156,12 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     gate = {"gate": meta(1, 64), "gate_activation": "sigmoid"}
     groups = {"group_norm": f32(64), "group_size": 16, "group_eps": 1e-5}
     yield "skinny_linear", {"x": meta(1, 64), "weight": meta(32, 64)} | gate, groups
+    yield "skinny_linear", {"x": meta(1, 64), "weight": meta(32, 32), "parts": 2}, {}
     shared = {"shared_gate": meta(B), "shared": 1, "rows": ROWS}
     yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, shared
     scores = {"logits": f32(B, 8), "correction_bias": f32(8), "top_k": 2, "n_group": 2, "topk_group": 1}
     yield "router_sigmoid_grouped", scores | {"renormalize": True, "scaling": 2.5}, {"rows": ROWS}
+    yield "router_product", {"x": meta(TOKENS, 64), "weight": f32(8, 64)}, {"x": meta(2, 512), "weight": f32(8, 512)}
     one = {"x": meta(1, 64), "norm_weight": f32(64), "eps": 1e-5}
     options = {"residual": meta(1, 64), "rows": int32(1)}
     yield "route_token", one | {"weight": meta(16, 64), "choice": SoftmaxChoice(2, True, 1)}, options
@@ -190,3 +193,7 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     rows = {"req_pool_indices": ROWS, "seq_lens": ROWS, "num_real": 2, "tokens_per_row": 1}
     pools = {"req_to_state_slot": int32(SLOTS), "ring_start": int32(SLOTS), "ring_length": int32(SLOTS)}
     yield "fill_decode_metadata", {"out": buffers} | rows | pools, {}
+    yield "enter_rows", {"rows": ROWS, "state_slots": ROWS, "phases": None, "apart": 16} | pools, {"phases": ROWS}
+    pages = {"rows": ROWS, "page_indices": ROWS, "pages": ROWS, "req_to_token": int32(SLOTS, 64), "page_size": 16}
+    yield "enter_pages", pages, {}
+    yield "enter_tokens", {"rows": ROWS, "tokens": meta(B, dtype=torch.int64), "last_tokens": int32(SLOTS)}, {}

@@ -70,7 +70,7 @@ def main() -> None:
     def watch() -> None:
         while not done.is_set():
             addresses.update(listening())
-            time.sleep(0.02)
+            time.sleep(0.1)  # what listens stays; a look at all processes costs milliseconds
 
     threading.Thread(target=watch, daemon=True).start()
     from hybridrt import LLM, SamplingParams

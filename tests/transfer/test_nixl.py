@@ -21,6 +21,7 @@ from hybridrt.transfer.keys import VARIABLE
 from hybridrt.transfer.nixl_transport import NixlTransport
 from hybridrt.transfer.workers import decode_worker
 from tests.support.checkpoints import CheckpointStore, falcon
+from tests.support.listening import LOOPBACK, listening
 from tests.support.ties import check_greedy
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import SMALL, alone, assert_no_leak, build, greedy
@@ -184,28 +185,17 @@ def test_a_stopped_prefill_worker_is_dropped(
     os.kill(pid, signal.SIGKILL)
 
 
-def listening(pid: int) -> set[str]:
-    """Addresses at which a process listens, as /proc writes them."""
-    held = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            held.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
-    tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
-    lines = [line.split() for table in tables for line in table.splitlines()[1:]]
-    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in held}
-
-
 def test_workers_listen_on_the_loopback_address_alone(model: Path, nursery: Nursery) -> None:
     pid, port = nursery.start()
     with build(model, **BIG) as llm:
         worker = decode_worker(llm, [("127.0.0.1", port)], key=KEY)
         llm.generate(PROMPTS, greedy(1))
         assert worker.counters().fetched == 3
-        assert listening(pid) == {"0100007F"} and listening(os.getpid()) <= {"0100007F"}
+        assert listening(pid) == {LOOPBACK} and listening(os.getpid()) <= {LOOPBACK}
         worker.close()
     os.kill(pid, signal.SIGKILL)
     everywhere = NixlTransport(torch.zeros(1, dtype=torch.uint8), serve=False, devices="all")
-    assert "0100007F" in listening(os.getpid())
+    assert LOOPBACK in listening(os.getpid())
     everywhere.close()
     with pytest.raises(ConfigError, match="no-such-device"):
         NixlTransport(torch.zeros(1, dtype=torch.uint8), serve=False, devices="no-such-device")

@@ -14,6 +14,7 @@ tag, the end of a parameter.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,9 +31,14 @@ _TYPES: dict[str, Any] = {
     "null": type(None),
 }  # fmt: skip
 _MAX_PARTS = 256  # of a schema, that tell its types
+_QUOTE_OR_ESCAPED = re.compile(r'\\.|"', re.DOTALL)
 # Rules of grammars: what a function without a strict schema holds, and text as a parameter.
 _FREE = r"free[lazy]: /(?s:.*)<\/function>/"
-_TEXT = r"value[lazy]: /(?s:.*)\n<\/parameter>\n/"
+# Text as a parameter cannot hold what the parser takes for its end.
+_TEXT = (
+    "value[lazy]: VALUE",
+    r"VALUE: /(?s:.*)\n<\/parameter>\n/ & ~/(?s:.*)(<parameter=|<\/function>|<\/parameter>(?s:..))(?s:.*)/",
+)
 
 
 class Qwen3Coder(ToolParser):
@@ -46,7 +52,7 @@ class Qwen3Coder(ToolParser):
         """Parameters come in the schema's order. Enumerations of text are enforced, its length and patterns are not."""
         calls = limited(_call_rule(tool, f"call{i}") for i, tool in enumerate(tools))
         names = " | ".join(f"call{i}" for i in range(len(tools)))
-        return [f"section: {names}", *calls, _FREE, _TEXT]
+        return [f"section: {names}", *calls, _FREE, *_TEXT]
 
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         if opened != "<function=":
@@ -82,12 +88,29 @@ def _parameter(scanner: Scanner, sink: CallSink, types: set[str]) -> Step[str]:
         value = '"'
     else:
         pieces = list[str]()
-        end = yield from scanner.until(_ENDS, pieces.append)
+        end = yield from _until_end(scanner, pieces)
         value = _converted("".join(pieces), types)
     if not end:
         raise Malformed  # cut off: the arguments must not look whole
     sink.arguments(value)
     return end.removeprefix("\n")
+
+
+def _until_end(scanner: Scanner, pieces: list[str]) -> Step[str]:
+    """Reads a value that is no text, and what ends it. A tag within a string of a list or an object belongs to the
+    string, unless a line break precedes it: there are none within the strings of JSON."""
+    end = yield from scanner.until(_ENDS, pieces.append)
+    text, inside = "".join(pieces), False
+    nested = text.lstrip()[:1] in ("{", "[")
+    while nested and end and end[0] != "\n":
+        inside ^= _QUOTE_OR_ESCAPED.findall(text).count('"') % 2 == 1
+        if not inside:
+            break
+        pieces.append(end)
+        start = len(pieces)
+        end = yield from scanner.until(_ENDS, pieces.append)
+        text = "".join(pieces[start:])
+    return end
 
 
 def _converted(text: str, types: set[str]) -> str:

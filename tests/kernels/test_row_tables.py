@@ -1,0 +1,38 @@
+"""Entries in the tables of request rows, against plain loops; other rows stay as they are."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.records import RowTables
+from hybridrt.kernels.row_tables import enter_pages, enter_rows, enter_tokens
+
+pytestmark = pytest.mark.usefixtures("provider")
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("phases", [None, int32(0, 7, 34)])
+def test_rows(phases: Tensor | None) -> None:
+    tables = RowTables(*torch.full((3, 9), 5, dtype=torch.int32))
+    enter_rows(int32(2, 7, 4), int32(11, 3, 8), phases, 16, tables)
+    assert tables.req_to_state_slot.tolist() == [5, 5, 11, 5, 8, 5, 5, 3, 5]
+    assert tables.ring_start.tolist() == [5, 5, 0, 5, 0 if phases is None else 2, 5, 5, 0 if phases is None else 7, 5]
+    assert tables.ring_length.tolist() == [5, 5, 0, 5, 0, 5, 5, 0, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_pages(dtype: torch.dtype) -> None:
+    table = torch.full((4, 12), -1, dtype=torch.int32)
+    enter_pages(*(int32(*values).to(dtype) for values in ((3, 1, 3), (0, 2, 1), (5, 2, 7))), table, 4)
+    assert table[3].tolist() == [20, 21, 22, 23, 28, 29, 30, 31, -1, -1, -1, -1]
+    assert table[1].tolist() == [-1] * 8 + [8, 9, 10, 11] and (table[[0, 2]] == -1).all()
+
+
+def test_tokens() -> None:
+    rows, last = torch.randperm(300)[:200].int(), torch.full((300,), 6, dtype=torch.int32)
+    tokens = torch.arange(100, 300)
+    enter_tokens(rows, tokens, last)
+    assert torch.equal(last[rows], tokens.int()) and int((last == 6).sum()) == 100
