@@ -4,6 +4,7 @@ Kernel tests run under Triton's interpreter where there is no CUDA device. The i
 imported, hence here, before any test module.
 """
 
+import atexit
 import gc
 import os
 import random
@@ -76,7 +77,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # libraries complain of objects that are left; pytest's collections come before
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["ties"] = [ties.COMPARED[0], ties.FOUND]
 

@@ -1,18 +1,19 @@
 """What a batch must satisfy before it is planned: cheap checks on the host, and of device values for debugging."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView
-from hybridrt.mem_cache.bounds import DEBUG
+from hybridrt.mem_cache.bounds import DEBUG, may_look
 
 _GRAPH_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
 
-def check_batch(batch: ForwardBatch) -> None:
-    """Shapes, segments and the host's lengths; looks at no tensor's values.
+def check_eager_batch(batch: ForwardBatch, check_places: Callable[[ForwardBatch], None]) -> None:
+    """Shapes, segments and the host's lengths. On a CPU, and with HYBRIDRT_DEBUG=1, also the places that the batch
+    names (`check_places`); in the latter case the device's lengths, too.
 
     Raises:
         BackendError: they contradict each other.
@@ -20,6 +21,9 @@ def check_batch(batch: ForwardBatch) -> None:
     _check_shapes(batch)
     _check_mode(batch)
     _check_lengths(batch)
+    if may_look(batch.seq_lens.device):
+        check_places(batch)
+    _check_device_lengths(batch)
 
 
 def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
@@ -72,7 +76,7 @@ def check_own(name: str, values: torch.Tensor) -> None:
         seen.add(value)
 
 
-def check_device_lengths(batch: ForwardBatch) -> None:
+def _check_device_lengths(batch: ForwardBatch) -> None:
     """With HYBRIDRT_DEBUG=1: lengths and positions on the device against the host's copies, and padding rows. Waits
     for the device."""
     if not DEBUG or not batch.batch_size:

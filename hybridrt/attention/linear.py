@@ -11,12 +11,7 @@ from torch import Tensor
 
 from hybridrt.attention.base import NOTHING, QKV, AttentionBackend
 from hybridrt.attention.branch import Branch
-from hybridrt.attention.checks import (
-    check_batch,
-    check_device_lengths,
-    check_graph_batch,
-    check_own,
-)
+from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment, ForwardMetadata
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ExtendPass, ForwardBatch, GraphView
@@ -25,7 +20,7 @@ from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.providers import needs_host
 from hybridrt.kernels.records import ConvWeights, FusedStep, RowTables
 from hybridrt.kernels.views import take_tokens
-from hybridrt.mem_cache.bounds import check_range, may_look
+from hybridrt.mem_cache.bounds import check_range
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
@@ -204,10 +199,7 @@ class MambaAttnBackendBase(AttentionBackend):
 
     def _plan(self, batch: ForwardBatch) -> ForwardMetadata:
         """An eager step: what its segments need that is known on the host."""
-        check_batch(batch)
-        if may_look(batch.seq_lens.device):
-            self._check_places(batch)
-        check_device_lengths(batch)
+        check_eager_batch(batch, self._check_places)
         plans = self._given_plans(batch)
         if batch.num_extend_rows and not plans:
             lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu

@@ -9,13 +9,7 @@ from torch import Tensor
 
 from hybridrt.attention.base import SegmentedAttnBackend
 from hybridrt.attention.branch import Branch
-from hybridrt.attention.checks import (
-    check_batch,
-    check_device_lengths,
-    check_graph_batch,
-    check_own,
-    check_written_places,
-)
+from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own, check_written_places
 from hybridrt.config import AttentionSpec
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
@@ -23,7 +17,7 @@ from hybridrt.kernels.latent_attention import from_latent, into_latent
 from hybridrt.kernels.providers import objection, require, select
 from hybridrt.kernels.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
 from hybridrt.kernels.state_commit import move_kv
-from hybridrt.mem_cache.bounds import check_range, may_look
+from hybridrt.mem_cache.bounds import check_range
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
@@ -110,10 +104,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         if graph is not None:
             check_graph_batch(batch, graph)
         else:
-            check_batch(batch)
-            if may_look(batch.seq_lens.device):
-                self._check_places(batch)
-            check_device_lengths(batch)
+            check_eager_batch(batch, self._check_places)
             check_written_places(batch, self.req_to_token_pool.req_to_token)
         decode = self._decode_segment(batch) if batch.num_decode_rows else None
         extend = self._extend_segment(batch) if batch.num_extend_rows and graph is None else None

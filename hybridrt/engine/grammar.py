@@ -25,14 +25,15 @@ class Grammar:
     Args:
         root: has taken no token and computed a first mask.
         eos: tokens that end an output.
+        cheap: it takes little time to compile, so that it may be compiled again.
 
     Attributes:
         roots: one or more, all alike.
     """
 
-    def __init__(self, root: "LLMatcher", eos: frozenset[int]) -> None:
+    def __init__(self, root: "LLMatcher", eos: frozenset[int], cheap: bool = True) -> None:
         self.roots: tuple[LLMatcher, ...] = (root,)
-        self.eos = eos
+        self.eos, self.cheap = eos, cheap
         self._turn = count()
 
     def start(self) -> "tuple[int, LLMatcher]":

@@ -1,7 +1,9 @@
 """Compiles structured outputs for a model's tokens: in threads, within a time limit, each of them once."""
 
 import json
+import math
 import os
+import re
 import sys
 import threading
 import time
@@ -26,15 +28,21 @@ COMPILING = 4  # requests that wait for their grammars at a time
 RUNNING = 8  # threads that compile at a time, those included whose requests have given up: each may take 1 GB
 KEPT = 64  # grammars, also those that failed
 SHARED = 8  # grammars with more than one root at a time: each root has a lexer, which may take 100 MB
-GROW_SECONDS = 0.1  # a grammar gets no more roots after that: they save a millisecond or so in each step
+GROW_SECONDS = 0.1  # a grammar gets no more roots after that, nor if one takes longer: they save a millisecond a step
 # llguidance's limits of one mask: an expression made to be slow delays all rows by 400 ms at the defaults, by 100 ms
 # with these. verbose_errors would quote the grammar.
 _LIMITS = {"step_lexer_fuel": 100_000, "max_lexer_states": 50_000, "verbose_errors": False}
 # llguidance compiles rules and references by recursion: a chain of 3000 overflows a usual stack, and the process dies.
 # A level takes up to 8 KB, and the text of a grammar has room for some 20,000. Untouched pages take no memory.
 _STACK_BYTES = 2**29
+# llguidance tries the remainders of "multipleOf" one by one, under none of its limits: ten million take a minute and
+# gigabytes. Powers of ten cost nothing. Parts of a schema that are combined have the least common multiple.
+MAX_REMAINDERS = 100_000
+_MOST_DIGITS = 40  # llguidance itself refuses more
+_KEY_AND_NUMBER = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(-?[0-9][0-9.]*)')
 _starting = threading.Lock()  # the size of stacks is the process's, so it is set for one start at a time
 _FIELD = "structured_outputs"
+_NO_TOKEN = "NoExtensionBias"  # what llguidance says where no token may come
 _INSTALL = 'structured_outputs need llguidance: pip install "hybridrt[structured]"'
 
 
@@ -129,9 +137,11 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
 
         def run() -> None:
+            began = time.monotonic()
             try:
                 inner = self._compile(outputs, tokenizer)
-                found = inner if isinstance(inner, str) else Grammar(inner, self._eos)
+                cheap = time.monotonic() - began < GROW_SECONDS
+                found = inner if isinstance(inner, str) else Grammar(inner, self._eos, cheap)
             except BaseException as e:  # a failed assertion in llguidance is no Exception
                 found = f"{type(e).__name__}: {shortened(str(e))}"
             with self._lock:
@@ -151,7 +161,7 @@ class GrammarCompiler:
         """Starts to make the other roots of a grammar, unless it has them or the threads are needed elsewhere: then a
         later request does it."""
         with self._lock:
-            if grammar in self._shared or self.threads == 1 or self._running >= RUNNING // 2:
+            if not grammar.cheap or grammar in self._shared or self.threads == 1 or self._running >= RUNNING // 2:
                 return
             self._running += 1
             if len(self._shared) == SHARED:
@@ -182,11 +192,17 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
         from llguidance.numpy import fill_next_token_bitmask
 
-        inner = LLMatcher(tokenizer, _grammar(outputs), log_level=0, limits=LLParserLimits(**_LIMITS))
+        grammar = _grammar(outputs)
+        if _remainders(grammar) > MAX_REMAINDERS:
+            return f'its "multipleOf" have a least common multiple of more than {MAX_REMAINDERS}; take simpler ones'
+        inner = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
         first = np.zeros((1, self.words), np.int32)
         if not inner.is_error():
             fill_next_token_bitmask(inner, first)
-        return shortened(inner.get_error()) if inner.is_error() else inner
+        if not inner.is_error():
+            return inner
+        error = shortened(inner.get_error())
+        return "Unsatisfiable: no text of finite length fits" if error.startswith(_NO_TOKEN) else error
 
     def _loaded(self) -> "LLTokenizer":
         with self._loading:  # cached_property alone would load it twice
@@ -212,6 +228,27 @@ class GrammarCompiler:
                 f"have a tokenizer.json whose tokens are in the model's vocabulary of {self.vocab_size}",
                 _FIELD,
             ) from e
+
+
+def _remainders(grammar: str) -> int:
+    """The least common multiple of the digits of all "multipleOf" in a grammar's text, without zeros at the end;
+    MAX_REMAINDERS + 1 if it is more."""
+    found = 1
+    for key, number in _KEY_AND_NUMBER.findall(grammar):
+        digits = number.replace(".", "").replace("-", "").strip("0")
+        if "multipleOf" not in (key, _unescaped(key)) or not digits or len(digits) > _MOST_DIGITS:
+            continue
+        found = math.lcm(found, int(digits))
+        if found > MAX_REMAINDERS:
+            return MAX_REMAINDERS + 1
+    return found
+
+
+def _unescaped(key: str) -> str:
+    try:
+        return str(json.loads(f'"{key}"'))
+    except ValueError:
+        return key
 
 
 def _num_threads() -> int:

@@ -11,7 +11,6 @@ from hybridrt.errors import ConfigError, EngineError
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.kernels.row_tables import enter_tokens
-from hybridrt.mem_cache.bounds import DEBUG
 from hybridrt.runtime.build import Runtime
 from hybridrt.runtime.capture import capture_graphs
 from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
@@ -73,10 +72,8 @@ class StepRunner:
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._unsampled: ConstrainedStep | None = None
         self._packing = Packing(self.trees, self.drafter is not None, self.backend.chunk_sizes)
-        self._cpu_decode: CPUDecode | None = None
-        # With HYBRIDRT_DEBUG=1 each step is eager: then the backends look at all numbers.
-        if self.device.type == "cpu" and self.drafter is None and not DEBUG:
-            self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens)
+        kept = CPUDecode.serves(self.device) and self.drafter is None
+        self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
 
     def capture(self, progress: bool = False) -> None:
         """Records steps as graphs (hybridrt.runtime.capture)."""
@@ -155,8 +152,7 @@ class StepRunner:
         found = self._graph_of(plan, tokens)
         if found is not None:
             return partial(self._launch_graph, plan, *found)
-        plain = len(plan.decode) and tokens == 1 and not (plan.extend or plan.imports or plan.exports)
-        if self._cpu_decode is not None and plain:
+        if self._cpu_decode is not None and tokens == 1 and self._cpu_decode.takes(plan):
             return partial(self._launch_cpu_decode, plan, self._cpu_decode)
         return partial(self._launch_eager, plan, tokens)
 

@@ -18,13 +18,7 @@ from hybridrt.server.guard import Guard
 from hybridrt.server.message_protocol import CountRequest, MessageRequest
 from hybridrt.server.messages import MESSAGE_NAMES, count_tokens, start_message
 from hybridrt.server.metrics import CONTENT_TYPE, Metrics
-from hybridrt.server.protocol import (
-    AbortRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from hybridrt.server.protocol import AbortRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hybridrt.server.respond import respond
 from hybridrt.server.response_protocol import ResponseRequest
 from hybridrt.server.responses import RESPONSE_NAMES, start_response

@@ -11,17 +11,7 @@ from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.distributed.channel_listener import Listener
 from hybridrt.errors import PeerGoneError, RankError, TransferError
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.transfer.messages import (
-    Connect,
-    Connected,
-    Disconnect,
-    Ended,
-    FromRank,
-    Joined,
-    Order,
-    ToRank,
-    shortened,
-)
+from hybridrt.transfer.messages import Connect, Connected, Disconnect, Ended, FromRank, Joined, Order, ToRank, shortened
 from hybridrt.transfer.nixl_transport import NixlTransport
 from hybridrt.transfer.reader import ImageReader, Reader
 from hybridrt.transfer.side import WorkerSide

@@ -161,6 +161,19 @@ def test_a_stopped_child_process_is_given_up(rendering: Renderer, monkeypatch: p
     assert rendering._child is None
 
 
+@pytest.mark.slow
+def test_a_template_has_little_time_and_memory(rendering: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    for template, seconds, text in ((loop, 0.2, "has not ended within"), ("{{ [1] * 10**9 }}", 60.0, "MemoryError")):
+        rendering.start()
+        with monkeypatch.context() as patch:
+            patch.setattr("hybridrt.chat.renderer.TIMEOUT_S", seconds)
+            with pytest.raises(CheckpointError, match=text):
+                rendering.render(template, [USER], {})
+        assert rendering._child is None
+    assert rendering.render("{{ 1 + 1 }}", [USER], {}) == "2"
+
+
 def test_a_forked_process_leaves_the_child_process_to_its_parent(rendering: Renderer) -> None:
     rendering.start()
     child = rendering._child

@@ -140,6 +140,10 @@ BAD = [
     ({"json": {"$ref": "https://example.com/schema"}}, "not present in a registry"),
     ({"json": {"$ref": "file:///etc/passwd"}}, "not present in a registry"),
     ({"json": {"enum": []}}, "[Uu]nsatisfiable"),
+    ({"json": {"$ref": "#"}}, "no text of finite length"),
+    ({"json": {"type": "integer", "multipleOf": 9999991}}, "multipleOf"),
+    ({"json": {"allOf": [{"multipleOf": 99.73}, {"multipleOf": 9967}]}}, "multipleOf"),
+    ({"grammar": 'start: %json {"m\\u0075ltipleOf" : 9999991.0}'}, "multipleOf"),
     ({"json": {"type": "integer", "minimum": 5, "maximum": 1}}, "."),
     ({"regex": "[a"}, "unclosed"),
     ({"regex": "[^\\x00-\\U0010ffff]"}, "."),
@@ -155,6 +159,12 @@ def test_grammars_that_cannot_be_used(fields: dict[str, Any], text: str, compile
         with pytest.raises(RequestError, match=text) as info:
             compiler.matcher(StructuredOutputs(**fields))
         assert info.value.field == "structured_outputs" and len(str(info.value)) < 700
+
+
+def test_multiples_that_need_few_remainders(compiler: GrammarCompiler) -> None:
+    values = [7, 11, 0.13, 2.5, 1_000_000, 0.0001, 30]
+    schema = {"anyOf": [{"type": "number", "multipleOf": value} for value in values]}
+    compiler.matcher(StructuredOutputs(json=schema))
 
 
 def test_a_long_chain_of_rules_ends_no_process(compiler: GrammarCompiler) -> None:
@@ -245,6 +255,13 @@ def grow(compiler: GrammarCompiler, spec: StructuredOutputs, monkeypatch: pytest
         compiler.matcher(spec, **options)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars are compiled again, however busy the machine is."""
+    monkeypatch.setattr(grammar_compiler, "GROW_SECONDS", 600.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_shared_grammar_has_a_lexer_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, spec = make_compiler(threads=3), StructuredOutputs(regex="[ab]c")
     waiting = compiler.matcher(spec)  # alone: not worth more than one
@@ -254,7 +271,7 @@ def test_a_shared_grammar_has_a_lexer_for_each_thread(monkeypatch: pytest.Monkey
     assert len(grammar.roots) == 3
     matchers = [compiler.matcher(spec) for _ in range(5)]
     assert [m.root for m in (waiting, *matchers)] == [0, 1, 2, 0, 1, 2]
-    for token in compiler._tokenizer.encode_bare("b"):  # type: ignore[union-attr]
+    for token in compiler._tokenizer.encode_bare("b"):
         for m in matchers:
             m.advance(token)
     copies = [m.copy() for m in matchers]
@@ -264,6 +281,7 @@ def test_a_shared_grammar_has_a_lexer_for_each_thread(monkeypatch: pytest.Monkey
     assert len({line.tobytes() for line in masks[:-1]}) == 1 and (masks[0] != masks[-1]).any()
 
 
+@pytest.mark.usefixtures("patient")
 def test_samples_of_one_request_share_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, spec = make_compiler(threads=2), StructuredOutputs(regex="[ab]c")
     grow(compiler, spec, monkeypatch, samples=4)
@@ -271,6 +289,7 @@ def test_samples_of_one_request_share_a_grammar(monkeypatch: pytest.MonkeyPatch)
     assert sorted(m.root for m in (first.copy(), first.copy(), first)) == [0, 0, 1]
 
 
+@pytest.mark.usefixtures("patient")
 def test_few_grammars_have_several_lexers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = make_compiler(threads=2)
     specs = [StructuredOutputs(regex=f"a{i}") for i in range(grammar_compiler.SHARED + 1)]
@@ -279,9 +298,9 @@ def test_few_grammars_have_several_lexers_at_a_time(monkeypatch: pytest.MonkeyPa
     roots = [len(compiler._compiled[spec].result().roots) for spec in specs]  # type: ignore[union-attr]
     assert roots == [1] + [2] * grammar_compiler.SHARED
     monkeypatch.setattr(grammar_compiler, "GROW_SECONDS", 0.0)
-    late = StructuredOutputs(regex="late")
-    grow(compiler, late, monkeypatch, samples=2)
-    assert len(compiler.matcher(late)._grammar.roots) == 1 and not compiler._running
+    slow = StructuredOutputs(regex="slow")
+    grow(compiler, slow, monkeypatch, samples=2)
+    assert len(compiler.matcher(slow)._grammar.roots) == 1 and not compiler._running
 
 
 def test_models_and_installations_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,3 +24,18 @@ def test_a_request_that_has_to_wait_evicts_nothing() -> None:
     assert rig.engine.counters().waiting == 1
     assert rig.pools.prefixes.tree.match(int32s(TEXT[:9])).length == 6
     rig.run()
+
+
+def test_what_a_running_request_has_given_away_is_no_room() -> None:
+    """Its prompt's pages are the cache's already, but it reads them: nothing is evicted in vain for a request that
+    would need them."""
+    rig = rig_with_cache(slots=4, pages=20, chunk=40)
+    rig.finish(TEXT[:6], max_tokens=1, seed=1)
+    rig.add([7] * 8, "runs", max_tokens=6, ignore_eos=True, seed=2)
+    for _ in range(3):
+        rig.step()
+    assert rig.pools.pages.num_locked == 8
+    rig.add([8] * 12, "waits", max_tokens=2, ignore_eos=True, seed=3)
+    rig.step()
+    assert rig.engine.counters().waiting == 1 and rig.pools.prefixes.tree.match(int32s(TEXT[:9])).length == 6
+    rig.run()

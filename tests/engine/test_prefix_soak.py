@@ -14,8 +14,8 @@ LENGTH = 64
 
 
 class Talks:
-    """Conversations that come and go: turns, branches, aborts, salts, several samples of a prompt. With `window`, of a
-    model whose attention layers all see so many keys."""
+    """Conversations that come and go: turns, branches, aborts, salts, several samples of a prompt, resets. With
+    `window`, of a model whose attention layers all see so many keys."""
 
     def __init__(self, seed: int, window: int | None = None) -> None:
         self.random, self.window = random.Random(seed), window
@@ -34,6 +34,8 @@ class Talks:
                 self.ask()
             if self.open and self.random.random() < 0.02:
                 self.rig.engine.abort(self.random.choice(sorted(self.open)))
+            if self.random.random() < 0.01:
+                self.rig.engine.reset_prefix_cache()
             self.rig.step()
             self.take()
         self.rig.run()

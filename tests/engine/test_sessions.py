@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import struct
 import threading
 from collections.abc import Callable
@@ -260,6 +261,13 @@ def test_a_file_is_replaced_as_a_whole(
                 with pytest.raises(SessionError, match="no file name may hold"):
                     call(name)
         monkeypatch.undo()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))  # as on a disk that becomes full
+        try:
+            with pytest.raises(OSError, match="cannot be written"):
+                llm.save_session(file, TEXT[:20])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         with pytest.raises(SessionError, match="not a regular file"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hybridrt.cli.options import EngineOptions
 from hybridrt.cli.serve import ServerOptions
 from tests.server.test_operations import metrics
 from tests.support.http_server import Served
@@ -58,9 +59,13 @@ def test_every_endpoint_has_a_call(served: Served) -> None:
 
 def test_options_and_metrics_that_it_names_exist(served: Served) -> None:
     options = {f"--{name.replace('_', '-')}" for name in ServerOptions.__dataclass_fields__}
-    named = set(re.findall(r"`(--[a-z-]+)", TEXT))
-    others = {"--max-running-requests", "--max-model-len", "--rate", "--concurrency", "--data", "--slo-", "--step-ms"}
-    others |= {"--chunked-prefill-size", "--target-itl-ms"}
+    options |= {f"--{name.replace('_', '-')}" for name in EngineOptions.__dataclass_fields__}
+    vllms = TEXT[TEXT.index("## Coming from vLLM") :]
+    ours = TEXT.replace(vllms, re.sub(r"(?m)^\| [^|]*", "", vllms))  # without the column of vLLM's options
+    commands = [line for line in ours.splitlines() if re.search(r'hybridrt"?,? "?serve', line)]
+    assert {line.split()[0].partition("=")[0] for line in commands} > {"ENTRYPOINT", "ExecStart", "hybridrt"}
+    named = set(re.findall(r"`(--[a-z-]+)", ours)) | set(re.findall(r"[ \"](--[a-z-]+)", "\n".join(commands)))
+    others = {"--rate", "--concurrency", "--data", "--slo-", "--step-ms", "--no-prefix-cache"}
     assert named - others <= options | {"--api-key", "--allowed-origin"}, named - others - options
     known = {re.sub(r"_(total|count|sum|bucket)?(\[.*)?$", "", name) for name in metrics(served)}
     known |= set(metrics(served))

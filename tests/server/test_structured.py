@@ -107,7 +107,14 @@ def names_a_keyword(message: str, schema: Any) -> bool:
         return "false" in text
     # The metaschema itself has keywords that are refused.
     known = [f'"{word}"' for word in REFUSED if f'"{word}"' in text or "json-schema.org/draft" in text]
-    others = ("oneOf constraints", "Unknown format: ", "is not present in a registry", "for 'm")
+    others = (
+        "oneOf constraints",
+        "Unknown format: ",
+        "not present in a registry",
+        "patternProperty",
+        "multipleOf",
+        "for 'm",
+    )
     return any(word in message for word in (*known, *others))
 
 

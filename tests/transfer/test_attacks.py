@@ -1,5 +1,6 @@
 """Workers whose peers lie, or send anything at all: what it costs the others, and that nothing is lost for good."""
 
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from hybridrt.transfer.decode import DecodeWorker
 from hybridrt.transfer.keys import VARIABLE, find_key
 from hybridrt.transfer.reader import ImageReader
 from tests.support.in_process import InProcessTransport, QueueChannel, Raw, decode_hello, prefill_hello
+from tests.support.listening import LOOPBACK, listening
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
 
@@ -335,6 +337,7 @@ def test_a_prefill_worker_refuses_another_key_and_a_taken_port(
     one_process: dict[str, torch.Tensor], decode_llm: Any
 ) -> None:
     worker = workers.prefill_worker(decode_llm, key=KEY)
+    assert listening(os.getpid()) == {LOOPBACK}
     with pytest.raises(ConfigError, match="cannot listen"):
         workers.prefill_worker(decode_llm, port=worker.port)
     with pytest.raises(ConfigError, match="timeout"):

@@ -1,0 +1,38 @@
+"""Lists of handles: they grow like lists, and what was taken from them does not change with them."""
+
+import numpy as np
+import pytest
+
+from hybridrt.errors import PoolError
+from hybridrt.mem_cache.allocator import SlotAllocator
+from hybridrt.mem_cache.slots import Slot, Slots
+
+
+def test_a_handle_is_an_index_and_a_generation() -> None:
+    slot = Slot(7, 3)
+    assert (slot.index, slot.generation, repr(slot)) == (7, 3, "Slot(7, 3)")
+    assert slot == Slot(7, 3) != Slot(7, 4) and {slot: "x"}[Slot(7, 3)] == "x"
+
+
+def test_slices_and_joined_lists_are_copies() -> None:
+    numbers = [Slot(i, i % 3) for i in range(40)]
+    slots = Slots(numbers[:5], (), Slots(numbers[5:10]))
+    part = slots[2:4]
+    for slot in numbers[10:]:
+        slots.append(slot)
+    assert slots == numbers and len(slots) == 40 and slots[7].index == 7
+    assert part == numbers[2:4] and slots.indices.tolist() == list(range(40)) and slots.indices.dtype == np.int32
+    assert slots.cut(3) == numbers[37:] and slots == numbers[:37]
+    slots.append(numbers[0])
+    assert slots[37:] == [numbers[0]] and slots.at(np.arange(38) % 10 == 7) == [*numbers[7:37:10], numbers[0]]
+    assert not Slots() and Slots() == [] and Slots() != [Slot(1, 0)]
+
+
+def test_which_entries_requests_use() -> None:
+    pool = SlotAllocator(5, "KV page")
+    slots = pool.alloc(4)
+    pool.to_cache(slots[1:3])
+    assert pool.used(slots).tolist() == [True, False, False, True]
+    pool.evict(slots[1:2])
+    with pytest.raises(PoolError, match="stale"):
+        pool.used(slots)
