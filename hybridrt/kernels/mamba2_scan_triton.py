@@ -234,7 +234,8 @@ def mamba2_chunk_scan_triton(
     (num_tokens, heads, dim), state_dim, chunks = x.shape, state.states.shape[3], len(plan.seq_idx)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     out[plan.num_tokens :].zero_()
-    step, cum = torch.empty((2, heads, num_tokens), dtype=torch.float32, device=x.device).unbind()
+    # Two tensors: the second half of one would be aligned to 16 bytes for some numbers of tokens only.
+    step, cum = (torch.empty((heads, num_tokens), dtype=torch.float32, device=x.device) for _ in range(2))
     chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)
     shape = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // B.shape[1]}
     work = ScanWork(step, cum, chunk_heads, shape)
