@@ -13,15 +13,16 @@ from hybridrt.runtime.sampler import EVERY_DRAW
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.structured_outputs import StructuredOutputs
 
-# A form that every draw above is repeated with, because bitmasks have kernels of their own.
+# Every draw of EVERY_DRAW is repeated with it, because bitmasks have kernels of their own.
 _FORM = StructuredOutputs(regex="[a-z]*")
+_TOGETHER = (2, 9, 16, 32, 64, 128, 256)  # prompts of one token; products of few tokens are compiled by powers of two
 _OUTPUT = 4
 _PROMPTS = (32, 100, 256, 512, 1024, 2048, 4096)
 _DECODED = 64  # output tokens of the requests beside which prompts are timed
 
 
 async def warm_up(llm: AsyncLLM) -> None:
-    """On a GPU, prefills of one token to a whole step's, alone and together, each with every kind of sampling. With
+    """On a GPU, prefills of one token to a whole step's, alone and together, and every kind of sampling. With
     `target_itl_ms`, steps are then timed, whose kernels are compiled by now."""
     max_prompt = llm.llm.plan.max_model_len - _OUTPUT - 1
     if llm.llm.device.type == "cuda":
@@ -34,14 +35,20 @@ async def warm_up(llm: AsyncLLM) -> None:
 
 
 async def _compile(llm: AsyncLLM, max_prompt: int) -> None:
-    """Requests of up to `max_prompt` tokens."""
+    """Requests of up to `max_prompt` tokens: alone, because a step runs the kernels that any of its rows needs; then
+    together, more of them than the graphs of prompts hold; then all kinds in one step."""
     chunk = min(llm.llm.config.chunked_prefill_size, max_prompt)
     lengths = sorted({min(n, max_prompt) for n in (1, 15, 16, 100, 512, chunk, chunk + 1)} - {0})
-    works = [(n, SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **d)) for n, d in product(lengths, EVERY_DRAW)]
-    for length, params in works[:: len(EVERY_DRAW)]:  # alone
+    draws = [SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **draw) for draw in EVERY_DRAW]
+    constrained = _constrained(llm, draws)
+    for length in lengths:
+        await llm.complete([0] * length, draws[0])
+    for length, params in [*((1, params) for params in draws), *constrained]:
         await llm.complete([0] * length, params)
     rows = llm.llm.plan.num_rows
-    works += _constrained(llm, [params for _, params in works[: len(EVERY_DRAW)]])
+    for together in (n for n in _TOGETHER if n <= rows):
+        await asyncio.gather(*(llm.complete([0], draws[0]) for _ in range(together)))
+    works = [*product(lengths, draws), *constrained]
     for start in range(0, len(works), rows):
         await asyncio.gather(*(llm.complete([0] * n, params) for n, params in works[start : start + rows]))
 
