@@ -22,6 +22,8 @@ from benchmarks.common import environment, save, settle
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
 
+LEAST_CONTEXT = 2048  # tokens of max_model_len, as deployments have: graphs of prompts are no larger than it
+
 
 @dataclass(frozen=True)
 class Work:
@@ -172,7 +174,8 @@ def main() -> None:
     ]:
         llm = LLM(
             args.model, load_format="dummy", device=args.device, max_running_requests=args.max_running,
-            max_model_len=(args.prompt + args.output) * 3 // 2 + 2, chunked_prefill_size=chunk, target_itl_ms=target,
+            max_model_len=max((args.prompt + args.output) * 3 // 2 + 2, LEAST_CONTEXT),
+            chunked_prefill_size=chunk, target_itl_ms=target,
             mamba_ssm_dtype=args.state_dtype, state_mode=args.state_mode, prefix_cache=False,
         )  # fmt: skip
         print(f"chunk {chunk}, target {target} ms; {llm.plan.summary()}" if not rows else f"chunk {chunk}, {target} ms")
