@@ -76,6 +76,7 @@ class ItlTarget:
 
     Args:
         seconds: between tokens.
+        cost: None: one that knows of no graphs with prompts.
         clock: seconds, as `RequestMetrics.arrival_time` has them.
     """
 

@@ -23,6 +23,7 @@ from hybridrt.engine.request import Request, derive_seed, new_samples
 from hybridrt.engine.samples import Samples
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.sessions import Sessions
+from hybridrt.engine.step_cost import GraphedPrompts, StepCost
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
@@ -120,9 +121,10 @@ class Engine:
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_needs(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
+        cost = StepCost(GraphedPrompts(*runner.prompt_graphs.largest) if runner.prompt_graphs else None)
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            target=ItlTarget(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
+            target=ItlTarget(config.target_itl_ms / 1e3, cost=cost) if config.target_itl_ms else None,
         )  # fmt: skip
         engine._samples.folds = FoldCounts.of(runner.pools.req_to_token.mamba_pool)
         return engine

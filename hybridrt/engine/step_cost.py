@@ -69,7 +69,14 @@ class StepWork(NamedTuple):
         ]  # fmt: skip
 
 
-_SIZE = len(StepWork().features())
+_SIZE = len(StepWork().features()) + 1
+
+
+class GraphedPrompts(NamedTuple):
+    """Prompts, and tokens of all of them, of the largest step with prompts that runs as a graph."""
+
+    rows: int
+    tokens: int
 
 
 class StepCost:
@@ -81,12 +88,19 @@ class StepCost:
     that was slow for another reason (a kernel was compiled) has little effect, because its error relative to its own
     time is at most one.
 
+    A step that no graph holds takes longer to launch than to run. No cost of a token describes such a jump, so these
+    steps have a cost of their own.
+
+    Args:
+        graphed: None: no step with prompts runs as a graph.
+
     Attributes:
         max_prompt_tokens: prompt tokens of the largest step that has run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, graphed: GraphedPrompts | None = None) -> None:
         self.max_prompt_tokens = 0
+        self._graphed = graphed
         self._costs: list[float] | None = None
         self._squares = np.zeros((len(_KINDS), _SIZE, _SIZE))  # sums over steps, by kind
         self._moments = np.zeros((len(_KINDS), _SIZE))
@@ -97,11 +111,11 @@ class StepCost:
         """Seconds that a step takes; None before enough steps have run."""
         if self._costs is None:
             return None
-        return sum(cost * feature for cost, feature in zip(self._costs, work.features(), strict=True))
+        return sum(cost * feature for cost, feature in zip(self._costs, self._features(work), strict=True))
 
     def observe(self, works: Sequence[StepWork], seconds: float) -> None:
         """Fits the costs to steps that together took `seconds` (more than 0)."""
-        parts = np.array([work.features() for work in works])
+        parts = np.array([self._features(work) for work in works])
         self._note_error(works, seconds)
         kind, features = _KINDS.index(works[-1].kind), parts.sum(0) / seconds
         self._squares[kind] = _DECAY * self._squares[kind] + np.outer(features, features)
@@ -115,6 +129,11 @@ class StepCost:
     def error(self) -> float | None:
         """Median relative error of the last predictions, each made before its step was observed; None without one."""
         return median(self._errors) if self._errors else None
+
+    def _features(self, work: StepWork) -> list[float]:
+        graphed = self._graphed
+        alone = graphed is not None and (work.prompt_rows > graphed.rows or work.prompt_tokens > graphed.tokens)
+        return [*work.features(), float(alone)]
 
     def _note_error(self, works: Sequence[StepWork], seconds: float) -> None:
         predicted = [self.predict(work) for work in works]

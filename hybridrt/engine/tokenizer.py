@@ -140,7 +140,7 @@ def _check_kinds(directory: Path) -> None:
             try:
                 check_file(file, 1 << 30)
             except OSError as e:
-                raise CheckpointError(f"{file} cannot be read: {e}; replace it by the file itself") from e
+                raise CheckpointError(f"{file} cannot be read: {e.strerror or e}; replace it by the file itself") from e
 
 
 def _check_settings(directory: Path) -> bool:

@@ -119,6 +119,12 @@ class PromptGraphs:
             self._graphs[bucket] = graph
         self.captured_bytes = free - free_bytes(self.model.device)
 
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Prompts, and tokens of all of them, beyond which no graph holds a step."""
+        prompts = max((bucket.prompts for bucket in self._graphs), default=0)
+        return prompts, max((bucket.tokens for bucket in self._graphs), default=0)
+
     def bucket(self, plan: StepPlan) -> Bucket | None:
         """The captured bucket of the fewest tokens that holds a step (`Bucket.holds`). None: it runs eagerly."""
         return min((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), key=sum, default=None)

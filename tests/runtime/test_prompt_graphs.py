@@ -120,6 +120,7 @@ def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, che
     play = Play(dict.fromkeys(range(1, ROWS + 1), 0), SPARE if saves else None, seed=3)
     for _ in range(6):
         plan = play.step()
+        assert graphs.largest == (8, 48), "the prompts and tokens that the cost of steps knows"
         bucket = graphs.bucket(plan)
         assert bucket is not None
         with torch.inference_mode():
