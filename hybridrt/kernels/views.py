@@ -18,7 +18,7 @@ def take_tokens(inputs: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tenso
     """Each input at some tokens, with the strides that it has. Parts of one projection become parts of one copy.
 
     Args:
-        inputs: [T, ...] each; a token's elements lie between its own stride and the next token's.
+        inputs: [T, ...] each. Where a token's elements do not lie in front of the next token's, the copy is dense.
         tokens: [t] int64.
     Returns:
         [t, ...] each.
@@ -30,8 +30,12 @@ def take_tokens(inputs: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tenso
     for (_, stride, _), parts in merged.items():
         first = min(t.storage_offset() for t in parts.values())
         width = max(t.storage_offset() + _span(t) for t in parts.values()) - first
-        if width > max(stride, 1):  # they lie in different rows of one storage
-            taken |= {name: part for n, t in parts.items() for name, part in take_tokens({n: t}, tokens).items()}
+        if width > stride and len(parts) > 1:  # they lie in different rows of one storage
+            for name, t in parts.items():
+                taken |= take_tokens({name: t}, tokens)
+            continue
+        if width > stride:  # tokens lie within each other: no copy has these strides
+            taken |= {name: t.index_select(0, tokens) for name, t in parts.items()}
             continue
         source = next(iter(parts.values()))
         rows = source.as_strided((len(source), width), (stride, 1), first)

@@ -23,5 +23,8 @@ def test_taken_tokens_have_the_strides_of_their_sources() -> None:
         assert taken.keys() == inputs.keys()
         for name, t in taken.items():
             assert t.stride() == inputs[name].stride() and torch.equal(t, inputs[name][tokens]), name
+    turned, same = torch.randn(6, 7).t(), torch.randn(6).expand(7, 6)
+    for name, t in take_tokens({"turned": turned, "same": same}, torch.tensor([2, 5])).items():
+        assert torch.equal(t, {"turned": turned, "same": same}[name][[2, 5]])
     taken = take_tokens({"xBC": xBC, "dt": dt}, torch.arange(5))
     assert taken["xBC"].untyped_storage().data_ptr() == taken["dt"].untyped_storage().data_ptr(), "one copy holds both"
