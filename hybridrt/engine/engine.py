@@ -121,10 +121,13 @@ class Engine:
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_needs(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
-        cost = StepCost(GraphedPrompts(*runner.prompt_graphs.largest) if runner.prompt_graphs else None)
+        target = None
+        if config.target_itl_ms:
+            graphed = GraphedPrompts(*runner.prompt_graphs.largest) if runner.prompt_graphs else None
+            target = ItlTarget(config.target_itl_ms / 1e3, cost=StepCost(graphed))
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            target=ItlTarget(config.target_itl_ms / 1e3, cost=cost) if config.target_itl_ms else None,
+            target=target,
         )  # fmt: skip
         engine._samples.folds = FoldCounts.of(runner.pools.req_to_token.mamba_pool)
         return engine
