@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hybridrt.engine import host_fetches
@@ -165,6 +165,16 @@ def test_cached_equals_uncached(
     assert hits > 2 * examples, "tokens that needed no computing"
 
 
+def chat() -> list[Turn]:
+    """A conversation of four turns, each behind the last one's answer."""
+    turns = []
+    for i in range(4):
+        own = tuple(range(3, 7 if i else 23))
+        params = SamplingParams(max_tokens=8, temperature=0.0, seed=100 * i, ignore_eos=True)
+        turns.append(Turn(i - 1 if i else None, 60, own, params, 40 * i, None))
+    return turns
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode", "topk", "method"), ON_TWO)
 def test_cached_equals_uncached_on_two_ranks(
@@ -174,7 +184,9 @@ def test_cached_equals_uncached_on_two_ranks(
     model, examples = WITH_HEADS[name] if method == "mtp" else name, 3
     rig = bench.new_rig(model, mode, topk, method, None, 9, ranks)
     plenty, counts = rig.lent[0], Counter[str]()
+    hosted = {"chunk": 8192, "overlap": True, "grid": PAGE, "script": sorted(SCRIPTS)[0], "hosted": True}
 
+    @example(slots=9, pages=plenty, turns=chat(), **hosted)
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     @given(slots=st.sampled_from([2, 9]), pages=st.sampled_from([plenty, LENGTH // PAGE + 2]), **PLAYS)
     def play(slots: int, pages: int, **case: Any) -> None:

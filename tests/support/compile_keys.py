@@ -26,7 +26,7 @@ from hybridrt.runtime.compile_worker import _Worker
 from hybridrt.runtime.pretend_gpu import KNOWN
 
 GPU = KNOWN["h200"]
-NAMES = ("_rms_norm_kernel", "_gains_kernel")  # _gains_kernel has tuples
+NAMES = ("_rms_norm_kernel", "_states_kernel")  # _states_kernel has tuples
 
 
 def found(config: EngineConfig) -> list[Kernel]:
