@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from hybridrt.engine.engine import Engine
 from hybridrt.engine.llm import LLM
 from hybridrt.errors import ConfigError
 from tests.support.http_server import Served, serving
+
+PLOTS = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
 
 runner = CliRunner()
 EVENT = 'data: {"choices": [{"index": 0, "text": "%s"}]}\n\n'
@@ -171,7 +174,7 @@ def test_bench_serve(served: Served, tmp_path: Path) -> None:
         (["--extra-body", "[]", "--model", "x"], "must be a JSON object", 2),
         (["--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written", 2),
         (["--picture", "/tmp"], "/tmp cannot be written", 2),
-        (["--picture", "/tmp/x.xyz"], "no format of pictures", 2),
+        pytest.param(["--picture", "/tmp/x.xyz"], "no format of pictures", 2, marks=PLOTS),
         (["--concurrency", "0"], "concurrency is 0", 2),
         (["--slo-tpot", "-1"], "slo_tpot is -1.0", 2),
         (["--slo-e2e", "nan"], "slo_e2e is nan", 2),
