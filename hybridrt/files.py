@@ -53,7 +53,7 @@ def check_file(file: str | Path, max_bytes: int = MAX_BYTES) -> None:
 
 
 def _pieces(file: str | Path, max_bytes: int) -> Iterator[bytes]:
-    opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe that nobody writes to opens at once
+    opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe without a writer opens at once
     try:
         found = os.fstat(opened)
         kind = found.st_mode

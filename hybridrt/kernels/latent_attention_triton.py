@@ -14,9 +14,7 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.prefill_attention_triton import KeySources, described, width_of
 from hybridrt.kernels.records import AttentionPrompts, LatentWeights, PagedKV
 
-FEW_TOKENS = (
-    4  # up to here a head's matrix is multiplied by a vector in one launch, which does not copy the tails apart
-)
+FEW_TOKENS = 4  # up to so many, a head's matrix times a vector takes one launch, and the tails need no copy
 MAX_DECOMPRESSED = 1 << 28  # bytes of the keys and values that are made at a time, of as many heads as that allows
 
 

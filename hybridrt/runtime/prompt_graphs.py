@@ -160,8 +160,8 @@ class PromptGraphs:
         batch = make_batch(
             self.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, rows, None, 0,
             read_state_slots=sections.get("read_state_slots"),
+            saved_states=saved_states(sections, self.backend.chunk_sizes),
         )  # fmt: skip
-        batch.saved_states = saved_states(sections, self.backend.chunk_sizes)
         return PromptGraph(bucket, packed, sections, inputs, batch, self._logits[: rows + bucket.prompts])
 
     def _fill(self, graph: PromptGraph, columns: Columns, num_real: int) -> None:

@@ -41,9 +41,7 @@ async def _compile(llm: AsyncLLM, max_prompt: int) -> None:
     lengths = sorted({min(n, max_prompt) for n in (1, 15, 16, 100, 512, chunk, chunk + 1)} - {0})
     draws = [SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **draw) for draw in EVERY_DRAW]
     constrained = _constrained(llm, draws)
-    for length in lengths:
-        await llm.complete([0] * length, draws[0])
-    for length, params in [*((1, params) for params in draws), *constrained]:
+    for length, params in [*product(lengths, draws[:1]), *product([1], draws[1:]), *constrained]:
         await llm.complete([0] * length, params)
     rows = llm.llm.plan.num_rows
     for together in (n for n in _TOGETHER if n <= rows):
