@@ -6,11 +6,10 @@ from typing import NoReturn
 import numpy as np
 
 from hybridrt.errors import OutOfSlotsError, PoolError
-from hybridrt.mem_cache.slots import Slot, Slots, indices_of, keys_of
+from hybridrt.mem_cache.slots import GENERATION, Slot, Slots, indices_of, keys_of
 
 _FREE, _USED, _CACHED = range(3)
 _NAMES = ("free", "used by a request", "owned by the cache")
-_GENERATION = 1 << 32  # in a handle
 _NONE = np.empty(0, np.int64)
 
 
@@ -117,7 +116,7 @@ class SlotAllocator:
     def reclaim(self) -> None:
         """Frees every entry of every owner: after a call that was broken off, no ledger is right."""
         self._state[:] = _FREE
-        self._handles += _GENERATION
+        self._handles += GENERATION
         self._locks[:] = 0
         self._free = np.arange(len(self._state) - 1, self._reserved - 1, -1)
         self._num_free, self._num_cached, self._num_locked = self.total, 0, 0
@@ -144,7 +143,7 @@ class SlotAllocator:
     def _give_back(self, indices: np.ndarray) -> None:
         end = self._num_free + len(indices)
         self._state[indices] = _FREE
-        self._handles[indices] += _GENERATION
+        self._handles[indices] += GENERATION
         self._free[self._num_free : end] = indices[::-1]
         self._num_free = end
 

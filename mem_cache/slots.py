@@ -8,6 +8,7 @@ import numpy as np
 
 _BITS = 32
 _INDEX = (1 << _BITS) - 1
+GENERATION = 1 << _BITS  # from a handle to that of the entry's next tenancy
 
 
 class Slot(int):
