@@ -79,7 +79,7 @@ class GDNMixer(nn.Module):
         mixed_qkv, z, b, a = projected.split(widths, dim=-1)
         backend = batch.attn_backend.route(self)
         y = backend.run(self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
-        return self.out_proj.gated_onto(residual, self.norm, y, z)
+        return self.out_proj.onto(residual, self.norm(y, z))
 
     def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k [..., Hk, K] and v [..., Hv, V] of the conv's output."""

@@ -56,7 +56,7 @@ class KDAMixer(nn.Module):
         if self.gate_projs is not None:
             decay, gate = self.gate_projs.method.apply_each((decay, gate))
         y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=self.by_head(decay), b=b)
-        return self.out_proj.gated_onto(residual, self.norm, y, gate)
+        return self.out_proj.onto(residual, self.norm(y, gate))
 
     def by_head(self, channels: torch.Tensor) -> torch.Tensor:
         """[..., width] as [..., H, head_dim]."""

@@ -6,13 +6,10 @@ from hybridrt.kernels.moe import (
     GroupedChoice,
     SoftmaxChoice,
     fused_experts,
-    route_token,
     router_product,
     router_sigmoid_grouped,
     router_softmax,
 )
-from hybridrt.kernels.rms_norm import rms_norm
-from hybridrt.kernels.skinny_linear import InputNorm
 from tests.support.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -112,41 +109,6 @@ def test_padding_rows_go_to_no_expert(tokens_per_row):
         (weights, ids), plain = route(rows), route(None)
         assert (ids[padding] == -1).all() and (weights[padding] == 0).all()
         assert torch.equal(ids[~padding], plain[1][~padding]) and torch.equal(weights[~padding], plain[0][~padding])
-
-
-@pytest.mark.parametrize("row", [None, 3, 0])
-@pytest.mark.parametrize(
-    ("choice", "rows"),
-    [
-        (SoftmaxChoice(3, True, 2), 12 + 8),
-        (SoftmaxChoice(3, False), 12),
-        (GroupedChoice(3, 4, 2, True, 2.5), 12),
-        (GroupedChoice(3, 1, 1, False, 2.5, 1), 12),
-    ],
-)
-def test_one_token_is_normed_and_routed_in_one_launch(choice, rows, row):
-    """Twice: the second launch counts its programs from zero again."""
-    torch.manual_seed(0)
-    x, residual, norm_weight = torch.randn(1, 1100) * 0.01, torch.randn(1, 1100) * 0.01, torch.randn(1100)
-    weight, bias, pool_rows = (
-        torch.randn(rows, 1100),
-        torch.randn(12),
-        None if row is None else torch.tensor([row]).int(),
-    )
-    for before in (residual, None, residual):
-        total = x if before is None else x + before
-        h = rms_norm.reference(total, norm_weight, 1e-5)
-        logits = h @ weight.t()
-        if isinstance(choice, GroupedChoice):
-            weights, ids = router_sigmoid_grouped(logits, bias, choice, pool_rows)
-        else:
-            weights, ids = router_softmax(logits[:, :12], choice, logits[:, 12] if choice.shared else None, pool_rows)
-        kept = residual.clone()
-        found = route_token(x, weight, InputNorm(norm_weight, 1e-5, before), choice, bias, pool_rows)
-        assert torch.equal(found.total, total) and torch.equal(residual, kept)
-        assert torch.equal(found.ids, ids) and found.ids.dtype == torch.int32
-        torch.testing.assert_close(found.normed, h, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found.weights, weights, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("experts", [40, 10])
