@@ -44,17 +44,14 @@ def write_latent(
 
 
 @operation(by("triton"))
-def latent_extend(
-    q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None = None
-) -> Tensor:
+def latent_extend(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
     """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.
 
-    q `[T, H, nope + rope]`. Returns `[T, H, value]` in q's dtype; tokens past the last row are zeros. If `out`, of any
-    token stride, is given, they are left there.
+    q `[T, H, nope + rope]`. Returns `[T, H, value]` in q's dtype; tokens past the last row are zeros.
     """
     up_k, up_v, *_ = weights
     rank = up_k.shape[2]
-    out = q.new_zeros(*q.shape[:2], up_v.shape[2]) if out is None else out.zero_()
+    out = q.new_zeros(*q.shape[:2], up_v.shape[2])
     cells, start = kv.k_cache.flatten(0, 2), 0
     for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens_host, strict=True)):
         end, before = start + query_len, seq_len - query_len
@@ -86,10 +83,10 @@ def into_latent(q: Tensor, weights: LatentWeights) -> Tensor:
 
 
 @operation(by("triton"))
-def from_latent(x: Tensor, weights: LatentWeights, out: Tensor | None = None) -> Tensor:
-    """Weighted sums of latent vectors [..., H, rank] times the value matrices: [..., H, value], in `out` if given."""
+def from_latent(x: Tensor, weights: LatentWeights) -> Tensor:
+    """Weighted sums of latent vectors [..., H, rank] times the value matrices: [..., H, value]."""
     heads, rank, value_dim = weights.up_v.shape
-    out = x.new_empty(*x.shape[:-1], value_dim) if out is None else out
+    out = x.new_empty(*x.shape[:-1], value_dim)
     torch.bmm(
         x.reshape(-1, heads, rank).transpose(0, 1), weights.up_v, out=out.view(-1, heads, value_dim).transpose(0, 1)
     )

@@ -193,40 +193,24 @@ def skinny_linear_triton(
 ) -> tuple[Tensor, Tensor | None]:
     """`skinny_linear`: one launch for one token, one more where several tokens have a norm."""
     assert weight.is_contiguous() and x.stride(1) == 1
-    out_features = weight.shape[0] // (2 if activation == "silu_and_mul" else 1)
+    (rows, columns), (norm_weight, eps, residual) = weight.shape, norm or _NO_NORM
+    out_features = rows // (2 if activation == "silu_and_mul" else 1)
     out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
-    if x.shape[0] == 1:
-        return out, _matvec(x, tail, weight, bias, norm, activation, parts, out)
-    norm_weight, eps, residual = norm or _NO_NORM
-    if norm_weight is not None and residual is not None:
-        x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
-    elif norm_weight is not None:
-        x = rms_norm_triton(x, norm_weight, eps)
-    _matmul(x, tail, weight, bias, activation, out)
-    return out, residual
-
-
-def _matvec(
-    x: Tensor,
-    tail: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: InputNorm | None,
-    activation: Activation | None,
-    parts: int,
-    out: Tensor,
-) -> Tensor | None:
-    """Fills out and returns the new residual: another tensor, since programs still read the old one."""
-    norm_weight, eps, residual = norm or _NO_NORM
-    rows, columns = weight.shape
-    total = None if residual is None else torch.empty_like(residual)
+    if x.shape[0] > 1:
+        if norm_weight is not None and residual is not None:
+            x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
+        elif norm_weight is not None:
+            x = rms_norm_triton(x, norm_weight, eps)
+        _matmul(x, tail, weight, bias, activation, out)
+        return out, residual
+    total = None if residual is None else torch.empty_like(residual)  # programs still read the old one
     tile = matvec_tile(rows, columns)
     _matvec_kernel[(triton.cdiv(rows, tile.block_n),)](
         x, tail, residual, norm_weight, weight, bias, out, total, rows, x.shape[1], eps,
         K=columns, ACTIVATION=activation, PARTS=parts,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **pdl(x.device),
     )  # fmt: skip
-    return total
+    return out, total
 
 
 def _matmul(
