@@ -18,7 +18,7 @@ from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update
 from hybridrt.kernels.gated_delta_rule import compute_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_replay import gdn_replay
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import DeltaInputs, FusedStep, GateWeights
 from hybridrt.kernels.state_ring import check_step
 
@@ -32,7 +32,7 @@ def _check(qkv: Tensor, a: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
         )
 
 
-@operation(by("triton"), check=_check)
+@operation(By("triton"), check=_check)
 def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step: FusedStep) -> Tensor:
     """Advances each of B rows by T tokens.
 

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.paged_attention import store
 from hybridrt.kernels.records import AttentionPrompts, LatentWeights, PagedKV, Rope
 from hybridrt.kernels.rms_norm import rms_norm
 from hybridrt.kernels.rotary import qk_norm_rotary
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def write_latent(
     q: Tensor, k: Tensor, weights: LatentWeights, positions: Tensor, cos_sin: Tensor | None, cache: Tensor,
     out_cache_loc: Tensor,
@@ -43,7 +43,7 @@ def write_latent(
     return q
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def latent_extend(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
     """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.
 
@@ -71,7 +71,7 @@ def latent_extend(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
     return out
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def into_latent(q: Tensor, weights: LatentWeights) -> Tensor:
     """Queries [..., H, nope + rope] multiplied by their key matrices: [..., H, rank + rope], as latent vectors are."""
     heads, nope, rank = weights.up_k.shape
@@ -82,7 +82,7 @@ def into_latent(q: Tensor, weights: LatentWeights) -> Tensor:
     return found
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def from_latent(x: Tensor, weights: LatentWeights) -> Tensor:
     """Weighted sums of latent vectors [..., H, rank] times the value matrices: [..., H, value]."""
     heads, rank, value_dim = weights.up_v.shape

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrt.kernels.activation import clamped_silu_and_mul, relu2, silu_and_mul
 from hybridrt.kernels.linear import linear
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 
 
 class SoftmaxChoice(NamedTuple):
@@ -52,7 +52,7 @@ class ExpertStack(NamedTuple):
     limit: float | None = None
 
 
-@operation(by("triton", "hybridrt.kernels.moe_router_triton:router_softmax_triton"))
+@operation(By("triton", "hybridrt.kernels.moe_router_triton:router_softmax_triton"))
 def router_softmax(
     logits: Tensor, choice: SoftmaxChoice, shared_gate: Tensor | None = None, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def router_softmax(
     return _without_padding(weights, ids.int(), rows)
 
 
-@operation(by("triton", "hybridrt.kernels.moe_router_triton:router_sigmoid_grouped_triton"))
+@operation(By("triton", "hybridrt.kernels.moe_router_triton:router_sigmoid_grouped_triton"))
 def router_sigmoid_grouped(
     logits: Tensor, correction_bias: Tensor, choice: GroupedChoice, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -104,13 +104,13 @@ def router_sigmoid_grouped(
     return _without_padding(weights, ids.int(), rows)
 
 
-@operation(by("triton", "hybridrt.kernels.moe_router_triton:router_product_triton"))
+@operation(By("triton", "hybridrt.kernels.moe_router_triton:router_product_triton"))
 def router_product(x: Tensor, weight: Tensor) -> Tensor:
     """Logits `[T, E]` float32 of x `[T, D]` in any dtype and a contiguous weight `[E, D]` float32."""
     return F.linear(x.float(), weight)
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
     """sum_j weights[t, j] * w_down[e] act(w_up[e] x[t]) over the experts e = ids[t, j] of each token.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.activation import relu2, silu_and_mul
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.rms_norm import rms_norm
 
 Activation = Literal["silu_and_mul", "relu2"]
@@ -58,7 +58,7 @@ def _check(
         raise ConfigError("skinny_linear normalises one tensor; concatenate x and tail first")
 
 
-@operation(by("triton"), check=_check)
+@operation(By("triton"), check=_check)
 def skinny_linear(
     x: Tensor,
     weight: Tensor,
