@@ -40,15 +40,14 @@ class ExpertStack(NamedTuple):
     """E routed experts of one layer.
 
     Attributes:
-        w_up: `[E, 2I, D]` (gate rows, then up rows) if `gated`, else `[E, I, D]`; w_down: `[E, D, I]`.
-        activation: of the gate, or of up where there is no gate.
+        w_up: `[E, 2I, D]` (gate rows, then up rows) of SwiGLU, else `[E, I, D]`; w_down: `[E, D, I]`.
+        activation: "silu" for SwiGLU; "relu2" for squared ReLU, without a gate.
         limit: of a SwiGLU whose two factors are clamped (`clamped_silu_and_mul`); None for none.
     """
 
     w_up: Tensor
     w_down: Tensor
     activation: Literal["silu", "relu2"]
-    gated: bool
     limit: float | None = None
 
 
@@ -147,9 +146,4 @@ def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple
 def _activate(hidden: Tensor, experts: ExpertStack) -> Tensor:
     if experts.limit is not None:
         return clamped_silu_and_mul.reference(hidden, experts.limit)
-    if experts.activation == "silu":
-        return silu_and_mul.reference(hidden) if experts.gated else F.silu(hidden)
-    if experts.gated:
-        gate, up = hidden.chunk(2, dim=-1)
-        return relu2.reference(gate).mul_(up)
-    return relu2.reference(hidden)
+    return silu_and_mul.reference(hidden) if experts.activation == "silu" else relu2.reference(hidden)

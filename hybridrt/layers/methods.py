@@ -92,7 +92,7 @@ class ExpertsMethod(Method, ABC):
     @abstractmethod
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        gated: bool, limit: float | None = None,
+        limit: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """[T, in] to this rank's part of [T, in]; weights and ids [T, k] as `fused_experts` takes them, the others
         as in ExpertStack."""
@@ -163,9 +163,9 @@ class DenseExperts(ExpertsMethod):
 
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        gated: bool, limit: float | None = None,
+        limit: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        return fused_experts(x, ExpertStack(self.up, self.down, activation, gated, limit), weights, ids)
+        return fused_experts(x, ExpertStack(self.up, self.down, activation, limit), weights, ids)
 
 
 class DenseMethod(LinearMethod):

@@ -10,13 +10,7 @@ from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.moe import (
-    GroupedChoice,
-    SoftmaxChoice,
-    router_product,
-    router_sigmoid_grouped,
-    router_softmax,
-)
+from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice, router_product, router_sigmoid_grouped, router_softmax
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
 from hybridrt.layers.methods import DenseMethod, ExpertPart
 from hybridrt.layers.mlp import MLP
@@ -124,8 +118,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[T, in] to this rank's part of [T, in]; the caller sums over ranks."""
-        gated = self.activation == "silu"
-        return self.method.apply(x, weights, ids, activation=self.activation, gated=gated, limit=self.limit)
+        return self.method.apply(x, weights, ids, activation=self.activation, limit=self.limit)
 
     def _targets(
         self, key: str, name: str, first: int, count: int, up: Transform, down: Transform

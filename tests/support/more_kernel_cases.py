@@ -206,7 +206,7 @@ def fused_experts(config: ModelConfig, tokens: int) -> Case:
         "x": normal(tokens, hidden), "ids": ids, "weights": weights / weights.sum(1, keepdim=True),
         "w_up": normal(hf.num_experts, 2 * hf.moe_intermediate_size, hidden, scale=hidden**-0.5),
         "w_down": normal(hf.num_experts, hidden, hf.moe_intermediate_size, scale=hf.moe_intermediate_size**-0.5),
-        "activation": "silu", "gated": True,
+        "activation": "silu",
     }  # fmt: skip
     return Case("fused_experts", args, decode=tokens < 100)
 

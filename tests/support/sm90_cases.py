@@ -321,7 +321,7 @@ def experts() -> Cases:
         shared = {"shared_gate": logits[:, count], "shared": 1}
         yield "router_softmax", {"logits": logits[:, :count], "top_k": top_k, "renormalize": True} | shared
         picks = {"weights": f32(tokens, top_k + 1), "ids": int32(tokens, top_k + 1)}
-        yield "fused_experts", {"x": meta(tokens, width), "activation": "silu", "gated": True} | weights | picks
+        yield "fused_experts", {"x": meta(tokens, width), "activation": "silu"} | weights | picks
     for count, width in ((32, 2048), (256, 2304)):
         yield "router_product", {"x": meta(128, width), "weight": f32(count, width)}
     groups = {"top_k": 6, "n_group": 8, "topk_group": 4, "renormalize": True, "scaling": 2.5}

@@ -160,8 +160,8 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "router_product", {"x": meta(TOKENS, 64), "weight": f32(8, 64)}, {"x": meta(2, 512), "weight": f32(8, 512)}
     for tokens in (2, 400):
         picks = {"ids": int32(tokens, 2), "weights": f32(tokens, 2), "x": meta(tokens, 64)}
-        gated = {"w_up": meta(8, 64, 64), "w_down": meta(8, 64, 32), "activation": "silu", "gated": True}
-        yield "fused_experts", picks | gated, {"w_up": meta(8, 32, 64), "activation": "relu2", "gated": False}
+        gated = {"w_up": meta(8, 64, 64), "w_down": meta(8, 64, 32), "activation": "silu"}
+        yield "fused_experts", picks | gated, {"w_up": meta(8, 32, 64), "activation": "relu2"}
         yield "fused_experts", picks | gated | {"limit": 4.0}, {}
     filters = {"top_k": ROWS, "top_p": f32(B), "min_p": f32(B), "bitmask": int32(B, vocabulary // 32 + 1)}
     counted = Penalties(f32(B), f32(B), f32(B), int32(B, vocabulary), flags(B, vocabulary))
