@@ -24,7 +24,7 @@ from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, free_bytes
+from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, free_device_bytes
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, StateSaves, pack_padded
 from hybridrt.runtime.saved_states import saved_states
 from hybridrt.runtime.step import StepPlan
@@ -104,7 +104,7 @@ class PromptGraphs:
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:
         """Records every bucket, the largest first: smaller ones reuse its memory (`captured_bytes`)."""
-        free, stack = free_bytes(self.model.device), self.model.stack
+        free, stack = free_device_bytes(self.model.device), self.model.stack
         largest_first = sorted(self.buckets, key=lambda bucket: (bucket.tokens, bucket.decode_rows), reverse=True)
         for bucket in tqdm(largest_first, desc="capturing prompt graphs", disable=not progress):
             columns = self._pack(StepPlan(), bucket)
@@ -117,7 +117,7 @@ class PromptGraphs:
             with stack.calling(splits(len(stack.parts)), self.recorder.split):
                 graph.replay = self.recorder(self._bind(graph), warm)
             self._graphs[bucket] = graph
-        self.captured_bytes = free - free_bytes(self.model.device)
+        self.captured_bytes = free - free_device_bytes(self.model.device)
 
     @property
     def largest(self) -> tuple[int, int]:
