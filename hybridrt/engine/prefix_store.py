@@ -66,10 +66,7 @@ class PrefixStore:
         without. They count as used just now."""
         if not self.keeps or not self.tree.page_size:
             return 0
-        held, _ = self.tree.held(tokens, salt)
-        self.tree.lock(held)
-        self.tree.unlock(held)
-        return held.length
+        return self.tree.touch(tokens, salt)
 
     def holds(self, tokens: np.ndarray, salt: str) -> bool:
         """Whether a request that begins with these tokens [n] int32 would have to compute none of them."""
@@ -140,7 +137,8 @@ class PrefixStore:
             self.counts.retokenised += match.retokenised
             self.counts.without_state += match.known - match.length if self._slots.total else 0
             if self.tier is not None:
-                self.tier.touch(request.ids[: match.length], request.params.cache_salt or "")
+                # The request uses it from the device: that counts here, too.
+                self.tier.tree.touch(request.ids[: match.length], request.params.cache_salt or "")
         request.shared, request.save_at = False, ()
         if self.keeps and self._slots.total:
             parts = self.tree.waiting.partings(request.ids[:prompt], request.params.cache_salt or "")
