@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -108,6 +108,20 @@ class RowRequirements:
             bits &= ~_RULES
         wanted = self._logprobs[rows].tolist() if bits & _LOGPROBS else ()
         return Filters.of_bits(bits), [None if n < 0 else n for n in wanted]
+
+
+class SampledLines(NamedTuple):
+    """What a step samples from: the decode rows, then the prompts that end, m lines in all.
+
+    Attributes:
+        rows, output_indices: [m] int32; on_host: the same, as the host knows them.
+        logits: [m, vocab].
+    """
+
+    rows: Tensor
+    output_indices: Tensor
+    on_host: tuple[np.ndarray, np.ndarray]
+    logits: Tensor
 
 
 @dataclass(frozen=True)

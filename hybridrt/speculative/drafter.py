@@ -75,6 +75,11 @@ class Draft:
                 f"{len(self.tokens)} drafts with parents {list(parents)}: each needs one that precedes it"
             )
 
+    @classmethod
+    def of_tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> "Draft":
+        """The nodes of a tree. One without a fork is a chain."""
+        return cls(tokens, None if list(parents) == list(range(len(parents))) else parents)
+
     def __len__(self) -> int:
         return len(self.tokens)
 
