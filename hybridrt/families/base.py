@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridrt.config import AttentionConfig, LatentConfig, LayerSpec, LinearConfig
 from hybridrt.config_fields import CHUNK, DT_LIMIT, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG
+from hybridrt.config_json import FLAG, FieldType
 from hybridrt.errors import ConfigError, shown
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
@@ -23,6 +23,11 @@ MAMBA2: FieldTypes = {
     "time_step_limit": DT_LIMIT,
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
 }
+# Of families whose models in transformers rotate whole heads, whatever the factor is.
+FULL_ROPE = FieldType(
+    "an object whose partial_rotary_factor is 1 or null: this architecture rotates whole heads",
+    lambda v: isinstance(v, Mapping) and v.get("partial_rotary_factor") in (None, 1),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

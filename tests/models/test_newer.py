@@ -129,8 +129,8 @@ def test_a_part_of_each_head_of_minimax_is_rotated(
     "granite-plain", "jamba-plain", "kimi-plain", "lfm2_moe-plain", "ling-plain", "minimax-plain", "nemotron-experts",
 ])  # fmt: skip
 def test_tensors_by_their_names_in_memory(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
-    """As `save_pretrained(save_original_format=False)` writes them: stacks of experts, convolutions in one tensor, gates
-    that are modules."""
+    """As `save_pretrained(save_original_format=False)` writes them: stacks of experts, convolutions in one tensor, modules
+    of gates."""
     checkpoint = checkpoints[name]
     path = rewrite(checkpoint.path, tmp_path / "model")
     tensors = {key: t.clone() for key, t in checkpoint.model.state_dict().items()}
@@ -209,4 +209,17 @@ def test_options_that_are_not_supported_are_refused_by_name(
 ) -> None:
     path = rewrite(checkpoints[name].path, tmp_path / "model", **{field: value})
     with pytest.raises(ConfigError, match="rope_type is 'yarn'" if field == "rope_parameters" else f"{field} is"):
+        read_model_config(path)
+
+
+@pytest.mark.parametrize("name", [
+    "falcon-plain", "granite-rotary_tied", "lfm2-plain", "minimax-plain", "olmo-plain",
+    "zamba2-two_blocks_adapters_rope",
+])  # fmt: skip
+def test_a_part_of_each_head_is_refused_where_transformers_rotates_whole_heads(
+    name: str, checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    path = rewrite(checkpoints[name].path, tmp_path / "model", rope_parameters=rope)
+    with pytest.raises(ConfigError, match="partial_rotary_factor is 1 or null"):
         read_model_config(path)
