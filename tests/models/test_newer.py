@@ -129,8 +129,8 @@ def test_a_part_of_each_head_of_minimax_is_rotated(
     "granite-plain", "jamba-plain", "kimi-plain", "lfm2_moe-plain", "ling-plain", "minimax-plain", "nemotron-experts",
 ])  # fmt: skip
 def test_tensors_by_their_names_in_memory(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
-    """As `save_pretrained(save_original_format=False)` writes them: stacks of experts, convolutions in one tensor, modules
-    of gates."""
+    """As `save_pretrained(save_original_format=False)` writes them: stacks of experts, joined convolutions, modules of
+    gates."""
     checkpoint = checkpoints[name]
     path = rewrite(checkpoint.path, tmp_path / "model")
     tensors = {key: t.clone() for key, t in checkpoint.model.state_dict().items()}
