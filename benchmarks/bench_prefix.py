@@ -222,6 +222,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if run == "saturated-off":
                     args.rate = args.rate or found[run]["requests/s"]
                     print(f"--rate {args.rate:.4f}", flush=True)
+        del llm
+        free()
     compare(found)
     return list(found.values())
 

@@ -3,15 +3,15 @@
 from typing import Any
 
 from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, FieldTypes
-from hybridrt.config_json import FLAG, NULL, OBJECT, either
-from hybridrt.families.base import GDN, Family, FamilyFields, attention_config, gdn_config, interleaved
+from hybridrt.config_json import FLAG, NULL, either
+from hybridrt.families.base import FULL_ROPE, GDN, Family, FamilyFields, attention_config, gdn_config, interleaved
 
 FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
     **GDN,
     "rms_norm_eps": EPSILON,
-    "rope_parameters": either(NULL, OBJECT),
+    "rope_parameters": either(NULL, FULL_ROPE),
     **dict.fromkeys(("linear_allow_neg_eigval", "attention_bias"), FLAG),
 }
 

@@ -151,7 +151,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
 def _outputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, heads_ptr, scores_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr, x_strides: tl.constexpr, B_strides: tl.constexpr,
-    C_strides: tl.constexpr, z_strides: tl.constexpr, out_strides: tl.constexpr, num_tokens, chunks,
+    C_strides: tl.constexpr, z_strides: tl.constexpr, out_strides, num_tokens, chunks,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, Q: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr, PDL: tl.constexpr,

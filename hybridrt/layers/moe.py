@@ -155,7 +155,11 @@ class Experts(nn.Module):
 
 
 # Ends of the keys of tensors that hold all experts, as newer versions of transformers write them.
-STACKS = {".experts.gate_up_proj": ("gate", "up"), ".experts.down_proj": ("down",)}
+STACKS = {
+    ".experts.gate_up_proj": ("gate", "up"),
+    ".experts.up_proj": ("up",),
+    ".experts.down_proj": ("down",),
+}
 
 
 def stacked_experts(key: str, matrices: Sequence[str], count: int) -> list[TensorPart]:
