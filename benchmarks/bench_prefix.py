@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import prefix_bound, traces
 from benchmarks.bench_serving import percentile
-from benchmarks.common import environment, save, settle
+from benchmarks.common import environment, free, save, settle
 from benchmarks.prefix_bound import Served
 from benchmarks.traces import TRACES, Item, Shape
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
