@@ -236,8 +236,7 @@ class MambaAttnBackendBase(AttentionBackend):
         if bs:
             if bs not in by_size:
                 by_size[bs] = by_size[view.max_bs].prefix(bs)
-            decode = self._decode_rows(batch, by_size[bs])
-            self._fill(decode, batch)
+            decode = self._decode_segment(batch, by_size[bs])
         return ForwardMetadata(self._given_plans(batch), decode, begun=True)
 
     @property
@@ -266,8 +265,7 @@ class MambaAttnBackendBase(AttentionBackend):
             del batch.metadata[self.lead]
             raise BackendError(UNCOMMITTED)
         if split := batch.num_decode_rows:
-            step.decode = self._decode_rows(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))
-            self._fill(step.decode, batch)
+            step.decode = self._decode_segment(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))
         if batch.num_extend_rows:
             step.extends = self._extend_segments(batch, step.plans)
         step.begun, step.previous = True, None
@@ -290,23 +288,14 @@ class MambaAttnBackendBase(AttentionBackend):
                 f"or build the pool with tokens_per_step={tokens}"
             )
 
-    @staticmethod
-    def _decode_rows(batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
-        split, spec = batch.num_decode_rows, batch.spec_info
+    def _decode_segment(self, batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
+        """The decode rows, with slots, positions and ring cursors as they are on the device now."""
+        split, tokens, spec, pool = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info, self.mamba_pool
+        rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
+        tables = RowTables(self.pools.req_to_state_slot, pool.ring_start, pool.ring_length)
+        fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, tables)
         parents = spec.parents[:split] if spec and spec.parents is not None else None
-        return DecodeSegment(batch.req_pool_indices[:split], buffers, batch.tokens_per_row, parents)
-
-    def _fill(self, segment: DecodeSegment, batch: ForwardBatch) -> None:
-        """Reads slots, positions and ring cursors as they are on the device now."""
-        split, pool = batch.num_decode_rows, self.mamba_pool
-        fill_decode_metadata(
-            segment.buffers,
-            segment.rows,
-            batch.seq_lens[:split],
-            min(batch.num_real, split),
-            segment.tokens_per_row,
-            RowTables(self.pools.req_to_state_slot, pool.ring_start, pool.ring_length),
-        )
+        return DecodeSegment(rows, buffers, tokens, parents)
 
     def _extend_segments(self, batch: ForwardBatch, plans: Mapping[int, ChunkPlan]) -> dict[int, ExtendSegment]:
         """By chunk size, which alone differs from kind to kind."""
