@@ -15,6 +15,7 @@ from hybridrt.attention.checks import check_eager_batch, check_graph_batch, chec
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment, ForwardMetadata
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ExtendPass, ForwardBatch, GraphView
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.providers import needs_host
@@ -37,11 +38,6 @@ def _part(inputs: Inputs, tokens: slice, out: Tensor | None) -> Inputs:
     """The inputs of some of the tokens, and where their result may be left."""
     part = {name: t[tokens] for name, t in inputs.items()}
     return part if out is None else part | {"out": out}
-
-
-def conv_weights(layer: Any) -> ConvWeights:
-    """A mixer's conv, as the operations take it."""
-    return ConvWeights(layer.conv_weight, layer.conv_bias)
 
 
 class MambaAttnBackendBase(AttentionBackend):
@@ -143,25 +139,25 @@ class MambaAttnBackendBase(AttentionBackend):
             outputs.index_copy_(0, tokens, replaced)
         return outputs
 
-    def conv_rows(self, layer: Any, segment: DecodeSegment) -> dict[str, Any]:
-        """The keyword arguments of `causal_conv1d_update` for a mixer's decode rows, without the inputs."""
+    @staticmethod
+    def conv_weights(layer: Any) -> ConvWeights:
+        """A mixer's conv, as the operations take it."""
+        return ConvWeights(layer.conv_weight, layer.conv_bias)
+
+    def conv_rows(self, layer: Any, segment: DecodeSegment, x: Tensor) -> Tensor:
+        """The conv of a mixer's decode rows: [n, tokens_per_row, C] to the same shape."""
         cache = self.layer_cache(layer.layer_id)
-        return {
-            "weights": conv_weights(layer),
-            "state": segment.conv_state(cache),
-            "intermediate": segment.conv_windows(cache),
-        }
+        return causal_conv1d_update(x, self.conv_weights(layer), segment.conv_state(cache), segment.conv_windows(cache))
+
+    def conv_chunks(self, layer: Any, segment: ExtendSegment, x: Tensor) -> Tensor:
+        """The conv of a mixer's prompt chunks: [tokens, C] to the same shape."""
+        state = segment.conv_state(self.layer_cache(layer.layer_id))
+        return causal_conv1d_varlen(x, self.conv_weights(layer), state, segment.query_start_loc, segment.saves)
 
     def fused_step(self, layer: Any, segment: DecodeSegment) -> FusedStep:
         """The conv and the states of a mixer's decode rows."""
         cache = self.layer_cache(layer.layer_id)
-        return FusedStep(conv_weights(layer), segment.conv_state(cache), segment.state(cache), segment.ring(cache))
-
-    def conv_chunks(self, layer: Any, segment: ExtendSegment) -> dict[str, Any]:
-        """The keyword arguments of `causal_conv1d_varlen` for a mixer's prompt chunks, without the inputs."""
-        state = segment.conv_state(self.layer_cache(layer.layer_id))
-        chunks = {"weights": conv_weights(layer), "state": state, "query_start_loc": segment.query_start_loc}
-        return chunks if segment.saves is None else chunks | {"saves": segment.saves}
+        return FusedStep(self.conv_weights(layer), segment.conv_state(cache), segment.state(cache), segment.ring(cache))
 
     @staticmethod
     def ring_decay(layer: Any) -> Tensor | None:
