@@ -92,16 +92,12 @@ class Communicator:
             self._aborting.join(LEAVING_S)
         self._groups = {}
 
-    def forsake(self) -> None:
+    def disown(self) -> None:
         """Never destroys the group: its destructor waits for threads, which may wait for a rank that does not answer,
         or which a forked child does not have."""
         for group in self._groups.values():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._groups = {}
-
-    def disown(self) -> None:
-        """In a forked child."""
-        self.forsake()
 
     def _run(self, x: torch.Tensor, collective: Callable[[Any], dist.Work | None]) -> None:
         """Runs a collective on tensors that lie where `x` does."""
