@@ -44,13 +44,13 @@ def _join(side: WorkerSide, serve: bool, devices: str) -> list["RemoteReader"]:
     """The readers of the other ranks, in order."""
     if side.split is None:
         return []
-    host, key = side.split.host, secrets.token_bytes(32)
+    host, key = side.split.ranks.host, secrets.token_bytes(32)
     listener, joined = Listener((host, 0), key), dict[int, RemoteReader]()
     try:
-        side.split.call(JoinTransfer(host, listener.port, key, serve, devices))
+        side.split.call_others(JoinTransfer(host, listener.port, key, serve, devices))
         deadline = time.monotonic() + _JOIN_SECONDS
         while len(joined) < side.layout.tp_size - 1:
-            side.split.check()
+            side.split.ranks.check()
             if time.monotonic() > deadline:
                 found = len(joined) + 1
                 raise RankError(f"{found} of {side.layout.tp_size} ranks joined in {_JOIN_SECONDS:.0f} seconds")
