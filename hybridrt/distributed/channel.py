@@ -15,7 +15,6 @@ import socket
 import struct
 import time
 from collections import deque
-from typing import Protocol
 
 from hybridrt.distributed.channel_auth import TAG_BYTES, Tagger, join
 from hybridrt.errors import MessageError, PeerGoneError
@@ -31,34 +30,9 @@ _PIECE_BYTES = 1 << 16
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
-class Channel(Protocol):
-    """One end of a connection between two processes. Only `expect` waits."""
-
-    def send(self, message: bytes) -> None:
-        """Hands a message over, now or when the peer reads.
-
-        Raises:
-            PeerGoneError: the other end is gone.
-            MessageError: the message is too long; nothing was sent.
-        """
-
-    def receive(self) -> list[bytes]:
-        """The messages that have come since the last call.
-
-        Raises:
-            PeerGoneError: the other end is gone and its last message has been returned, or it does not read.
-            MessageError: it sent something else than messages.
-        """
-
-    def expect(self, timeout: float) -> bytes:
-        """The next message. Waits for it; raises PeerGoneError also if none comes within `timeout` seconds."""
-
-    def close(self) -> None:
-        """The other end's next `receive` raises. Closing again does nothing."""
-
-
 class SocketChannel:
-    """A connected socket whose other end has proved that it holds the key. One thread at a time uses it.
+    """A connected socket whose other end has proved that it holds the key. One thread at a time uses it. `send`,
+    `receive` and `close` do not wait.
 
     Args:
         tagger: what tags messages and checks tags.
@@ -100,6 +74,12 @@ class SocketChannel:
         return self._socket.fileno()
 
     def send(self, message: bytes) -> None:
+        """Hands a message over, now or when the peer reads.
+
+        Raises:
+            PeerGoneError: the other end is gone.
+            MessageError: the message is too long; nothing was sent.
+        """
         if len(message) > MAX_MESSAGE_BYTES:
             raise MessageError(f"a message has {len(message)} bytes; it may have {MAX_MESSAGE_BYTES}")
         self._check()
@@ -110,6 +90,12 @@ class SocketChannel:
         self._check()
 
     def receive(self) -> list[bytes]:
+        """The messages that have come since the last call.
+
+        Raises:
+            PeerGoneError: the other end is gone and its last message has been returned, or it does not read.
+            MessageError: it sent something else than messages.
+        """
         self._flush()
         self._read()
         messages = list(self._messages)
@@ -119,6 +105,7 @@ class SocketChannel:
         return messages
 
     def expect(self, timeout: float) -> bytes:
+        """The next message. Waits for it; raises PeerGoneError also if none comes within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self._messages:
             left = deadline - time.monotonic()
@@ -148,6 +135,7 @@ class SocketChannel:
         self._check()
 
     def close(self) -> None:
+        """The other end's next `receive` raises. Closing again does nothing."""
         self._flush()
         self._end(PeerGoneError("the channel is closed"))
 

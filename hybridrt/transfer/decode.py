@@ -8,7 +8,7 @@ from itertools import count
 
 import numpy as np
 
-from hybridrt.distributed.channel import TIMEOUT_S, Channel
+from hybridrt.distributed.channel import TIMEOUT_S, SocketChannel
 from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.errors import ConfigError, MessageError, OutOfSlotsError, PeerGoneError, TransferError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
@@ -76,7 +76,7 @@ class _Attempt:
 class _Peer:
     """A prefill worker: when its last message came, and when a `Ping` was sent that it has not answered."""
 
-    channel: Channel
+    channel: SocketChannel
     received: float
     pinged: float | None = None
 
@@ -138,7 +138,7 @@ class DecodeWorker:
         self._totals = DecodeCounters()
         side.engine.prefill_source = self
 
-    def connect(self, channel: Channel) -> str:
+    def connect(self, channel: SocketChannel) -> str:
         """Adds a prefill worker, if both sides agree on what they run. Returns its name.
 
         Raises:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from hybridrt.distributed import channel as channel_module
 from hybridrt.distributed import channel_listener
-from hybridrt.distributed.channel import Channel, SocketChannel
+from hybridrt.distributed.channel import SocketChannel
 from hybridrt.distributed.channel_auth import ANSWER_BYTES, NONCE_BYTES, TAG_BYTES
 from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.distributed.channel_listener import Listener
@@ -53,7 +53,7 @@ def join(listener: Listener, key: bytes = KEY) -> tuple[SocketChannel, SocketCha
     return found[0], accepted[0]
 
 
-def sockets() -> tuple[Channel, Channel]:
+def sockets() -> tuple[SocketChannel, SocketChannel]:
     listener = Listener(("127.0.0.1", 0), KEY)
     pair = join(listener)
     listener.close()
