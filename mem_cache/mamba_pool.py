@@ -355,9 +355,10 @@ class MambaPool:
         return RingFolds(self.req_to_state_slot[rows], rows.int(), *cursors, count, write_slots)
 
     def _fold(self, folds: RingFolds) -> None:
-        """One launch for all layers of equal shape."""
+        """One launch for all layers of equal shape that have a recurrent state."""
         for (_, cache), decay in zip(self.stacks, self.stack_decays(), strict=True):
-            fold_ring(cache.temporal, *cache.ring, decay, folds)
+            if cache.temporal.numel():
+                fold_ring(cache.temporal, *cache.ring, decay, folds)
 
     def _empty_rings(self, rows: torch.Tensor) -> None:
         self.ring_start.index_fill_(0, rows.long(), 0)

@@ -150,6 +150,7 @@ class RadixCache:
         """The request reads the pages of its match no longer. Its state has been unlocked before."""
         if match.node is not None:
             match.node.readers -= 1
+            self._worths.left(match.node)
             self._prune(match.node)
 
     def insert(

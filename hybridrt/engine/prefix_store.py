@@ -124,21 +124,7 @@ class PrefixStore:
         prompt = request.prefill_end
         if not request.metrics.retractions:
             request.metrics.admission_time = time.monotonic()
-        if match.staged is not None and not request.metrics.retractions:
-            request.metrics.cached_tokens = match.staged_from
-            self.counts.asked += prompt
-            self.counts.hit += match.staged_from
-        elif not request.metrics.retractions:
-            request.metrics.cached_tokens = match.length
-            self.counts.asked += prompt
-            self.counts.hit += match.length
-            seen = self._seen.length(request.ids[: prompt - 1], request.params.cache_salt or "")
-            self.counts.without_kv += max(seen - match.known, 0)
-            self.counts.retokenised += match.retokenised
-            self.counts.without_state += match.known - match.length if self._slots.total else 0
-            if self.tier is not None:
-                # The request uses it from the device: that counts here, too.
-                self.tier.tree.touch(request.ids[: match.length], request.params.cache_salt or "")
+            self._count(request, match)
         request.shared, request.save_at = False, ()
         if self.keeps and self._slots.total:
             parts = self.tree.waiting.partings(request.ids[:prompt], request.params.cache_salt or "")
@@ -295,6 +281,23 @@ class PrefixStore:
             for name, pool in (("host_pages", self.tier.pages), ("host_states", self.tier.slots)):
                 found |= {name: pool.num_cached, f"{name}_total": pool.total}
         return found | asdict(self.counts)
+
+    def _count(self, request: Request, match: PrefixMatch) -> None:
+        """Counts a match. No token is lost twice, and the last one of a prompt is never lost: it is always computed.
+        Nor is anything lost by a request that skips the match."""
+        counts, salt, prompt = self.counts, request.params.cache_salt or "", request.prefill_end
+        request.metrics.cached_tokens = match.length if match.staged is None else match.staged_from
+        counts.asked += prompt
+        counts.hit += request.metrics.cached_tokens
+        if match.staged is not None:
+            return
+        if request.params.prompt_logprobs is None:
+            evicted = max(self._seen.length(request.ids[: prompt - 1], salt) - match.known, 0)
+            counts.without_kv += evicted
+            counts.retokenised += max(match.retokenised - evicted, 0)
+            counts.without_state += max(min(match.known, prompt - 1) - match.length, 0) if self._slots.total else 0
+        if self.tier is not None:
+            self.tier.tree.touch(request.ids[: match.length], salt)
 
     def _offer(self, request: Request) -> CacheEntries:
         """Nothing is offered of a request that failed, whose state may be wrong, nor of one that has added nothing."""

@@ -35,6 +35,8 @@ EVERY_DRAW: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
     {"temperature": 0.0, "logit_bias": {0: 1.0}},
+    {"temperature": 0.7, "logit_bias": {0: 1.0}},
+    {"temperature": 0.7, "logit_bias": {0: 1.0}, "presence_penalty": 0.1},
 )
 
 _DRAWS, _TOP_K, _TOP_P, _MIN_P, _PENALTIES, _LOGPROBS, _RULES, _WORDS = (1 << i for i in range(8))
