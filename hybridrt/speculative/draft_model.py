@@ -166,7 +166,10 @@ class DraftModelDrafter(Drafter):
         """Takes the states from the tokens of the last proposal to the tokens known now, and draws the first drafts."""
         fresh = [tenant for tenant in tenants if not tenant.admitted]
         for tenant in fresh:
-            self._admit(tenant)
+            row, pages, tenant.admitted = tenant.row, self._pages, True
+            own = int32s(range(1 + (row - 1) * pages, 1 + row * pages))
+            self._pending.admissions.append(self._admission(tenant))
+            self._pending.page_writes.append(PageWrite(row, 0, own))
         if any(tenant.held for tenant in fresh):  # their states are restored once their slots have been zeroed
             plan, self._pending = self._pending, StepPlan()
             self.runner.launch(plan)
@@ -176,11 +179,6 @@ class DraftModelDrafter(Drafter):
         launched = self._catch_up(tenants)
         self._copy_state(tenants, to_backup=True)
         return launched
-
-    def _admit(self, tenant: _Tenant) -> None:
-        row, pages, tenant.admitted = tenant.row, self._pages, True
-        self._pending.admissions.append(self._admission(tenant))
-        self._pending.page_writes.append(PageWrite(row, 0, int32s(range(1 + (row - 1) * pages, 1 + row * pages))))
 
     def _admission(self, tenant: _Tenant) -> Admission:
         request, row = tenant.request, tenant.row
