@@ -73,7 +73,7 @@ class StepRunner:
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._unsampled: ConstrainedStep | None = None
         self._packing = Packing(self.trees, self.drafter is not None, self.backend.chunk_sizes)
-        # HYBRIDRT_DEBUG=1 asks the backends to look at all numbers of a step: then it is eager.
+        # With HYBRIDRT_DEBUG=1 the backends look at all numbers of a step: then it is eager.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
         self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
 
