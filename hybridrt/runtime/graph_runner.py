@@ -169,6 +169,11 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def make_recorder(device: torch.device) -> Recorder:
+    """How steps are recorded on a device of this kind."""
+    return CudaGraphRecorder() if device.type == "cuda" else ClosureRecorder()
+
+
 def free_device_bytes(device: torch.device) -> int:
     """Memory that the device has left; 0 where graphs take none of it."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
@@ -215,7 +220,7 @@ class GraphRunner:
         self.tokens, self.tree, device = tokens, tree, model.device
         self.max_bs = min(max_bs, req_to_token_pool.num_rows)
         self.poisoned = device.type != "cuda"
-        self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
+        self.recorder = recorder or make_recorder(device)
         self.buffers = StaticBuffers(model, self.max_bs, tokens, backend.seq_len_fill, tree, keep_hidden)
         self.spec_info = self.buffers.spec_info
         self._staging = StagingRing(device)
