@@ -61,7 +61,7 @@ class PrefixStore:
         window = self.windows.of(match.state)
         return PrefixMatch() if window is None else replace(match, window=window)
 
-    def held(self, tokens: np.ndarray, salt: str) -> int:
+    def touch(self, tokens: np.ndarray, salt: str) -> int:
         """How many of a prompt's first tokens [n] int32 have KV here, in whole pages, with a state behind them or
         without. They count as used just now."""
         if not self.keeps or not self.tree.page_size:

@@ -121,7 +121,7 @@ class Scheduler:
             step.sampled = not step.plan.constrained
         self._in_flight += 1
         if self._target is not None:
-            step.launched = self._target.launched()
+            step.launched = self._target.clock()
         for request, _ in step.rows:
             request.in_flight += 1
         return step
