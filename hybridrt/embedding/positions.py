@@ -69,9 +69,9 @@ class Positions:
     ) -> None:
         """Keeps with a batch which rows it has. All arrays are as in `StepRows`, with padding rows behind the real
         ones."""
-        rows = [values[: batch.num_real].tolist() for values in (lines, starts, ends)]
+        own, first, last = (values[: batch.num_real].tolist() for values in (lines, starts, ends))
         slots = None if reads is None else reads.tolist()
-        batch.metadata[self] = StepRows(*rows, batch.num_decode_rows, batch.spec_info is not None, slots)
+        batch.metadata[self] = StepRows(own, first, last, batch.num_decode_rows, batch.spec_info is not None, slots)
 
     def of(self, batch: ForwardBatch) -> StepRows | None:
         """What was noted of a batch; None if nothing was."""
