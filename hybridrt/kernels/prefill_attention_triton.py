@@ -51,7 +51,8 @@ def _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N:
     return blocks * BLOCK_N
 
 
-@triton.jit
+# The rows of prompts stand behind those that decode: their integers are aligned for some numbers of rows only.
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
     k_cache_ptr, v_cache_ptr, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, k_ptr, v_ptr, table_sr, total,
     HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
@@ -107,7 +108,7 @@ def _softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-unty
     return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _extend_kernel(  # type: ignore[no-untyped-def]
     q_ptr, keys, values, ropes, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, out_ptr, q_st, q_sh, table_sr, total,
     scale_log2,
@@ -214,7 +215,8 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     tile = tile_of(q, dim, kv_heads, query_lens, gathered)
     sources = KeySources(k_cache, v_cache, k_cache[..., dim:] if rope else None)
     if gathered:
-        sources = KeySources(*_gather(k_cache, v_cache, kv, batch, blocks, q.dtype))
+        keys, values, total = gather(k_cache, v_cache, kv, batch, blocks, q.dtype)
+        sources = KeySources(described(keys), described(values), total=total)
     run_extend(q, sources, kv, batch, (kv_heads, dim, dim, rope), tile, out)
     return out
 
@@ -282,14 +284,6 @@ def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_windo
         return blocks
     seen = (triton.cdiv(n + sliding_window - 1, BLOCK_N) + 1 for n in query_lens)
     return [min(pair) for pair in zip(blocks, seen, strict=True)]
-
-
-def _gather(
-    k_cache: Tensor, v_cache: Tensor, kv: PagedKV, batch: AttentionPrompts, blocks: Sequence[int], dtype: torch.dtype
-) -> tuple[Any, Any, None, int]:
-    """`gather` as descriptors, and as sources."""
-    keys, values, total = gather(k_cache, v_cache, kv, batch, blocks, dtype)
-    return described(keys), described(values), None, total
 
 
 def gather(

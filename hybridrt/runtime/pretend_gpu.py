@@ -36,9 +36,10 @@ class GPUFacts:
 
     @classmethod
     def of(cls, device: torch.device) -> "GPUFacts":
-        """Those of a device of this machine."""
+        """Those of a device of this machine. Memory that torch keeps without using it is free."""
         found: Any = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         capability = (found.major, found.minor)
         shared = int(found.shared_memory_per_block_optin)
         return cls(found.name, capability, found.multi_processor_count, shared, total, free)
@@ -77,7 +78,7 @@ def _functions(gpu: GPUFacts) -> dict[str, Any]:
         "get_device_capability": gpu.capability, "get_device_name": gpu.name, "is_bf16_supported": True,
         "mem_get_info": (gpu.free_bytes, gpu.total_bytes), "memory_reserved": 0, "memory_allocated": 0,
         "max_memory_allocated": 0, "reset_peak_memory_stats": None, "empty_cache": None, "synchronize": None,
-        "is_current_stream_capturing": False, "set_device": None,
+        "is_current_stream_capturing": False, "set_device": None, "graph_pool_handle": None,
     }  # fmt: skip
     functions: dict[str, Any] = {name: _returning(value) for name, value in values.items()}
     contexts = {"stream": nullcontext, "device": nullcontext}
