@@ -91,14 +91,16 @@ def encode_prompt(tokenizer: Tokenizer, text: str, max_tokens: int, *, bare: boo
         raise PromptTooLongError(
             f"the prompt has {len(text)} characters; it may have at most {max_tokens} tokens (this model's maximum "
             f"context length is {max_tokens + 1} tokens, one of them for the output), and none stands for more than "
-            f"{width} characters: shorten it or raise max_model_len"
+            f"{width} characters: shorten it or raise max_model_len",
+            "prompt",
         )
     try:
         text.encode()
     except UnicodeEncodeError as e:
         raise RequestError(
             f"the prompt's character {e.start} is U+{ord(text[e.start]):04X}, half of a surrogate pair: no text by "
-            "itself; decode the prompt from its bytes anew, or remove it"
+            "itself; decode the prompt from its bytes anew, or remove it",
+            "prompt",
         ) from e
     return tokenizer.encode_bare(text) if bare else tokenizer.encode(text)
 

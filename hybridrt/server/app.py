@@ -4,7 +4,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -40,13 +39,6 @@ def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     _add_operations(app, service, metrics)
     for kind in (HybridrtError, APIError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
-    if service.config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(service.config.allowed_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-        )
     traced = Tracing(app, service.config.otlp_endpoint) if service.config.otlp_endpoint else app
     return Guard(traced, service.config)
 
@@ -83,7 +75,9 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """One of these."""
+        """One of these; without a name, all."""
+        if not name:
+            return await models()
         service.check_model(name)
         return _model(service, name)
 

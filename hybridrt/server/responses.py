@@ -23,7 +23,7 @@ from hybridrt.server.service import Service, response_id
 # Fields of a chat request, by the names that errors of this endpoint give them.
 RESPONSE_NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text", "structured_outputs": "text",
-    "reasoning_effort": "reasoning", "logprobs": "top_logprobs",
+    "reasoning_effort": "reasoning", "logprobs": "top_logprobs", "prompt": "input",
 }  # fmt: skip
 _NO_STORE = "this server stores no responses: send the whole conversation as input"
 _REFUSED = {

@@ -121,15 +121,14 @@ class Service:
         return replace(self.llm.llm.default_sampling_params, **{**given, **changes})
 
     def check_count(self, prompts: int, params: SamplingParams) -> None:
-        """Raises APIError for more prompts or samples than one request may have."""
+        """Raises APIError for more prompts or samples than one request may have: more than may ever run and wait at a
+        time, too."""
         if prompts > self.config.max_prompts:
             raise APIError(400, f"{prompts} prompts; at most {self.config.max_prompts} at a time", "prompt")
-        if prompts * params.n > self.config.max_samples:
-            raise APIError(
-                400,
-                f"{prompts} prompts with n = {params.n} samples each; at most {self.config.max_samples} in all",
-                "n",
-            )
+        most = min(self.config.max_samples, self.llm.llm.plan.num_rows + self.config.max_waiting)
+        if prompts * params.n > most:
+            text = f"{prompts} prompts with n = {params.n} samples each; at most {most} in all"
+            raise APIError(400, text, "n" if params.n > 1 else "prompt")
 
 
 def _seed(seed: int | None) -> int | None:
