@@ -1,5 +1,6 @@
 """Around every request: keys, sizes, deadlines, connections, the queue, CORS and request ids."""
 
+import asyncio
 import json
 import socket
 import time
@@ -10,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hybridrt.engine.async_llm import AsyncLLM
 from hybridrt.engine.llm import LLM
 from hybridrt.server import http_limits
+from hybridrt.server.app import make_app
+from hybridrt.server.config import ServerConfig
+from hybridrt.server.metrics import Metrics
+from hybridrt.server.run import Server, bind
+from hybridrt.server.service import Service
 from tests.server.test_errors import COMPLETION, assert_error
 from tests.support.http_server import Served, serving
 from tests.support.lazily import lazily
@@ -183,3 +190,15 @@ def test_request_ids_go_in_and_out(served: Served) -> None:
             assert made and made != bad
         answer = client.post("/v1/completions", json=COMPLETION | {"request_id": "my-run"})
         assert answer.json()["id"] == "cmpl-my-run"
+
+
+def test_two_servers_that_start_at_once_at_one_port(embedded: LLM) -> None:
+    """Both can take the address before either listens. The second one says so."""
+    with bind(ServerConfig(port=0)) as first:
+        config = ServerConfig(port=first.getsockname()[1])
+        with bind(config) as second, AsyncLLM(embedded) as llm:
+            first.listen()
+            service = Service(llm, config)
+            server = Server(make_app(service, Metrics(llm, "tested")), service)
+            with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:.*choose another"):
+                asyncio.run(server.startup([second]))
