@@ -26,13 +26,22 @@ from hybridrt.server.structured import own_names
 from hybridrt.server.tracing import Tracing
 from hybridrt.version import __version__
 
+# For the OpenAPI document. FastAPI would list 422 instead, which this server does not send.
+_ERROR = {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": {}}}}}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request is refused.", "content": _ERROR},
+    "5XX": {"description": "The request has failed, or the server takes none.", "content": _ERROR},
+}
+_EITHER: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, or a stream of it.", "content": {"application/json": {}, "text/event-stream": {}}}
+}
 # By path: fields of SamplingParams or of a chat request, by the names that errors of the endpoint give them.
 _NAMES = {"/v1/chat/completions": CHAT_NAMES, "/v1/responses": RESPONSE_NAMES, "/v1/messages": MESSAGE_NAMES}
 
 
 def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     """All endpoints over a service, guarded."""
-    app = FastAPI(title="hybridrt", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="hybridrt", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
     _add_openai(app, service)
     _add_anthropic(app, service)
     _add_text(app, service)
@@ -49,21 +58,21 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", response_class=Response)
+    @app.post("/v1/completions", response_class=Response, responses=_EITHER)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts."""
         with own_names(body):
             answer = await start_completions(service, body, request.scope)
         return await respond(answer, request)
 
-    @app.post("/v1/chat/completions", response_class=Response)
+    @app.post("/v1/chat/completions", response_class=Response, responses=_EITHER)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
         with own_names(body):
             answer = await start_chat(service, body, request.scope)
         return await respond(answer, request)
 
-    @app.post("/v1/responses", response_class=Response)
+    @app.post("/v1/responses", response_class=Response, responses=_EITHER)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answers a conversation, in OpenAI's newer form."""
         return await respond(await start_response(service, body, request.scope), request)
@@ -83,7 +92,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
 
 def _add_anthropic(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/messages", response_class=Response)
+    @app.post("/v1/messages", response_class=Response, responses=_EITHER)
     async def messages(body: MessageRequest, request: Request) -> Response:
         """Answers a conversation, in Anthropic's form."""
         return await respond(await start_message(service, body, request.scope), request)
