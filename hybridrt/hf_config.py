@@ -105,8 +105,8 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
     rotated = int(attention.rotary_dim * (parameters.get("partial_rotary_factor") or 1.0))
     if required and (rotated < 2 or rotated % 2):
         raise ConfigError(
-            f"{file}: rotary embeddings would turn {rotated} of {attention.rotary_dim} numbers of a head; they turn "
-            "pairs"
+            f"{file}: rotary embeddings would turn {rotated} of {attention.rotary_dim} numbers of a head (head_dim, or "
+            "qk_rope_head_dim, by partial_rotary_factor); they turn pairs"
         )
 
 

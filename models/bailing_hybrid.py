@@ -23,6 +23,7 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
         ".attention.": ".self_attn.",
         ".dense.": ".o_proj.",
         ".expert_bias": ".e_score_correction_bias",
+        ".forget_gate.": ".",
     }
 
     def limits(self, layer_id: int) -> tuple[float | None, float | None]:

@@ -14,17 +14,19 @@ from hybridrt.config import AttentionConfig, ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.families.base import routed_experts
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import RowLinear, Segment
-from hybridrt.layers.moe import stacked_experts
+from hybridrt.layers.moe import STACKS, stacked_experts
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.rotary import rotary_table
 from hybridrt.layers.stack import ResidualPart, ResidualStack
-from hybridrt.layers.weights import Build, CheckpointMap, TensorPart
+from hybridrt.layers.weights import Build, CheckpointMap, TensorPart, Transform
 
 MTP_KEYS = r"mtp\..*"
 # Spellings of the matrices of SwiGLU that several families use.
 SWIGLU = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+CONV = ".conv1d.weight"
 
 
 class CausalLM(nn.Module, ABC):
@@ -45,8 +47,8 @@ class CausalLM(nn.Module, ABC):
     layers_key: ClassVar[str] = "model.layers"
     # Parts of keys in checkpoints, and what they are in the keys of the blocks.
     spellings: ClassVar[Mapping[str, str]] = {}
-    # Ends of keys whose tensors hold a matrix of all experts, or several of them one behind the other.
-    stacks: ClassVar[Mapping[str, Sequence[str]]] = {}
+    # Whether a tensor may hold the convolutions of q, k and v, which have keys of their own, one behind the other.
+    joined_convs: ClassVar[bool] = False
     # Of the norms: the field of the model's config with their epsilon, and whether weights are stored less 1.
     eps_field: ClassVar[str] = "rms_norm_eps"
     zero_centered: ClassVar[bool] = False
@@ -132,10 +134,19 @@ class CausalLM(nn.Module, ABC):
     def parts_of(self, key: str) -> list[TensorPart]:
         """What a checkpoint's tensor holds, by keys of the map: itself, or several parts."""
         name = self.rename_key(key)
-        for end, matrices in self.stacks.items():
+        for end, matrices in STACKS.items():
             if name.endswith(end):
                 return stacked_experts(f"{name.removesuffix(end)}.experts", matrices, routed_experts(self.config.hf))
+        if self.joined_convs and name.endswith(CONV):
+            (linear,) = self.config.linear.values()
+            parts, widths = zip(*state_shape(linear).segments)
+            return [(f"{name.removesuffix(CONV)}.{p}_conv1d.weight", _rows(widths, i)) for i, p in enumerate(parts)]
         return [(name, lambda t: t)]
+
+
+def _rows(widths: Sequence[int], i: int) -> Transform:
+    """Of parts of these widths, one above the other, number i."""
+    return lambda t: t.split(widths)[i]
 
 
 class MTPHead(nn.Module, ABC):

@@ -7,6 +7,7 @@ weights and norms here (IBM 2025, Granite 4.0).
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from hybridrt.config import ModelConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
@@ -24,6 +25,8 @@ INTO, OUT = ".input_linear.weight", ".output_linear.weight"
 
 class GraniteMoeHybridForCausalLM(CausalLM):
     """Granite 4-H (IBM 2025), with experts or dense."""
+
+    spellings: ClassVar[dict[str, str]] = {".router.weight": ".router.layer.weight"}
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
         hf = config.hf

@@ -24,7 +24,8 @@ class KimiLinearForCausalLM(CausalLM):
     """Kimi-Linear (48B-A3B)."""
 
     gated: ClassVar[bool] = False  # the outputs of latent attention
-    spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp."}
+    spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp.", ".forget_gate.": "."}
+    joined_convs = True
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)

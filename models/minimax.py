@@ -17,7 +17,7 @@ from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.lightning import LightningMixer
 from hybridrt.layers.linear import Summands
-from hybridrt.layers.moe import STACKS, Experts, MoE, SoftmaxRouter
+from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import CheckpointMap
@@ -45,7 +45,6 @@ class MiniMaxForCausalLM(CausalLM):
     """MiniMax-Text-01 and MiniMax-M1 (MiniMax 2025)."""
 
     spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp."}
-    stacks = STACKS
     # Powers of the decays, which follow from the configuration.
     skipped_keys = (MTP_KEYS, r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)")
 

@@ -21,7 +21,7 @@ from hybridrt.layers.linear import Summands
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import RMSNorm, SharedRMSNorm
 from hybridrt.layers.stack import ResidualPart
-from hybridrt.layers.weights import Build, CheckpointMap, TensorPart, Transform
+from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
 
 PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"}
@@ -82,6 +82,7 @@ class OlmoHybridForCausalLM(CausalLM):
         ".attention_layer_norm.": ".input_layernorm.",
         ".feedforward_layer_norm.": ".post_attention_layernorm.",
     }
+    joined_convs = True
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, hidden, build = self.config, self.config.hf, self.config.hidden_size, self.build
@@ -103,16 +104,3 @@ class OlmoHybridForCausalLM(CausalLM):
             ResidualPart("input_layernorm", "linear_attn", gdn),
             ResidualPart("post_attention_layernorm", "mlp", mlp),
         ]
-
-    def parts_of(self, key: str) -> list[TensorPart]:
-        """One tensor may hold the convolutions of q, k and v."""
-        stem = key.removesuffix(".conv1d.weight")
-        if stem == key:
-            return super().parts_of(key)
-        linear = self.config.linear_of(GDNConfig)
-        qk, v = linear.num_k_heads * linear.head_k_dim, linear.num_v_heads * linear.head_v_dim
-        return [(f"{stem}.{name}.weight", _rows([qk, qk, v], i)) for i, name in enumerate(CONVS)]
-
-
-def _rows(sizes: list[int], i: int) -> Transform:
-    return lambda t: t.split(sizes)[i]

@@ -13,7 +13,7 @@ from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.gdn import GDNKeys, GDNMixer
 from hybridrt.layers.mlp import MLP
-from hybridrt.layers.moe import STACKS, Experts, MoE, SoftmaxRouter
+from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import CausalLM, MTPHead
@@ -31,7 +31,7 @@ class Qwen3NextForCausalLM(CausalLM):
     """Qwen3-Next (80B-A3B and its kin)."""
 
     gdn_keys: ClassVar[GDNKeys] = GDN_KEYS
-    stacks, zero_centered = STACKS, True
+    zero_centered = True
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         config, hf, spec = self.config, self.config.hf, self.config.layer(layer_id)

@@ -167,7 +167,7 @@ def run_rows(stack: Stack, count: int) -> list[list[int]]:
 
 MIXES = [
     (("mamba2", "gdn", "mamba2"), "classic"), (("mamba2", "gdn", "mamba2"), "replay"), (("gdn", "mamba2"), "replay"),
-    (("mamba1", "prefix_sum"), "classic"), (("short_conv", "gdn"), "classic"),
+    (("mamba1", "prefix_sum"), "classic"), (("short_conv", "gdn"), "replay"),
     (("gdn", "outside", "mamba1", "mamba2"), "classic"), (("kda", "gdn"), "classic"),
     (("lightning", "mamba2"), "classic"), (("gdn", "lightning", "lightning"), "replay"),
 ]  # fmt: skip
@@ -204,6 +204,7 @@ def test_a_model_of_several_kinds_equals_its_layers_run_alone(kinds: tuple[str, 
         (("gdn", "mamba2", "mamba1"), "intermediate"),
         (("mamba1", "outside"), "intermediate"),
         (("short_conv", "gdn"), "intermediate"),
+        (("short_conv", "gdn"), "replay"),
         (("kda", "mamba2"), "intermediate"),
     ],
 )

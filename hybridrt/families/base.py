@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridrt.config import AttentionConfig, LatentConfig, LayerSpec, LinearConfig
 from hybridrt.config_fields import CHUNK, DT_LIMIT, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG
+from hybridrt.config_json import FLAG, FieldType
 from hybridrt.errors import ConfigError, shown
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
@@ -23,6 +23,11 @@ MAMBA2: FieldTypes = {
     "time_step_limit": DT_LIMIT,
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
 }
+# Of families whose models in transformers rotate whole heads, whatever the factor is.
+FULL_ROPE = FieldType(
+    "an object whose partial_rotary_factor is 1 or null: this architecture rotates whole heads",
+    lambda v: isinstance(v, Mapping) and v.get("partial_rotary_factor") in (None, 1),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +77,8 @@ def attention_config(hf: Any, rotary: bool = True, scale: float | None = None) -
 
 
 def latent_attention(hf: Any, rotary: bool) -> AttentionConfig:
-    """Latent attention by the fields of `LATENT`. Its cache has one head, whose values are a part of its keys."""
-    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
-    if kv_heads != heads:
-        raise ConfigError(f"num_key_value_heads is {kv_heads}; latent attention makes keys for all {heads} heads")
+    """Latent attention by the fields of `LATENT`. Its cache has one head, whose values are a part of its keys. Keys are
+    made for all heads: num_key_value_heads means nothing here."""
     rope, rank = dict(hf.rope_parameters) if rotary else None, hf.kv_lora_rank
     if rope:
         # Published files have the share of a whole head that is rotated, and qk_rope_head_dim is that part already.
@@ -86,7 +89,9 @@ def latent_attention(hf: Any, rotary: bool) -> AttentionConfig:
     query_rank = getattr(hf, "q_lora_rank", None)
     latent = LatentConfig(rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim, query_rank)
     scale = (latent.nope_dim + latent.rope_dim) ** -0.5
-    return AttentionConfig(heads, 1, rank + latent.rope_dim, rope, v_head_dim=rank, scale=scale, latent=latent)
+    return AttentionConfig(
+        hf.num_attention_heads, 1, rank + latent.rope_dim, rope, v_head_dim=rank, scale=scale, latent=latent
+    )
 
 
 def mamba2_config(hf: Any, head_dim: int) -> Mamba2Config:

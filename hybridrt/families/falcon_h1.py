@@ -4,8 +4,8 @@ from typing import Any
 
 from hybridrt.config import LayerSpec
 from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, MULTIPLIER, SIZE, FieldTypes
-from hybridrt.config_json import FLAG, NULL, OBJECT, TRUE, either, list_of
-from hybridrt.families.base import MAMBA2, Family, FamilyFields, attention_config, mamba2_config
+from hybridrt.config_json import FLAG, NULL, TRUE, either, list_of
+from hybridrt.families.base import FULL_ROPE, MAMBA2, Family, FamilyFields, attention_config, mamba2_config
 
 FIELDS: FieldTypes = {
     **COMMON,
@@ -14,7 +14,7 @@ FIELDS: FieldTypes = {
     "mamba_expand": SIZE,
     "mamba_d_ssm": either(NULL, SIZE),
     "rms_norm_eps": EPSILON,
-    "rope_parameters": OBJECT,
+    "rope_parameters": FULL_ROPE,
     **dict.fromkeys(("mamba_rms_norm", "mamba_norm_before_gate"), FLAG),
     **dict.fromkeys(("attention_bias", "projectors_bias", "mlp_bias"), FLAG),
     **dict.fromkeys(("lm_head_multiplier", "embedding_multiplier", "key_multiplier"), MULTIPLIER),

@@ -3,8 +3,8 @@
 from typing import Any
 
 from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MULTIPLIER, SIZE, FieldTypes
-from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of, number, one_of
-from hybridrt.families.base import MAMBA2, Family, FamilyFields, attention_config, interleaved, mamba2_config
+from hybridrt.config_json import FLAG, NULL, either, list_of, number, one_of
+from hybridrt.families.base import FULL_ROPE, MAMBA2, Family, FamilyFields, attention_config, interleaved, mamba2_config
 
 FIELDS: FieldTypes = {
     **COMMON,
@@ -14,7 +14,7 @@ FIELDS: FieldTypes = {
     "layer_types": list_of(one_of("linear_attention", "full_attention", "mamba", "attention")),
     **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), COUNT),
     "position_embedding_type": either(NULL, one_of("rope", "nope")),
-    "rope_parameters": either(NULL, OBJECT),
+    "rope_parameters": either(NULL, FULL_ROPE),
     "rms_norm_eps": EPSILON,
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), MULTIPLIER),
     "logits_scaling": number(1e-6, 1e6),

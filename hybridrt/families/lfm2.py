@@ -3,8 +3,8 @@
 from typing import Any
 
 from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MAX_EXPERTS, MULTIPLIER, SIZE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG, OBJECT, integer, list_of, number, one_of
-from hybridrt.families.base import Family, FamilyFields, attention_config, interleaved
+from hybridrt.config_json import FLAG, integer, list_of, number, one_of
+from hybridrt.families.base import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
 from hybridrt.kinds.short_conv import ShortConvConfig
 
 SHARED: FieldTypes = {
@@ -14,7 +14,7 @@ SHARED: FieldTypes = {
     "conv_bias": FLAG,
     "layer_types": list_of(one_of("conv", "full_attention")),
     "norm_eps": EPSILON,
-    "rope_parameters": OBJECT,
+    "rope_parameters": FULL_ROPE,
 }
 DENSE: FieldTypes = {
     **SHARED,

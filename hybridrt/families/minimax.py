@@ -4,9 +4,9 @@ from typing import Any
 
 from hybridrt.config import AttentionConfig
 from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, MAX_EXPERTS, MULTIPLIER, SIZE, FieldTypes
-from hybridrt.config_json import NULL, OBJECT, either, integer, list_of, one_of
+from hybridrt.config_json import NULL, either, integer, list_of, one_of
 from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family, FamilyFields, attention_config, interleaved
+from hybridrt.families.base import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
 from hybridrt.kinds.lightning import LightningConfig
 
 FIELDS: FieldTypes = {
@@ -18,7 +18,7 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("linear_attn_alpha_factor", "linear_attn_beta_factor"), MULTIPLIER),
     **dict.fromkeys(("mlp_alpha_factor", "mlp_beta_factor"), MULTIPLIER),
     "rms_norm_eps": EPSILON,
-    "rope_parameters": OBJECT,
+    "rope_parameters": FULL_ROPE,
     "rotary_dim": either(NULL, SIZE),
 }
 

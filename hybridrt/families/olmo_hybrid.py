@@ -3,8 +3,8 @@
 from typing import Any
 
 from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of, one_of
-from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config, interleaved
+from hybridrt.config_json import FLAG, NULL, either, list_of, one_of
+from hybridrt.families.base import FULL_ROPE, Family, FamilyFields, attention_config, gdn_config, interleaved
 
 FIELDS: FieldTypes = {
     **COMMON,
@@ -14,7 +14,7 @@ FIELDS: FieldTypes = {
     "linear_conv_kernel_dim": TAPS,
     "layer_types": list_of(one_of("linear_attention", "full_attention")),
     "rms_norm_eps": EPSILON,
-    "rope_parameters": either(NULL, OBJECT),
+    "rope_parameters": either(NULL, FULL_ROPE),
     **dict.fromkeys(("linear_allow_neg_eigval", "attention_bias"), FLAG),
 }
 

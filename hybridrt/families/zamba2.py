@@ -5,9 +5,9 @@ from typing import Any
 
 from hybridrt.config import AttentionConfig, LayerSpec
 from hybridrt.config_fields import CHUNK, COMMON, EPSILON, MAX_LAYERS, POSITIONS, SIZE, STATE, TAPS, FieldTypes, integer
-from hybridrt.config_json import FLAG, NULL, OBJECT, FieldType, either, list_of, number, one_of
+from hybridrt.config_json import FLAG, NULL, FieldType, either, list_of, number, one_of
 from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family, FamilyFields, check_heads
+from hybridrt.families.base import FULL_ROPE, Family, FamilyFields, check_heads
 from hybridrt.kinds.mamba2 import Mamba2Config
 
 FIELDS: FieldTypes = {
@@ -22,7 +22,7 @@ FIELDS: FieldTypes = {
     "max_position_embeddings": POSITIONS,
     "rms_norm_eps": EPSILON,
     "time_step_min": number(0.0, 1e6),
-    "rope_parameters": either(NULL, OBJECT),
+    "rope_parameters": either(NULL, FULL_ROPE),
     **dict.fromkeys(("add_bias_linear", "use_mem_rope", "use_shared_attention_adapter"), FLAG),
     "use_long_context": FieldType("false: rescaled rotary embeddings are not supported", lambda v: v is False),
 }

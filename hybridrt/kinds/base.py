@@ -64,7 +64,8 @@ class LinearKind:
         ring_shapes: (state, W) to the shapes of `ring_values`, `ring_keys` and `ring_gates` of a row, the last in
             float32 and the others in the activations' dtype; None where state mode "replay" does not exist. `fold_ring`
             folds them: S = decay * S + value * key^T, one gate a head, or one for each channel of a key. Another
-            recurrence needs its own fold. If ring gates are not logs of decays, the backend overrides `ring_decay`.
+            recurrence needs its own fold. A kind that keeps a conv window alone has no such tensors. If ring gates are
+            not logs of decays, the backend overrides `ring_decay`.
         replay_pays: whether a run without `state_mode` takes "replay" on a GPU, where it exists.
     """
 

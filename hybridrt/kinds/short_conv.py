@@ -21,7 +21,11 @@ def _shape(config: ShortConvConfig, tp_size: int) -> StateShape:
     return StateShape(config.kind, (("x", channels),), config.conv_kernel, (0,), 1)
 
 
-# No ring: there is no recurrent state that one could spare to write.
+def _ring(shape: StateShape, width: int) -> dict[str, tuple[int, ...]]:
+    """Nothing: the conv's own ring has the inputs by position, so a cursor rolls them back."""
+    return {}
+
+
 KIND = LinearKind(
     title="short conv",
     letter="C",
@@ -31,4 +35,6 @@ KIND = LinearKind(
     mixer="hybridrt.layers.short_conv:ShortConvMixer",
     conv_parts={"x": False},
     temporal_dims=(),
+    ring_shapes=_ring,
+    replay_pays=False,  # there is no recurrent state whose writes could be saved
 )

@@ -30,12 +30,12 @@ NEWER = ("qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain", 
 SHORT_CONV = ("lfm2-biases_tied", "lfm2_moe-plain")
 LATENT = ("kimi-plain", "ling-plain")  # Kimi Delta Attention keeps no state ring
 DECODING = [
-    *((name, mode) for name in (*FAMILIES, *NEWER) for mode in STATE_MODES),
-    *((name, "classic") for name in (*MAMBA1, *SHORT_CONV, *LATENT)),
+    *((name, mode) for name in (*FAMILIES, *NEWER, *SHORT_CONV) for mode in STATE_MODES),
+    *((name, "classic") for name in (*MAMBA1, *LATENT)),
 ]
 VERIFYING = [
-    *((name, mode) for name in FAMILIES for mode in ("intermediate", "replay")),
-    *((name, "intermediate") for name in (*MAMBA1, *SHORT_CONV, *LATENT)),
+    *((name, mode) for name in (*FAMILIES, *SHORT_CONV) for mode in ("intermediate", "replay")),
+    *((name, "intermediate") for name in (*MAMBA1, *LATENT)),
 ]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 

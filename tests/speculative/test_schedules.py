@@ -49,7 +49,7 @@ OTHERS = {
     "history": ("history", 1), "short conv": ("short conv", 1),
     "shared blocks": ("shared blocks", 1), "lightning": ("lightning", 1),
 }  # fmt: skip
-REPLAYING = ("mamba2", "gdn", "shared blocks", "lightning")
+REPLAYING = ("mamba2", "gdn", "short conv", "shared blocks", "lightning")
 WAYS = [(name, *mode) for name in OTHERS for mode in MODES if mode[0] != "replay" or name in REPLAYING]
 WAYS.remove(("shared blocks", "intermediate", 1))  # the states are those of "mamba2"
 METHODS = ("ngram", "same", "other", "mtp", "scripted")

@@ -332,8 +332,8 @@ CASES: dict[str, Make] = {
 
 
 def has_replay(name: str) -> bool:
-    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1, short convs and sums do."""
-    return not name.startswith(("falcon_mamba", "jamba", "lfm2", "mamba-", "swa_ssm"))
+    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1 and sums do."""
+    return not name.startswith(("falcon_mamba", "jamba", "mamba-", "swa_ssm"))
 
 
 # What 2 and 4 ranks can share; the models whose tests split them. KV heads are fewer than 4 ranks.

@@ -209,7 +209,7 @@ KIMI: dict[str, Make] = {
                                       norm_topk_prob=False, rms_norm_eps=0.05),  # not of latent vectors
     "dense_alone": kimi(mlp_layer_types=["dense"] * 2, layer_types=["full_attention", "linear_attention"],
                         num_hidden_layers=2),
-    "odd_sizes": kimi(hidden_size=28, num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=7, v_head_dim=5,
+    "odd_sizes": kimi(hidden_size=28, num_attention_heads=3, num_key_value_heads=4, kv_lora_rank=7, v_head_dim=5,
                       qk_nope_head_dim=3, qk_rope_head_dim=6, linear_head_dim=6, linear_num_heads=5,
                       linear_conv_kernel_dim=3, n_shared_experts=2, num_local_experts=5, n_group=1, topk_group=1),
     "linear_alone_tied": kimi(layer_types=["linear_attention"] * 2, num_hidden_layers=2,
