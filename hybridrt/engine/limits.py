@@ -185,9 +185,8 @@ class Intake:
             return token_ids(content)
         if self.tokenizer is None:
             raise RequestError("the prompt is text and this model has no tokenizer; pass a list of token ids", "prompt")
-        if kept is not None:
-            return encode_prompt(self.tokenizer, content, len(content))[-kept:]
-        return encode_prompt(self.tokenizer, content, self.limits.max_model_len - 1)
+        found = encode_prompt(self.tokenizer, content, self.limits.max_model_len - 1, truncated=kept is not None)
+        return found if kept is None else found[-kept:]
 
 
 def check_arrived(arrived: PrefixMatch | None, num_tokens: int) -> None:

@@ -105,18 +105,16 @@ class Service:
         record(scope, id=name)
         return name, self.llm.submit(prompts, name, stream=bool(body.stream))
 
-    async def encode(self, text: str, *, bare: bool, longest: int | None = None) -> list[int]:
-        """Token ids of a text. `bare` as in `encode_prompt`.
-
-        Args:
-            longest: tokens at most; None: the model's length.
+    async def encode(self, text: str, *, bare: bool, truncated: bool = False) -> list[int]:
+        """Token ids of a text. `bare` and `truncated` as in `encode_prompt`.
 
         Raises:
             APIError: the model has no tokenizer.
             RequestError: the text is too long, or no Unicode text.
         """
-        longest = self.llm.llm.plan.max_model_len if longest is None else longest
-        found: list[int] = await self.llm.in_thread(partial(encode_prompt, self.tokenizer, text, longest, bare=bare))
+        longest = self.llm.llm.plan.max_model_len - 1
+        work = partial(encode_prompt, self.tokenizer, text, longest, bare=bare, truncated=truncated)
+        found: list[int] = await self.llm.in_thread(work)
         return found
 
     def check_model(self, name: str | None) -> None:

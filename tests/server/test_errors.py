@@ -123,7 +123,12 @@ def test_a_field_that_is_wrong_is_named(
         ({"best_of": 3}, "best_of", "best_of is not supported"),
         ({"logprobs": 65}, "logprobs", "0 to 64"),
         ({"logprobs": True}, "logprobs", "valid integer"),
-        ({"echo": True, "logprobs": 1, "stream": True, "n": 2}, "echo", "is not streamed"),
+        ({"prompt": "x" * (2**20 + 1), "truncate_prompt_tokens": 2}, "prompt", "takes up to 1048576 characters"),
+        (
+            {"prompt": "x" * (2**20 + 1), "truncate_prompt_tokens": 2, "add_special_tokens": False},
+            "prompt",
+            "takes up to 1048576 characters",
+        ),
     ],
 )
 def test_completions_name_what_is_wrong(change: dict[str, Any], field: str | None, text: str, served: Served) -> None:
@@ -140,6 +145,11 @@ def test_completions_name_what_is_wrong(change: dict[str, Any], field: str | Non
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "messages", "no role judge"),
         ({"messages": [{"role": "user", "content": "x" * 9999}]}, "messages", "it may have at most 255"),
+        (
+            {"messages": [{"role": "user", "content": "x" * (2**20 + 1)}], "truncate_prompt_tokens": 2},
+            "messages",
+            "takes up to 1048576 characters",
+        ),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "chat_template"),
         ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt=false"),
