@@ -60,12 +60,15 @@ def test_an_echo_of_several_samples_with_log_probabilities_streams(
 ) -> None:
     """It is what the answer without a stream is, also if sample 0, which brings the prompt's, comes last."""
     if late:
-        put = DeltaStream.put
+        put, first = DeltaStream.put, dict[str, Delta]()
 
         def later(stream: DeltaStream, delta: Delta) -> None:
-            put(stream, delta)
-            if delta.index == 0 and (request := (delta.request_id, 0)) in stream._gains:
-                stream._gains[request] = stream._gains.pop(request)
+            if delta.prompt_logprobs is not None:
+                first[delta.request_id] = delta
+                return
+            held = [first.pop(delta.request_id)] if delta.request_id in first else []
+            for each in (delta, *held) if delta.index else (*held, delta):
+                put(stream, each)
 
         monkeypatch.setattr(DeltaStream, "put", later)
     asked = BODY | {"prompt": [PROMPT, "def "], "n": 3, "temperature": 1.0, "seed": 4, "echo": True, "logprobs": 1}
