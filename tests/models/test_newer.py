@@ -127,7 +127,13 @@ def test_a_part_of_each_head_of_minimax_is_rotated(
 
 
 STACKED = (
-    "kimi-plain", "ling-plain", "minimax-plain", "granite-plain", "jamba-plain", "lfm2_moe-plain", "nemotron-experts",
+    "kimi-plain",
+    "ling-plain",
+    "minimax-plain",
+    "granite-plain",
+    "jamba-plain",
+    "lfm2_moe-plain",
+    "nemotron-experts",
 )
 
 
