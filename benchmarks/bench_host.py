@@ -25,7 +25,6 @@ import torch
 
 from benchmarks.common import environment, save, settle
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.forward_batch import SpecInfo
 from hybridrt.runtime.build import ASSETS
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.interrupts import Interrupts
@@ -98,7 +97,7 @@ def build(
     for tokens in {1, drafts + 1}:
         graphs = GraphRunner(
             model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
-            last_tokens=runner.last_tokens, max_bs=rows, spec_info=SpecInfo(tokens) if tokens > 1 else None,
+            last_tokens=runner.last_tokens, max_bs=rows, tokens=tokens,
             recorder=lambda step: lambda: None,
         )  # fmt: skip
         graphs.capture(sizes=[rows])

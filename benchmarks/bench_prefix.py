@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import prefix_bound, traces
 from benchmarks.bench_serving import percentile
-from benchmarks.common import environment, save, settle
+from benchmarks.common import environment, free, save, settle
 from benchmarks.prefix_bound import Served
 from benchmarks.traces import TRACES, Item, Shape
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
@@ -222,6 +222,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if run == "saturated-off":
                     args.rate = args.rate or found[run]["requests/s"]
                     print(f"--rate {args.rate:.4f}", flush=True)
+        del llm
+        free()
     compare(found)
     return list(found.values())
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.common import environment, save, settle
+from benchmarks.common import environment, free, save, settle
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
 
@@ -185,6 +185,8 @@ def main() -> None:
             print(f"median error of the predicted times of steps: {error:.1%}")
         rows += [{"chunk": chunk, "target_itl_ms": target} | row for row in found]
         llm.close()
+        del llm
+        free()
     print(environment())
     if args.name:
         print(save(args.name, rows))

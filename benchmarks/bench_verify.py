@@ -26,7 +26,6 @@ from hybridrt import EngineConfig, SpeculativeConfig
 from hybridrt.attention.registry import create_backend
 from hybridrt.config import DTYPES
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.forward_batch import SpecInfo
 from hybridrt.kernels.acceptance import accept_chain
 from hybridrt.kernels.sampling import greedy
 from hybridrt.mem_cache.memory_plan import GIB, MemoryPlan
@@ -58,7 +57,7 @@ class Rig:
         self.graphs = GraphRunner(
             model=model, backend=self.backend, req_to_token_pool=table,
             last_tokens=torch.zeros(plan.num_rows + 1, dtype=torch.int32, device=self.device), max_bs=max(sizes),
-            spec_info=SpecInfo(self.tokens) if self.tokens > 1 else None,
+            tokens=self.tokens,
         )  # fmt: skip
         self.graphs.capture(sizes=sizes)
 

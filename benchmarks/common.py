@@ -52,6 +52,13 @@ def settle() -> None:
     gc.freeze()
 
 
+def free() -> None:
+    """Frees the memory of engines that have no reference any more: parts of them are cycles, which `settle` has kept
+    from the collector."""
+    gc.unfreeze()
+    gc.collect()
+
+
 def save(name: str, rows: Any) -> Path:
     """Writes a run's rows and environment to benchmarks/results/<name>.json."""
     RESULTS.mkdir(exist_ok=True)

@@ -33,13 +33,13 @@ def read_text(file: str | Path, max_bytes: int = MAX_BYTES) -> str:
     return read_bytes(file, max_bytes).decode().replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_lines(file: str | Path, max_bytes: int = _PIECE) -> Iterator[str]:
-    """The lines of UTF-8 text, of which each may have `max_bytes`. No more of the file is read than is asked for.
+def read_lines(file: str | Path) -> Iterator[str]:
+    """The lines of UTF-8 text, of which each may have a megabyte. No more of the file is read than is asked for.
     Raises as `read_text`."""
     rest = b""
     for piece in _pieces(file, sys.maxsize):
         *lines, rest = (rest + piece).split(b"\n")
-        _check_size(max(map(len, [*lines, rest])), max_bytes, "a line")
+        _check_size(max(map(len, [*lines, rest])), _PIECE, "a line")
         yield from (line.decode() for line in lines)
     if rest:
         yield rest.decode()

@@ -14,7 +14,7 @@ _NONE = np.empty(0, np.int64)
 
 
 class SlotAllocator:
-    """Hands out the indices [reserved, reserved + num_slots) of a pool; those below `reserved` are scratch for padding.
+    """Hands out the indices 1 to num_slots of a pool; index 0 is scratch for padding.
 
     Every entry is free, used by one request, or owned by the cache, and free + used + cached == total always holds.
     Requests that read an entry of the cache lock it; locks count, and a locked entry stays the cache's.
@@ -23,37 +23,28 @@ class SlotAllocator:
     Args:
         num_slots: entries that can be handed out.
         what: name of one entry, for error messages ("KV page").
-        reserved: indices never handed out.
+
+    Attributes:
+        total, num_free, num_cached: entries: all, those that are free, and those of the cache.
+        num_locked: those of the cache that are locked.
     """
 
-    def __init__(self, num_slots: int, what: str, reserved: int = 1) -> None:
-        end = reserved + num_slots
+    def __init__(self, num_slots: int, what: str) -> None:
+        end = 1 + num_slots
         self.total = num_slots
         self._what = what
-        self._reserved = reserved
         self._state = np.zeros(end, np.uint8)
         self._handles = np.arange(end)  # of entries that are free: those of their next tenancies
-        self._handles[:reserved] = -1
+        self._handles[0] = -1
         self._locks = np.zeros(end, np.int32)
-        self._free = np.arange(end - 1, reserved - 1, -1)  # the first `_num_free` of it
+        self._free = np.arange(num_slots, 0, -1)  # the first `num_free` of it
         self._places = np.empty(end, np.int32)  # by entry, where a call has it among what it was given
-        self._num_free, self._num_cached, self._num_locked = num_slots, 0, 0
-
-    @property
-    def num_free(self) -> int:
-        return self._num_free
-
-    @property
-    def num_cached(self) -> int:
-        return self._num_cached
-
-    @property
-    def num_locked(self) -> int:
-        return self._num_locked
+        self.num_free, self.num_cached, self.num_locked = num_slots, 0, 0
 
     @property
     def num_used(self) -> int:
-        return self.total - self._num_free - self._num_cached
+        """Entries that requests use."""
+        return self.total - self.num_free - self.num_cached
 
     def alloc(self, n: int) -> Slots:
         """Takes n entries.
@@ -61,11 +52,11 @@ class SlotAllocator:
         Raises:
             OutOfSlotsError: fewer than n are free; nothing was taken.
         """
-        start = self._num_free - n
+        start = self.num_free - n
         if start < 0:
-            raise OutOfSlotsError(f"{n} x {self._what} wanted, {self._num_free} of {self.total} free")
-        indices = self._free[start : self._num_free][::-1]
-        self._num_free = start
+            raise OutOfSlotsError(f"{n} x {self._what} wanted, {self.num_free} of {self.total} free")
+        indices = self._free[start : self.num_free][::-1]
+        self.num_free = start
         self._state[indices] = _USED
         return Slots.of_keys(self._handles[indices])
 
@@ -85,7 +76,7 @@ class SlotAllocator:
     def to_cache(self, slots: Sequence[Slot]) -> None:
         """Entries of requests become the cache's; the handles stay valid. PoolError as in `free`."""
         self._state[self._checked(slots, _USED)] = _CACHED
-        self._num_cached += len(slots)
+        self.num_cached += len(slots)
 
     def evict(self, slots: Sequence[Slot]) -> None:
         """Frees entries of the cache. PoolError if they are not the cache's, or locked; nothing was freed."""
@@ -94,14 +85,14 @@ class SlotAllocator:
         if np.count_nonzero(locks):
             first = indices[locks.argmax()]
             raise PoolError(f"the cache gives up {self._what} {first}, which a running request has locked")
-        self._num_cached -= len(indices)
+        self.num_cached -= len(indices)
         self._give_back(indices)
 
     def lock(self, slots: Sequence[Slot]) -> None:
         """Keeps entries of the cache from being evicted until `unlock`. PoolError if they are not the cache's."""
         indices = self._checked(slots, _CACHED)
         locks = self._locks[indices]
-        self._num_locked += len(locks) - int(np.count_nonzero(locks))
+        self.num_locked += len(locks) - int(np.count_nonzero(locks))
         self._locks[indices] = locks + 1
 
     def unlock(self, slots: Sequence[Slot]) -> None:
@@ -111,26 +102,26 @@ class SlotAllocator:
         if np.count_nonzero(locks) < len(locks):
             raise PoolError(f"{self._what} {indices[locks.argmin()]} is not locked")
         self._locks[indices] = locks - 1
-        self._num_locked -= int(np.count_nonzero(locks == 1))
+        self.num_locked -= int(np.count_nonzero(locks == 1))
 
     def reclaim(self) -> None:
         """Frees every entry of every owner: after a call that was broken off, no ledger is right."""
         self._state[:] = _FREE
         self._handles += GENERATION
         self._locks[:] = 0
-        self._free = np.arange(len(self._state) - 1, self._reserved - 1, -1)
-        self._num_free, self._num_cached, self._num_locked = self.total, 0, 0
+        self._free = np.arange(self.total, 0, -1)
+        self.num_free, self.num_cached, self.num_locked = self.total, 0, 0
 
     def check(self) -> None:
         """Raises PoolError unless free + used + cached == total, each entry in exactly one of the three."""
-        free, state = self._free[: self._num_free], self._state[self._reserved :]
+        free, state = self._free[: self.num_free], self._state[1:]
         counts = [np.count_nonzero(state == each) for each in (_FREE, _USED, _CACHED)]
         if counts != [self.num_free, self.num_used, self.num_cached]:
             raise PoolError(f"{self._what}: {counts} are free, used, cached, but the counters say {self!r}")
         if len(np.unique(free)) != len(free) or self._state[free].any():
             raise PoolError(f"the free list of {self._what} holds an entry twice or one that is in use: {self!r}")
-        if self._num_locked != np.count_nonzero(self._locks):
-            raise PoolError(f"{self._num_locked} of {self._what} are said to be locked: {self!r}")
+        if self.num_locked != np.count_nonzero(self._locks):
+            raise PoolError(f"{self.num_locked} of {self._what} are said to be locked: {self!r}")
         if (self._state[self._locks > 0] != _CACHED).any():
             raise PoolError(f"an entry of {self._what} is locked, but not the cache's: {self!r}")
 
@@ -141,11 +132,11 @@ class SlotAllocator:
         )
 
     def _give_back(self, indices: np.ndarray) -> None:
-        end = self._num_free + len(indices)
+        end = self.num_free + len(indices)
         self._state[indices] = _FREE
         self._handles[indices] += GENERATION
-        self._free[self._num_free : end] = indices[::-1]
-        self._num_free = end
+        self._free[self.num_free : end] = indices[::-1]
+        self.num_free = end
 
     def _checked(self, slots: Sequence[Slot], source: int) -> np.ndarray:
         """The indices [n] of entries that are as `source` says, each once."""
@@ -176,8 +167,7 @@ class SlotAllocator:
 
     def _refuse(self, indices: np.ndarray) -> NoReturn:
         """Raises PoolError for entries that do not exist or have been freed."""
-        last = len(self._state) - 1
         for index in indices.tolist():
-            if not self._reserved <= index <= last:
-                raise PoolError(f"{self._what} {index} does not exist; valid are {self._reserved} to {last}")
+            if not 1 <= index <= self.total:
+                raise PoolError(f"{self._what} {index} does not exist; valid are 1 to {self.total}")
         raise PoolError(f"stale handle of {self._what} {indices[0]}: it was freed and may belong to another request")

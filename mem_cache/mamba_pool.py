@@ -18,6 +18,7 @@ from hybridrt.mem_cache.bounds import check_range
 from hybridrt.mem_cache.host_plan import aligned
 
 STATE_MODES = ("classic", "replay", "intermediate")
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of tensors, by name: dimensions and dtype
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,15 @@ class MambaPoolSpec:
         """In how many columns a ring may begin, and so over how many steps folds can be spread."""
         return ring_width(self.tokens_per_step) - self.tokens_per_step + 1
 
-    def slot_shapes(self, shape: StateShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def slot_shapes(self, shape: StateShape) -> Shapes:
         """Tensors that a layer keeps per state slot."""
         conv = (shape.conv_dim, shape.conv_width(self.tokens_per_step))
         return {"conv": (conv, self.conv_dtype), "temporal": (shape.temporal, state_dtype(shape, self.state_dtype))}
 
-    def row_shapes(self, shape: StateShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def row_shapes(self, shape: StateShape) -> Shapes:
         """Tensors that a layer keeps per running request: they exist only while it decodes."""
         tokens = self.tokens_per_step
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        shapes: Shapes = {}
         if self.mode == "intermediate":
             shapes["intermediate_ssm"] = ((tokens, *shape.temporal), state_dtype(shape, self.state_dtype))
         if self.tree:
@@ -136,7 +137,7 @@ def _as_words(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.int64) if flat.numel() and flat.shape[2] * flat.element_size() % 8 == 0 else flat
 
 
-def _nbytes(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+def _nbytes(shapes: Shapes) -> int:
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
 
 
@@ -175,9 +176,7 @@ class MambaPool:
     def _add_group(self, shape: StateShape, layer_ids: Sequence[int], device: torch.device | str) -> None:
         """Allocates the tensors of layers of equal shape."""
 
-        def allocate(
-            entries: int, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-        ) -> dict[str, torch.Tensor]:
+        def allocate(entries: int, shapes: Shapes) -> dict[str, torch.Tensor]:
             return {
                 name: torch.zeros((len(layer_ids), entries, *dims), dtype=dtype, device=device)
                 for name, (dims, dtype) in shapes.items()

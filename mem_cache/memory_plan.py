@@ -69,26 +69,27 @@ class MemoryPlan:
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pools, the scratch row, slot and page included."""
-        slots = (self.num_slots + 1) * self.costs.slot if self.num_slots else 0
-        pages = (self.num_pages + 1) * self.costs.page
-        return slots + (self.num_rows + 1) * self.costs.row + pages + self.costs.fixed + self.costs.transfer
+        return sum(size for _, _, size in self._pools())
 
     def table(self) -> list[tuple[str, str, int]]:
         """(what, how many, bytes) lines of the plan, for people."""
-        slots = self.num_slots + 1 if self.num_slots else 0
-        cached = f", {self.cache_slots} of them for cached prefixes" if self.cache_slots else ""
-        arena = [("state transfer", "", self.costs.transfer)] if self.costs.transfer else []
         kept = f"{self.host.num_pages} pages, {self.host.num_states} states"
-        host = [("cached prefixes in main memory", kept, self.host.nbytes)] if self.host else []
         return [
             ("weights", "", self.weight_bytes),
             ("activations (peak)", "", self.activation_bytes),
+            *self._pools(),
+            *([("cached prefixes in main memory", kept, self.host.nbytes)] if self.host else []),
+        ]
+
+    def _pools(self) -> list[tuple[str, str, int]]:
+        slots = self.num_slots + 1 if self.num_slots else 0
+        cached = f", {self.cache_slots} of them for cached prefixes" if self.cache_slots else ""
+        return [
             ("recurrent state", f"{self.num_slots} slots{cached}", slots * self.costs.slot),
             ("running requests", f"{self.num_rows} rows", (self.num_rows + 1) * self.costs.row),
             ("KV cache", f"{self.num_pages} pages of {self.page_size} tokens", (self.num_pages + 1) * self.costs.page),
             ("graph buffers, draft model", "", self.costs.fixed),
-            *arena,
-            *host,
+            *([("state transfer", "", self.costs.transfer)] if self.costs.transfer else []),
         ]
 
     def summary(self) -> str:

@@ -91,6 +91,13 @@ class RadixCache:
         length = pages * self.page_size
         return PrefixMatch(length, self._pages(node)[:pages], node=None if node.parent is None else node), states
 
+    def touch(self, tokens: np.ndarray, salt: str) -> int:
+        """Marks what the tree has of a text as used just now. Returns how many of its tokens lie in complete pages."""
+        held, _ = self.held(tokens, salt)
+        self.lock(held)
+        self.unlock(held)
+        return held.length
+
     def complete(self, position: int) -> int:
         """Pages that are complete once `position` tokens are on the path."""
         return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
@@ -143,6 +150,7 @@ class RadixCache:
         """The request reads the pages of its match no longer. Its state has been unlocked before."""
         if match.node is not None:
             match.node.readers -= 1
+            self._worths.left(match.node)
             self._prune(match.node)
 
     def insert(

@@ -79,15 +79,17 @@ class StateWorths:
         self._heap: list[tuple[float, int, Node]] = []  # by worth; entries may be out of date
 
     def of(self, node: Node) -> float:
-        """GreedyDual's value of a node's state: the inflation at its last use, plus the tokens between the state before
-        it and this one, weighted by how often states of its class are used."""
+        """GreedyDual's value of a node's state: the inflation at its last use (now, while the request that has left it
+        still runs), plus the tokens between the state before it and this one, weighted by how often states of its class
+        are used."""
         if node.passed and not node.awaited:
             return 0.0
         saved = saved_tokens(node)
         if node.awaited:
             return self._of_awaited(saved, node.awaited)
         best = max(each.share for each in self.classes.values() if each.made)
-        return node.base + saved * self.classes[node.kind].share / best
+        base = self.inflation if not node.hits and _is_read(node) else node.base
+        return base + saved * self.classes[node.kind].share / best
 
     def least(self, new: NewState | None, clock: int) -> Node | None:
         """The node whose state goes first. None: no state is idle, or the least one must not make room for `new`.
@@ -139,6 +141,12 @@ class StateWorths:
         """A request starts from a node's state."""
         self.classes[node.kind].used += not node.hits
         node.base, node.passed, node.hits = self.inflation, False, node.hits + 1
+
+    def left(self, node: Node) -> None:
+        """A request reads the path up to a node no longer."""
+        state = next((step for step in node.path if step.state is not None), None)
+        if state is not None:
+            self.enlist(state)
 
     def dropped(self, node: Node) -> None:
         """A node's state is given up. Its requests use the next one above."""

@@ -19,10 +19,9 @@ class KDAAttnBackend(GDNAttnBackend):
     kind = "kda"
 
     def gated(
-        self, layer: Any, conved: torch.Tensor, a: torch.Tensor, b: torch.Tensor
+        self, layer: Any, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], a: torch.Tensor, b: torch.Tensor
     ) -> tuple[DeltaInputs, GateWeights | None]:
-        q, k, v = layer.split_heads(conved)
-        return DeltaInputs(q, k, v, a, b), self.weights(layer)
+        return DeltaInputs(*qkv, a, b), self.weights(layer)
 
     @staticmethod
     def weights(layer: Any) -> GateWeights:

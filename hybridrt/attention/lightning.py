@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hybridrt.attention.linear import Inputs
 from hybridrt.attention.mamba2 import Mamba2AttnBackend
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
+from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
 from hybridrt.kernels.records import ConvWeights, FusedStep, SSMInputs, SSMWeights
@@ -28,7 +29,7 @@ class LightningAttnBackend(Mamba2AttnBackend):
         vkq, cache = segment.by_row(inputs["vkq"]), self.layer_cache(layer.layer_id)
         state, steps = segment.state(cache), layer.steps.expand(*vkq.shape[:2], -1)
         if segment.parents is not None:  # the fused kernel does not follow parents
-            v, k, q = layer.split_heads(F.silu(vkq))
+            v, k, q = split_conv_channels(F.silu(vkq), state.states.shape)
             y = selective_state_update(SSMInputs(v, steps, k, q), _weights(layer), state)
             return y.flatten(0, 1).flatten(1)
         step = FusedStep(ConvWeights(layer.no_taps), segment.conv_state(cache), state, segment.ring(cache))
@@ -36,9 +37,9 @@ class LightningAttnBackend(Mamba2AttnBackend):
         return y.reshape(segment.num_tokens, -1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
-        v, k, q = layer.split_heads(F.silu(inputs["vkq"]))
-        tokens = SSMInputs(v, layer.steps.expand(len(v), -1), k, q)
         state = segment.state(self.layer_cache(layer.layer_id))
+        v, k, q = split_conv_channels(F.silu(inputs["vkq"]), state.states.shape)
+        tokens = SSMInputs(v, layer.steps.expand(len(v), -1), k, q)
         return mamba2_chunk_scan(tokens, _weights(layer), state, segment.prompts).flatten(1)
 
 

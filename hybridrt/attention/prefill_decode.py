@@ -37,12 +37,6 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         self.needs_host_lens = decode_backend.needs_host_lens or self.verify_backend.needs_host_lens
         self.captures_prompts = decode_backend.captures_prompts
 
-    def backend_of(self, forward_mode: ForwardMode) -> SegmentedAttnBackend:
-        """Who runs a step that has one segment."""
-        if forward_mode in _SPECULATIVE:
-            return self.verify_backend
-        return self.prefill_backend if forward_mode is ForwardMode.EXTEND else self.decode_backend
-
     def _decode_segment_backend(self, batch: ForwardBatch) -> SegmentedAttnBackend:
         verifying = batch.forward_mode in _SPECULATIVE or batch.spec_info is not None
         return self.verify_backend if verifying else self.decode_backend
@@ -58,22 +52,21 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         """Writes the keys and values of both segments: one that has planned the step."""
         return self._decode_segment_backend(batch) if batch.num_decode_rows else self._extend_segment_backend(batch)
 
+    def _planning(self, batch: ForwardBatch) -> dict[SegmentedAttnBackend, None]:
+        """Who plans a step: those that run its segments, each once; decode's where there are none."""
+        extend = [self._extend_segment_backend(batch)] if batch.num_extend_rows else []
+        decode = [self._decode_segment_backend(batch)] if batch.num_decode_rows or not extend else []
+        return dict.fromkeys(decode + extend)
+
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         if graph is not None and graph.prompts:
             batch.metadata[self] = True
-        elif batch.forward_mode is not ForwardMode.MIXED:
-            return self.backend_of(batch.forward_mode).prepare(batch, graph=graph)
-        # Either may be asked for a segment, and both may be the same object.
-        for backend in self._both(batch):
+        for backend in self._planning(batch):
             backend.prepare(batch, graph=graph)
-        return None
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
-        for backend in self._both(batch):
+        for backend in self._planning(batch):
             backend.prepare_in_graph(batch)
-
-    def _both(self, batch: ForwardBatch) -> dict[SegmentedAttnBackend, None]:
-        return dict.fromkeys((self._decode_segment_backend(batch), self._extend_segment_backend(batch)))
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         return self._saving_backend(batch).rotate_and_save(q, k, v, layer, batch, rope)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hybridrt.errors import ConfigError, ProviderNotInstalledError
 
 PERCENTILES = (50, 90, 95, 99)
@@ -68,13 +70,7 @@ class Goal:
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The value below which `share` percent lie, interpolated; 0 without values."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * share / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, share)) if values else 0.0
 
 
 def summary(timings: Sequence[Timing], goal: Goal | None = None) -> dict[str, Any]:

@@ -85,7 +85,8 @@ class AnswerParser:
 
     def _section(self, tools: ToolParser, opened: str) -> Step[None]:
         """Reads a section of calls, behind the literal `opened`. Text in another format becomes arguments of the call
-        that has begun, or content if none has."""
+        that has begun, or content if none has. The beginning of a further call, or of the closing literal, at the end
+        of the answer is dropped."""
         scanner, sink, before = self._scanner, self._sink, self.num_calls
         scanner.mark()
         try:
@@ -95,6 +96,9 @@ class AnswerParser:
                 sink.arguments(e.text)
                 yield from self._until(tools.closes, sink.arguments)
                 sink.end()
+            elif scanner.cut_off and (sink.count > before or tools.alone):
+                scanner.skip_rest()
+                self._held = ""
             else:  # text behind the last whole call is content
                 scanner.rewind()
                 if sink.count == before:
@@ -106,7 +110,8 @@ class AnswerParser:
         scanner.release()
         self._held = ""
         yield from scanner.space()
-        yield from scanner.accept(*tools.closes)
+        if not (yield from scanner.accept(*tools.closes)) and scanner.cut_off:
+            scanner.skip_rest()
 
     def _read_reasoning(self, tags: ReasoningTags, inside: bool) -> Step[None]:
         """At the beginning of an answer alone: later these tags are text like any other."""

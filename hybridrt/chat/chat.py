@@ -108,7 +108,7 @@ class Chat:
         tools, reasoning = self._parsers(conversation)
         text = self.render(conversation)
         tokens = (encode or self._tokenizer.encode_bare)(text)
-        inside = reasoning is not None and reasoning.opened_by(text)
+        inside = reasoning is not None and reasoning.opened_by(text, conversation.continued)
         special = set(self._special_tokens)
         tags = {*(tools.opens if tools else ()), *(tools.closes if tools else ())}
         tags |= {*reasoning.opens, *reasoning.closes} if reasoning else set()

@@ -63,19 +63,24 @@ class Constraints:
                 "parser",
                 "thinking_token_budget",
             )
-        thought, rules = ("", []) if reasoning is None else self._thought(reasoning, budget, prompt)
+        thought, rules = "", list[str]()
+        if reasoning is not None:
+            opened = reasoning.opened_by(prompt, conversation.continued)
+            closed = not opened and reasoning.closed_by(prompt)
+            # Behind a prompt that has closed it, an answer of a fixed form has no reasoning. Another one may have it.
+            fixed = given is not None or forces_calls(conversation)
+            if not closed or (budget is not None and not fixed):
+                thought, rules = self._thought(reasoning, budget, opened)
         if not thought:
             return given if given is not None or body is None else _lark([f"start: {body}", *more])
         return _lark([f"start: {thought} body", f"body: {body or f'(TEXT | {self._any()})*'}", *more, *rules])
 
-    def _thought(self, tags: ReasoningTags, budget: int | None, prompt: str) -> tuple[str, list[str]]:
-        """The part of the start rule before the content, and the rules that it needs; "" if there is none. The model
-        may open reasoning itself if the tag is one token and the prompt has not closed it already."""
-        opened = "" if tags.opened_by(prompt) else self._literals(tags.opens)
+    def _thought(self, tags: ReasoningTags, budget: int | None, begun: bool) -> tuple[str, list[str]]:
+        """The part of the start rule before the content, and the rules that it needs; "" if there is none. If the
+        prompt has not `begun` the reasoning, the model may do so if the tag is one token."""
+        opened = "" if begun else self._literals(tags.opens)
         tokens = all(tag in self.tokens for tag in tags.closes)
         single = tokens and (not opened or tags.opens[0] in self.tokens)
-        if opened and tags.closed_by(prompt):
-            return "", []
         if budget is not None and not single:
             raise RequestError(
                 "a thinking budget needs tags of reasoning that are single tokens, which this model does not have: "

@@ -115,6 +115,11 @@ class Conversation:
         return {tool.name: tool.parameters for tool in self.tools}
 
     @property
+    def continued(self) -> str:
+        """Text that the answer continues."""
+        return self.messages[-1].get("content", "") if self.continue_final_message else ""
+
+    @property
     def offered(self) -> Sequence[Tool]:
         """The tools that the model sees."""
         return () if self.tool_choice == "none" else self.tools

@@ -18,9 +18,14 @@ class ReasoningTags:
     closes: tuple[str, ...]
     markers: tuple[str, ...]
 
-    def opened_by(self, prompt: str) -> bool:
-        """Whether a prompt's text ends within reasoning: the answer begins there, too."""
-        return prompt.rstrip().endswith(self.opens)
+    def opened_by(self, prompt: str, continued: str = "") -> bool:
+        """Whether a prompt's text ends within reasoning: the answer begins there, too.
+
+        Args:
+            continued: the beginning of the answer at the prompt's end, which the answer continues.
+        """
+        begun = continued.lstrip().startswith(self.opens) and not any(tag in continued for tag in self.closes)
+        return begun or prompt.rstrip().endswith(self.opens)
 
     def closed_by(self, prompt: str) -> bool:
         """Whether a prompt's text ends behind reasoning: the answer is to have none."""

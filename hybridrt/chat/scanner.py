@@ -25,10 +25,15 @@ class Malformed(Exception):
 
 
 class Scanner:
-    """The text from the parser's place on. `closed`: no more text comes."""
+    """The text from the parser's place on.
+
+    Attributes:
+        closed: no more text comes.
+        cut_off: a parser needed more text after the end of all text.
+    """
 
     def __init__(self) -> None:
-        self.closed = False
+        self.closed = self.cut_off = False
         self._text = ""
         self._place = 0
         self._kept: int | None = None  # place of the oldest text to keep, while a parser may return to it
@@ -52,7 +57,11 @@ class Scanner:
         """Returns to the mark."""
         assert self._kept is not None, "a place was marked"
         self._place = self._kept
-        self._kept = None
+        self._kept, self.cut_off = None, False
+
+    def skip_rest(self) -> None:
+        """Reads the text that is there."""
+        self._place = len(self._text)
 
     @property
     def num_ready(self) -> int:
@@ -63,6 +72,7 @@ class Scanner:
         """The next `count` characters, which stay; fewer at the end of all text."""
         while self.num_ready < count and not self.closed:
             yield
+        self.cut_off |= self.num_ready < count
         return self._text[self._place : self._place + count]
 
     def take(self, count: int = 1) -> Step[str]:
@@ -83,6 +93,7 @@ class Scanner:
             if self._text.startswith(literal, self._place):
                 self._place += len(literal)
                 return literal
+            self.cut_off |= self.closed and literal.startswith(self._text[self._place :])
         return ""
 
     def expect(self, *literals: str) -> Step[str]:
@@ -117,6 +128,7 @@ class Scanner:
                 self._place = match.end()
                 emit(match[0])
             if self.num_ready or self.closed:
+                self.cut_off |= not self.num_ready
                 return
             yield
 
@@ -141,6 +153,7 @@ class Scanner:
                 self._place = match.end()
                 return match[0]
             if match is None and self.closed:
+                self.cut_off = True
                 return ""
             yield
 

@@ -66,11 +66,13 @@ class ToolParser(ABC):
         closes: each ends one. A section that ends without one of them is taken, too.
         markers: what a chat template of this format contains, all of it; of several formats that fit, the one with
             the longest markers is chosen.
+        alone: an answer holds calls and no text.
     """
 
     opens: ClassVar[Sequence[str]]
     closes: ClassVar[Sequence[str]] = ()
     markers: ClassVar[Sequence[str]]
+    alone: ClassVar[bool] = False
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools

@@ -10,7 +10,7 @@ vLLM's NIXL connector:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -241,10 +241,10 @@ def derive_mamba_conv_split(spec: MambaSpec, local_tp: int) -> MambaConvSplitInf
     _check_shapes(kind, spec)
     dims, groups = _conv_parts(kind, spec, local_tp)
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
-    info = MambaConvSplitInfo(spec.shapes[0][1], dims, spec.dtypes[0].itemsize, (sizes[0], sizes[1]))
-    if any(groups):
-        info = replace(info, proj_groups=groups, local_tp=local_tp)
-    return info if kind.cut_state else replace(info, state_groups=1, local_tp=local_tp)
+    return MambaConvSplitInfo(
+        spec.shapes[0][1], dims, spec.dtypes[0].itemsize, (sizes[0], sizes[1]), groups if any(groups) else None,
+        local_tp, None if kind.cut_state else 1,
+    )  # fmt: skip
 
 
 def _check_shapes(kind: LinearKind, spec: MambaSpec) -> None:

@@ -128,11 +128,8 @@ class CacheCoordinator:
             return False
         if self.fetches is not None:
             self.fetches.cancel(request.arrival)  # it has waited long enough
-        if not self._lend(request, headroom):
-            # Fetches for other requests may hold what it lacks. If all waited for each other's fetches, none would run.
-            fetching = self.fetches is not None and self.fetches.cancel_all()
-            if not fetching or not self._lend(request, headroom):
-                return False
+        if not self._try_twice(lambda: self._lend(request, headroom)):
+            return False
         self.settle(request, 0)
         self._plan_admission(request, plan)
         return True
@@ -177,10 +174,8 @@ class CacheCoordinator:
         need = self.pages_for(num_tokens) - request.end_page
         if need <= 0:
             return True
-        if not self._make_room(need, 0):
-            fetching = self.fetches is not None and self.fetches.cancel_all()
-            if not fetching or not self._make_room(need, 0):
-                return False
+        if not self._try_twice(lambda: self._make_room(need, 0)):
+            return False
         self._append(request, self.pages.alloc(need), plan)
         return True
 
@@ -330,16 +325,16 @@ class CacheCoordinator:
         request.pages.extend(fresh)
         self.columns.capacity[request.row.index] = request.end_page * self._demand.page_size
 
+    def _try_twice(self, take: Callable[[], bool]) -> bool:
+        """Whether `take` succeeds, if need be after all fetches were cancelled: those for other requests may hold
+        what is lacking. If all requests waited for each other's fetches, none would run."""
+        return take() or (self.fetches is not None and self.fetches.cancel_all() and take())
+
     def _make_room(self, pages: int, slots: int) -> bool:
         """Whether so many are free. Evicts from the prefix cache what is missing, as far as it is not locked; nothing,
         if that would not be enough."""
         room = self.prefixes.room()
-        if pages > room[0] or slots > room[1]:
-            return False
-        short = max(pages - self.pages.num_free, 0), max(slots - self.slots.num_free, 0)
-        if any(short):
-            self.prefixes.evict(*short)
-        return pages <= self.pages.num_free and slots <= self.slots.num_free
+        return pages <= room[0] and slots <= room[1] and self.prefixes.make_room(pages, slots)
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
         """Writes an admitted request into the plan: its row, its pages, and what is copied into them."""

@@ -18,8 +18,6 @@ class DeltaQueue:
     Use it within the engine's turns (`with engine.turns:`) where several threads share the engine.
     """
 
-    __slots__ = ("__weakref__", "_moved")
-
     def __init__(self) -> None:
         self._moved: dict[Request, None] = {}  # in the order of their first gain
 

@@ -29,19 +29,6 @@ class Detokenizer:
         stopped_by: the stop string that has ended the text; None while there is none.
     """
 
-    __slots__ = (
-        "_include_stop",
-        "_known",
-        "_read",
-        "_skip_special",
-        "_stop",
-        "_stop_state",
-        "_text",
-        "_tokenizer",
-        "_window",
-        "stopped_by",
-    )
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -67,9 +54,8 @@ class Detokenizer:
         text = self._decode(window)
         known = self._known
         if len(text) <= known:
-            del window[
-                self._read : -_CONTEXT
-            ]  # special tokens in a row: decoding all of them in each step would take quadratic time
+            # Special tokens in a row: decoding all of them in each step would take quadratic time.
+            del window[self._read : -_CONTEXT]
             return False
         if text.endswith(_INCOMPLETE):
             return False

@@ -84,7 +84,7 @@ class Engine:
         self._coordinator, self.prefixes = coordinator, coordinator.prefixes
         compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
         self.intake = Intake(limits, tokenizer, compiler, coordinator.check_fits)
-        self.target = target
+        self.target, self.drafter = target, drafter
         self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
         self._max_in_flight = 1 if overlap else 0
         self._seed = seed

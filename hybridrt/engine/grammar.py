@@ -71,10 +71,6 @@ class Matcher:
         """llguidance's matcher, which has taken the output so far."""
         return self._started[1]
 
-    @property
-    def _eos(self) -> frozenset[int]:
-        return self._grammar.eos
-
     def copy(self) -> "Matcher":
         """A matcher in the same state, independent of this one."""
         started = (self.root, self.inner.deep_copy()) if "_started" in self.__dict__ else None
@@ -105,19 +101,18 @@ class Matcher:
         """The nodes of a draft that may follow, those before them included. Tokens that end an output are left out:
         nothing follows them, and the draw before them gives them as well."""
         if draft.parents is None:
-            end = next((i for i, token in enumerate(draft.tokens) if token in self._eos), len(draft))
+            end = next((i for i, token in enumerate(draft.tokens) if token in self._grammar.eos), len(draft))
             return draft.first(self.inner.validate_tokens(list(draft.tokens[:end])))
         kept = set[int]()
         self._walk(draft, 0, kept)
         number = {0: 0} | {node: i for i, node in enumerate(sorted(kept), 1)}
         parents = [number[draft.parents[node - 1]] for node in sorted(kept)]
-        tokens = [draft.tokens[node - 1] for node in sorted(kept)]
-        return Draft(tokens, None if parents == list(range(len(parents))) else parents)
+        return Draft.of_tree([draft.tokens[node - 1] for node in sorted(kept)], parents)
 
     def _walk(self, draft: Draft, node: int, kept: set[int]) -> None:
         for child in _children(draft, node):
             token = draft.tokens[child - 1]
-            if token not in self._eos and self.inner.try_consume_tokens([token]):
+            if token not in self._grammar.eos and self.inner.try_consume_tokens([token]):
                 kept.add(child)
                 self._walk(draft, child, kept)
                 self.inner.rollback(1)

@@ -39,5 +39,5 @@ def step_masks(
 def _draft(decode: DecodeRows, i: int, end: int) -> Draft:
     """The draft of decode row i, which ends at `end` among all drafts."""
     start = end - int(decode.num_drafts[i])
-    parents = None if decode.parents is None else decode.parents[start:end].tolist()
-    return Draft(decode.drafts[start:end].tolist(), None if parents == list(range(end - start)) else parents)
+    parents = range(end - start) if decode.parents is None else decode.parents[start:end].tolist()
+    return Draft.of_tree(decode.drafts[start:end].tolist(), parents)

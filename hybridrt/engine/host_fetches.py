@@ -130,7 +130,7 @@ class HostFetches:
         pages, slot = room
         state = None if found.state is None or slot is None else (found.length, slot, found.state)
         ticket = self._tier.fetch(pages, places, state)
-        self._tier.touch(tokens, salt)
+        tree.touch(tokens, salt)
         deadline = time.monotonic() + PATIENCE_S
         self._fetches[request.arrival] = _Fetch(tokens, salt, found.length, gain, held, pages, slot, ticket, deadline)
         return True

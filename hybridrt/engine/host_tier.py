@@ -74,12 +74,6 @@ class HostTier:
             [(end, states[end].index, slot.index) for end, slot in hosted.items() if slot in taken.states],
         )
 
-    def touch(self, tokens: np.ndarray, salt: str) -> None:
-        """Marks what the tier holds of a text as used just now, because a request uses it from the device."""
-        held, _ = self.tree.held(tokens, salt)
-        self.tree.lock(held)
-        self.tree.unlock(held)
-
     def fetch(self, pages: Slots, places: Slots, state: tuple[int, Slot, Slot] | None = None) -> int:
         """Copies pages `places` of the tier to `pages` of the device, and a state (tokens, device slot, place here).
         Returns the copy's ticket."""

@@ -66,10 +66,7 @@ class PrefixStore:
         without. They count as used just now."""
         if not self.keeps or not self.tree.page_size:
             return 0
-        held, _ = self.tree.held(tokens, salt)
-        self.tree.lock(held)
-        self.tree.unlock(held)
-        return held.length
+        return self.tree.touch(tokens, salt)
 
     def holds(self, tokens: np.ndarray, salt: str) -> bool:
         """Whether a request that begins with these tokens [n] int32 would have to compute none of them."""
@@ -127,20 +124,7 @@ class PrefixStore:
         prompt = request.prefill_end
         if not request.metrics.retractions:
             request.metrics.admission_time = time.monotonic()
-        if match.staged is not None and not request.metrics.retractions:
-            request.metrics.cached_tokens = match.staged_from
-            self.counts.asked += prompt
-            self.counts.hit += match.staged_from
-        elif not request.metrics.retractions:
-            request.metrics.cached_tokens = match.length
-            self.counts.asked += prompt
-            self.counts.hit += match.length
-            seen = self._seen.length(request.ids[: prompt - 1], request.params.cache_salt or "")
-            self.counts.without_kv += max(seen - match.known, 0)
-            self.counts.retokenised += match.retokenised
-            self.counts.without_state += match.known - match.length if self._slots.total else 0
-            if self.tier is not None:
-                self.tier.touch(request.ids[: match.length], request.params.cache_salt or "")
+            self._count(request, match)
         request.shared, request.save_at = False, ()
         if self.keeps and self._slots.total:
             parts = self.tree.waiting.partings(request.ids[:prompt], request.params.cache_salt or "")
@@ -169,9 +153,7 @@ class PrefixStore:
             return
         for place in [place for place in request.saves if place <= computed]:
             slot, pages = request.saves.pop(place), len(self.windows.span(place))
-            if pages <= self.room()[0]:
-                self.evict(max(pages - self._pages.num_free, 0), 0)
-            fits = pages <= self._pages.num_free
+            fits = pages <= self.room()[0] and self.make_room(pages, 0)
             if fits and slot in self._insert(request, request.ids[:place], {place: slot})[0].states:
                 self.windows.keep(slot, self.windows.copy(request, place))
             else:
@@ -223,11 +205,17 @@ class PrefixStore:
         pages, slots = (pool.num_free + pool.num_cached - pool.num_locked for pool in (self._pages, self._slots))
         return pages, slots
 
+    def make_room(self, pages: int, slots: int) -> bool:
+        """Evicts what is missing for so many free pages and slots. False if there are still too few."""
+        short = max(pages - self._pages.num_free, 0), max(slots - self._slots.num_free, 0)
+        if any(short):
+            self.evict(*short)
+        return pages <= self._pages.num_free and slots <= self._slots.num_free
+
     def take_room(self, num_pages: int, num_states: int) -> tuple[Slots, Slots] | None:
         """Pages and state slots for `adopt`. None if there are too few: an evicted page may become the tail of
         a state that is kept."""
-        self.evict(max(num_pages - self._pages.num_free, 0), max(num_states - self._slots.num_free, 0))
-        if num_pages > self._pages.num_free or num_states > self._slots.num_free:
+        if not self.make_room(num_pages, num_states):
             return None
         return self._pages.alloc(num_pages), self._slots.alloc(num_states)
 
@@ -294,6 +282,23 @@ class PrefixStore:
                 found |= {name: pool.num_cached, f"{name}_total": pool.total}
         return found | asdict(self.counts)
 
+    def _count(self, request: Request, match: PrefixMatch) -> None:
+        """Counts a match. No token is lost twice, and the last one of a prompt is never lost: it is always computed.
+        Nor is anything lost by a request that skips the match."""
+        counts, salt, prompt = self.counts, request.params.cache_salt or "", request.prefill_end
+        request.metrics.cached_tokens = match.length if match.staged is None else match.staged_from
+        counts.asked += prompt
+        counts.hit += request.metrics.cached_tokens
+        if match.staged is not None:
+            return
+        if request.params.prompt_logprobs is None:
+            evicted = max(self._seen.length(request.ids[: prompt - 1], salt) - match.known, 0)
+            counts.without_kv += evicted
+            counts.retokenised += max(match.retokenised - evicted, 0)
+            counts.without_state += max(min(match.known, prompt - 1) - match.length, 0) if self._slots.total else 0
+        if self.tier is not None:
+            self.tier.tree.touch(request.ids[: match.length], salt)
+
     def _offer(self, request: Request) -> CacheEntries:
         """Nothing is offered of a request that failed, whose state may be wrong, nor of one that has added nothing."""
         computed, ids = request.computed, request.ids
@@ -339,7 +344,7 @@ class PrefixStore:
     def _superseded(self, request: Request) -> Slot | None:
         """The slot of the state that a request has started from, if no other request will use that. The step that
         leaves a later state there reads the earlier one before."""
-        match, lacking = request.prefix, self._idle_slots() < self._rows.num_free
+        match, lacking = request.prefix, self.room()[1] < self._rows.num_free
         if lacking or self.windows is not None or (state := self.tree.supersede(match)) is None:
             return None
         if match.state is not None:
@@ -350,16 +355,12 @@ class PrefixStore:
 
     def _spare_slot(self, new: NewState) -> Slot | None:
         """A slot for a state. No request can lack it: as many as there are free rows stay free, or could be."""
-        if self._idle_slots() <= self._rows.num_free:
+        if self.room()[1] <= self._rows.num_free:
             return None
         short = self._reserved_slots() + 1 - self._slots.num_free
         if short > 0:
             self.evict(0, short, new=new)
         return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
-
-    def _idle_slots(self) -> int:
-        """Slots that are free, or could be."""
-        return self._slots.num_free + self._slots.num_cached - self._slots.num_locked
 
     def _reserved_slots(self) -> int:
         """Slots that waiting requests take as soon as they get rows: for these, a state would be evicted that may be

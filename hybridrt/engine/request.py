@@ -150,11 +150,6 @@ class Request:
         """How many of `pages` the prefix cache owns; they come first."""
         return len(self.prefix.pages)
 
-    @property
-    def prefilled(self) -> bool:
-        """The launched steps compute all tokens that were known at admission."""
-        return self.computed >= self.prefill_end
-
     def score(self, start: int, found: Sequence[TokenLogprobs]) -> None:
         """Takes log-probabilities of the prompt's tokens from number `start` on. Those that have come already are
         dropped: a retracted request computes its prompt once more.

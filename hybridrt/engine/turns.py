@@ -2,7 +2,8 @@
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Lock, RLock, get_ident
 from types import TracebackType
 
@@ -19,7 +20,6 @@ class Turns:
     """
 
     def __init__(self, begin: Callable[[], None]) -> None:
-        self.now = _Now(self)
         self._begin = begin
         self._mutex = RLock()  # not Lock: the collector may run finalizers in here
         self._line: deque[tuple[Lock, int]] = deque()
@@ -32,6 +32,16 @@ class Turns:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.leave()
+
+    @property
+    @contextmanager
+    def now(self) -> Iterator[None]:
+        """A turn that begins at once: EngineError if it is another thread's."""
+        self.enter(wait=False)
+        try:
+            yield
+        finally:
+            self.leave()
 
     def enter(self, wait: bool) -> None:
         """Begins a turn, or enters once more.
@@ -98,19 +108,6 @@ class Turns:
                 gate.release()
             else:
                 self._owner = None
-
-
-class _Now:
-    """`with turns.now`: EngineError if it is another thread's turn."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-
-    def __enter__(self) -> None:
-        self._turns.enter(wait=False)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._turns.leave()
 
 
 class Change:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.draft_tree import node_depths
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def accept_chain(drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
     """Inputs of each row that stay, the root included: 1 + leading drafts that equal their draws. [B] int32, >= 1.
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import Activation, ConvState, ConvWeights, IntermediateStates, SavedStates
 from hybridrt.kernels.slots import live_tokens, pad_mask, read_columns, write_columns, write_rows
 
@@ -23,7 +23,7 @@ def _check_varlen(x: Tensor, weights: ConvWeights, state: ConvState, *_: Any, **
     check_ring(state.conv, weights.weight.shape[1], 1)
 
 
-@operation(by("triton"), by("sgl_kernel", priority=5), check=_check_varlen)
+@operation(By("triton"), By("sgl_kernel", priority=5), check=_check_varlen)
 def causal_conv1d_varlen(
     x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor, saves: SavedStates | None = None
 ) -> Tensor:
@@ -92,7 +92,7 @@ def _write_window(x: Tensor, window: Tensor, state: ConvState, first: Tensor, le
     write_columns(state.conv, state.write_state_slots, columns, tail)
 
 
-@operation(by("triton"), by("sgl_kernel", priority=5), check=_check_update)
+@operation(By("triton"), By("sgl_kernel", priority=5), check=_check_update)
 def causal_conv1d_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:

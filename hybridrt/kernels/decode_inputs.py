@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import DecodeRowInputs, TokenInputs
 
 
-@operation(by("triton", "hybridrt.kernels.decode_prep_triton:decode_inputs_triton"))
+@operation(By("triton", "hybridrt.kernels.decode_prep_triton:decode_inputs_triton"))
 def decode_inputs(
     out: TokenInputs, step: DecodeRowInputs, last_tokens: Tensor, req_to_token: Tensor, page_size: int
 ) -> None:

@@ -1,16 +1,15 @@
 """The small per-step preparation of recurrent decode, one launch on a GPU: which slot, which position, which cursor."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import RowTables
 
 
-@dataclass(frozen=True)
-class DecodeBuffers:
+class DecodeBuffers(NamedTuple):
     """Per-row inputs of the recurrent decode kernels, [B] int32 each; prefix views of them serve a graph's bucket.
 
     Attributes:
@@ -26,21 +25,16 @@ class DecodeBuffers:
     ring_start: Tensor
     ring_length: Tensor
 
-    @property
-    def device(self) -> torch.device:
-        return self.state_slots.device
-
     @classmethod
     def allocate(cls, rows: int, device: torch.device | str) -> "DecodeBuffers":
         return cls(*torch.zeros((5, rows), dtype=torch.int32, device=device))
 
     def prefix(self, rows: int) -> "DecodeBuffers":
         """Views of the first `rows` entries."""
-        fields = (self.state_slots, self.start_positions, self.accepted, self.ring_start, self.ring_length)
-        return DecodeBuffers(*(t[:rows] for t in fields))
+        return DecodeBuffers(*(t[:rows] for t in self))
 
 
-@operation(by("triton", "hybridrt.kernels.decode_prep_triton:fill_decode_metadata_triton"))
+@operation(By("triton", "hybridrt.kernels.decode_prep_triton:fill_decode_metadata_triton"))
 def fill_decode_metadata(
     out: DecodeBuffers,
     req_pool_indices: Tensor,

@@ -55,7 +55,7 @@ def decode_inputs_triton(
         step = step._replace(drafts=step.rows)  # no draft is read
     _decode_inputs_kernel[(batch,)](
         *out, *step, last_tokens, req_to_token, req_to_token.stride(0), tokens, triton.next_power_of_2(tokens),
-        page_size, req_to_token.shape[1] > 0, num_warps=1, **pdl(out.device),
+        page_size, req_to_token.shape[1] > 0, num_warps=1, **pdl(out.input_ids.device),
     )  # fmt: skip
 
 
@@ -88,6 +88,5 @@ def fill_decode_metadata_triton(
     """See hybridrt.kernels.decode_metadata.fill_decode_metadata."""
     rows = out.state_slots.shape[0]
     _fill_decode_metadata_kernel[(triton.cdiv(rows, 128),)](
-        out.state_slots, out.start_positions, out.accepted, out.ring_start, out.ring_length, req_pool_indices, seq_lens,
-        rows, num_real, tokens_per_row, *tables, BLOCK=128, num_warps=4,
+        *out, req_pool_indices, seq_lens, rows, num_real, tokens_per_row, *tables, BLOCK=128, num_warps=4,
     )  # fmt: skip

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_tokens, ith_chunks
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
 from hybridrt.kernels.slots import advance_states, initial_states, pad_mask, write_rows
 
 L2_NORM_EPS = 1e-6
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def gdn_gates(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) softplus(a + dt_bias) (the log of the decay) and beta = beta_scale sigmoid(b), float32.
 
@@ -54,7 +54,7 @@ def with_gates(inputs: DeltaInputs, weights: GateWeights | None) -> DeltaInputs:
     return inputs._replace(g=g, beta=beta)
 
 
-@operation(by("triton"), by("fla", priority=5, needs_host=True))
+@operation(By("triton"), By("fla", priority=5, needs_host=True))
 def chunk_gated_delta_rule(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:
@@ -75,7 +75,7 @@ def chunk_gated_delta_rule(
     return packed[:tokens]
 
 
-@operation(by("triton", "hybridrt.kernels.gdn_decode_triton:recurrent_gated_delta_rule_triton"), by("fla", priority=5))
+@operation(By("triton", "hybridrt.kernels.gdn_decode_triton:recurrent_gated_delta_rule_triton"), By("fla", priority=5))
 def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None) -> Tensor:
     """T tokens of each of B rows, one after the other: decode (T = 1) and verification (T > 1).
 

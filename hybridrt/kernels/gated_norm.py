@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 
 GateActivation = Literal["silu", "sigmoid"]
 GATE_ACTIVATIONS: dict[GateActivation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -19,7 +19,7 @@ def _check(x: Tensor, *_: Any, group_size: int, **__: Any) -> None:
         raise ConfigError(f"gated norm: group_size {group_size} does not divide {x.shape[-1]} channels")
 
 
-@operation(by("triton"), by("mamba_ssm", priority=5), check=_check)
+@operation(By("triton"), By("mamba_ssm", priority=5), check=_check)
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, group_size: int, norm_before_gate: bool,
     activation: GateActivation = "silu",

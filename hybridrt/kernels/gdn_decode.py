@@ -18,9 +18,10 @@ from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update
 from hybridrt.kernels.gated_delta_rule import compute_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_replay import gdn_replay
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import DeltaInputs, FusedStep, GateWeights
 from hybridrt.kernels.state_ring import check_step
+from hybridrt.kernels.views import by_head
 
 
 def _check(qkv: Tensor, a: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
@@ -32,7 +33,7 @@ def _check(qkv: Tensor, a: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
         )
 
 
-@operation(by("triton"), check=_check)
+@operation(By("triton"), check=_check)
 def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step: FusedStep) -> Tensor:
     """Advances each of B rows by T tokens.
 
@@ -60,6 +61,7 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
 def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Views q, k `[..., Hk, K]` and v `[..., Hv, V]` of the conv's channels, for a pool of states `[S+1, Hv, V, K]`."""
     _, value_heads, value_dim, key_dim = states.shape
-    v_width = value_heads * value_dim
-    q, k, v = qkv.split([*[(qkv.shape[-1] - v_width) // 2] * 2, v_width], -1)
-    return q.unflatten(-1, (-1, key_dim)), k.unflatten(-1, (-1, key_dim)), v.unflatten(-1, (value_heads, value_dim))
+    width = (qkv.shape[-1] - value_heads * value_dim) // 2
+    q, k, v = qkv.split((width, width, value_heads * value_dim), -1)
+    keys = (width // key_dim, key_dim)
+    return by_head(q, *keys), by_head(k, *keys), by_head(v, value_heads, value_dim)

@@ -123,20 +123,14 @@ def gdn_decode_triton(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights
         return gdn_stream_triton(qkv, a, b, weights, step)
     if step.state.intermediate is None and qkv.shape[1] == 1:
         return gdn_classic_triton(qkv, a, b, weights, step)
-    return _recurrent(DeltaInputs(*split_qkv(qkv, step.state.states), a, b), step.state, weights, step)
+    inputs = DeltaInputs(*split_qkv(qkv, step.state.states), a, b)
+    return recurrent_gated_delta_rule_triton(inputs, step.state, weights, step)
 
 
 def recurrent_gated_delta_rule_triton(
-    inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None
-) -> Tensor:
-    """`recurrent_gated_delta_rule` in one launch."""
-    return _recurrent(inputs, state, weights)
-
-
-def _recurrent(
     inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None, step: FusedStep | None = None
 ) -> Tensor:
-    """With weights a and b stand for g and beta; with a step q, k and v are those in front of the conv."""
+    """`recurrent_gated_delta_rule` in one launch; with a step q, k and v are those in front of its conv."""
     q, _, v, g, beta = inputs
     states, read_slots, write_slots, intermediate = state
     stored, rows, parents = intermediate or (None, None, None)

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.paged_attention import store
 from hybridrt.kernels.records import AttentionPrompts, LatentWeights, PagedKV, Rope
 from hybridrt.kernels.rms_norm import rms_norm
 from hybridrt.kernels.rotary import qk_norm_rotary
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def write_latent(
     q: Tensor, k: Tensor, weights: LatentWeights, positions: Tensor, cos_sin: Tensor | None, cache: Tensor,
     out_cache_loc: Tensor,
@@ -43,18 +43,15 @@ def write_latent(
     return q
 
 
-@operation(by("triton"))
-def latent_extend(
-    q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None = None
-) -> Tensor:
+@operation(By("triton"))
+def latent_extend(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
     """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.
 
-    q `[T, H, nope + rope]`. Returns `[T, H, value]` in q's dtype; tokens past the last row are zeros. If `out`, of any
-    token stride, is given, they are left there.
+    q `[T, H, nope + rope]`. Returns `[T, H, value]` in q's dtype; tokens past the last row are zeros.
     """
     up_k, up_v, *_ = weights
     rank = up_k.shape[2]
-    out = q.new_zeros(*q.shape[:2], up_v.shape[2]) if out is None else out.zero_()
+    out = q.new_zeros(*q.shape[:2], up_v.shape[2])
     cells, start = kv.k_cache.flatten(0, 2), 0
     for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens_host, strict=True)):
         end, before = start + query_len, seq_len - query_len
@@ -74,7 +71,7 @@ def latent_extend(
     return out
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def into_latent(q: Tensor, weights: LatentWeights) -> Tensor:
     """Queries [..., H, nope + rope] multiplied by their key matrices: [..., H, rank + rope], as latent vectors are."""
     heads, nope, rank = weights.up_k.shape
@@ -85,11 +82,11 @@ def into_latent(q: Tensor, weights: LatentWeights) -> Tensor:
     return found
 
 
-@operation(by("triton"))
-def from_latent(x: Tensor, weights: LatentWeights, out: Tensor | None = None) -> Tensor:
-    """Weighted sums of latent vectors [..., H, rank] times the value matrices: [..., H, value], in `out` if given."""
+@operation(By("triton"))
+def from_latent(x: Tensor, weights: LatentWeights) -> Tensor:
+    """Weighted sums of latent vectors [..., H, rank] times the value matrices: [..., H, value]."""
     heads, rank, value_dim = weights.up_v.shape
-    out = x.new_empty(*x.shape[:-1], value_dim) if out is None else out
+    out = x.new_empty(*x.shape[:-1], value_dim)
     torch.bmm(
         x.reshape(-1, heads, rank).transpose(0, 1), weights.up_v, out=out.view(-1, heads, value_dim).transpose(0, 1)
     )

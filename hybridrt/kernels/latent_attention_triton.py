@@ -128,13 +128,13 @@ def into_latent_triton(q: Tensor, weights: LatentWeights) -> Tensor:
     return out
 
 
-def from_latent_triton(x: Tensor, weights: LatentWeights, out: Tensor | None = None) -> Tensor:
+def from_latent_triton(x: Tensor, weights: LatentWeights) -> Tensor:
     """`from_latent`, of few tokens in one launch."""
     heads, rank, value_dim = weights.up_v.shape
     flat = x.reshape(-1, heads, rank)
     if not 0 < len(flat) <= FEW_TOKENS:
-        return from_latent.reference(x, weights, out)
-    out = x.new_empty(*x.shape[:-1], value_dim) if out is None else out
+        return from_latent.reference(x, weights)
+    out = x.new_empty(*x.shape[:-1], value_dim)
     _multiply_heads(flat, weights.up_v, out.view(-1, heads, value_dim), 0)
     return out
 
@@ -151,17 +151,15 @@ def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor, tail: int) -> None
     )  # fmt: skip
 
 
-def latent_extend_triton(
-    q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None = None
-) -> Tensor:
+def latent_extend_triton(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
     """`latent_extend`: absorbed for few tokens; decompressed for many, if the device has a tensor memory accelerator
     and the copied vectors take at most MAX_GATHERED bytes."""
     lens = batch.seq_lens_host  # empty in a graph, which could not hold copies of changing sizes
     copied = sum(lens) * kv.k_cache.shape[3] * q.element_size()
     allowed = bool(lens) and prefill.ample(q) and copied <= prefill.MAX_GATHERED
     if allowed and decompressed_pays(q, weights, batch.query_lens, lens):
-        return _decompressed(q, kv, weights, batch, out)
-    return from_latent_triton(prefill.attention_extend_triton(into_latent_triton(q, weights), kv, batch), weights, out)
+        return _decompressed(q, kv, weights, batch)
+    return from_latent_triton(prefill.attention_extend_triton(into_latent_triton(q, weights), kv, batch), weights)
 
 
 def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
@@ -174,12 +172,10 @@ def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[in
     return pairs * (nope + rope + value_dim) + sum(seq_lens) * matrices < absorbed
 
 
-def _decompressed(
-    q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts, out: Tensor | None
-) -> Tensor:
+def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
     """Gathers the vectors that the batch sees. Then, some heads at a time, makes keys and values and attends."""
     (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
-    out = q.new_empty(*q.shape[:2], value_dim) if out is None else out
+    out = q.new_empty(*q.shape[:2], value_dim)
     out[sum(batch.query_lens) :].zero_()
     blocks = prefill.key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window)
     parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]

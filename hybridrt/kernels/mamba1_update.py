@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import NO_LIMIT, BCNorms, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.rms_norm import rms_norm
 from hybridrt.kernels.slots import advance_states, pad_mask
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def mamba1_update(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, norms: BCNorms | None = None) -> Tensor:
     """Advances each row's state by its T tokens. T tokens at once equal T calls of one token, rounding included.
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.records import NO_LIMIT
+from hybridrt.kernels.views import by_head
 
 
 def time_step(dt: Tensor, dt_bias: Tensor | None, dt_limit: tuple[float, float]) -> Tensor:
@@ -25,5 +26,7 @@ def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> T
 def split_conv_channels(xBC: Tensor, state_shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Views x [..., H, P], B and C [..., G, N] of the conv's channels [..., C] for a pool of states [S+1, H, P, N]."""
     _, heads, dim, state_dim = state_shape
-    x, B, C = xBC.split_with_sizes([heads * dim, *[(xBC.shape[-1] - heads * dim) // 2] * 2], -1)
-    return x.unflatten(-1, (heads, dim)), B.unflatten(-1, (-1, state_dim)), C.unflatten(-1, (-1, state_dim))
+    width = (xBC.shape[-1] - heads * dim) // 2
+    x, B, C = xBC.split_with_sizes((heads * dim, width, width), -1)
+    groups = (width // state_dim, state_dim)
+    return by_head(x, heads, dim), by_head(B, *groups), by_head(C, *groups)

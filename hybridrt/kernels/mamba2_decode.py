@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update
 from hybridrt.kernels.mamba2_common import skip_and_gate, split_conv_channels, time_step
 from hybridrt.kernels.mamba2_replay import mamba2_replay
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import ConvState, ConvWeights, FusedStep, SSMInputs, SSMWeights
 from hybridrt.kernels.selective_state_update import selective_state_update
 from hybridrt.kernels.slots import neighbours
@@ -30,7 +30,7 @@ def _check(xBC: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
     check_step(xBC, step)
 
 
-@operation(by("triton"), check=_check)
+@operation(By("triton"), check=_check)
 def mamba2_decode(
     xBC: Tensor, dt: Tensor, z: Tensor | None, *, weights: SSMWeights, step: FusedStep, out: Tensor | None = None
 ) -> Tensor:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import chunk_tokens, ith_chunks
 from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
 
-@operation(by("triton"), by("mamba_ssm", priority=5, needs_host=True))
+@operation(By("triton"), By("mamba_ssm", priority=5, needs_host=True))
 def mamba2_chunk_scan(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor | None = None
 ) -> Tensor:

@@ -151,7 +151,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
 def _outputs_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, heads_ptr, scores_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr, x_strides: tl.constexpr, B_strides: tl.constexpr,
-    C_strides: tl.constexpr, z_strides: tl.constexpr, out_strides: tl.constexpr, num_tokens, chunks,
+    C_strides: tl.constexpr, z_strides: tl.constexpr, out_st, out_sh, num_tokens, chunks,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, Q: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr, PDL: tl.constexpr,
@@ -222,7 +222,7 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
         y *= silu(_load(gates, p_mask, P % BLOCK_P == 0).to(tl.float32))
     # The head of a dead row's chunk was never written, so its outputs are replaced by zeros.
     y = tl.where(dead, 0.0, y).to(out_ptr.dtype.element_ty)
-    outputs = out_ptr + start * out_strides[0] + h * out_strides[1] + m[:, None] * out_strides[0] + p[None, :]
+    outputs = out_ptr + start * out_st + h * out_sh + m[:, None] * out_st + p[None, :]
     tl.store(outputs, y, mask=(m < size)[:, None] & p_mask)
 
 
@@ -249,7 +249,7 @@ def mamba2_chunk_scan_triton(
         short = channels, heads, num_tokens // tile["BLOCK_M"] + chunks
         _outputs_kernel[short if few else (blocks * channels, heads, chunks)](
             x, B, C, z, out, weights.D, step, cum, chunk_heads, scores, state.read_state_slots, plan.cu_chunk_seqlens,
-            plan.seq_idx, strides(x), strides(B), strides(C), strides(z), strides(out), num_tokens, chunks, **shape,
+            plan.seq_idx, strides(x), strides(B), strides(C), strides(z), *strides(out), num_tokens, chunks, **shape,
             Q=_width(size), BLOCK_CHUNKS=max(64, triton.next_power_of_2(chunks)) if few else 1, **tile, **pdl(x.device),
         )  # fmt: skip
     return out

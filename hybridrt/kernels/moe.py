@@ -11,13 +11,7 @@ from torch import Tensor
 
 from hybridrt.kernels.activation import clamped_silu_and_mul, relu2, silu_and_mul
 from hybridrt.kernels.linear import linear
-from hybridrt.kernels.operation import by, operation
-from hybridrt.kernels.rms_norm import rms_norm
-from hybridrt.kernels.skinny_linear import InputNorm
-
-# Rows of a router's weight behind those of its experts, where shared experts have a gate. One is used. Eight, so that
-# the logits of a token begin where a 16-byte access may.
-GATE_ROWS = 8
+from hybridrt.kernels.operation import By, operation
 
 
 class SoftmaxChoice(NamedTuple):
@@ -46,19 +40,18 @@ class ExpertStack(NamedTuple):
     """E routed experts of one layer.
 
     Attributes:
-        w_up: `[E, 2I, D]` (gate rows, then up rows) if `gated`, else `[E, I, D]`; w_down: `[E, D, I]`.
-        activation: of the gate, or of up where there is no gate.
+        w_up: `[E, 2I, D]` (gate rows, then up rows) of SwiGLU, else `[E, I, D]`; w_down: `[E, D, I]`.
+        activation: "silu" for SwiGLU; "relu2" for squared ReLU, without a gate.
         limit: of a SwiGLU whose two factors are clamped (`clamped_silu_and_mul`); None for none.
     """
 
     w_up: Tensor
     w_down: Tensor
     activation: Literal["silu", "relu2"]
-    gated: bool
     limit: float | None = None
 
 
-@operation(by("triton", "hybridrt.kernels.moe_router_triton:router_softmax_triton"))
+@operation(By("triton", "hybridrt.kernels.moe_router_triton:router_softmax_triton"))
 def router_softmax(
     logits: Tensor, choice: SoftmaxChoice, shared_gate: Tensor | None = None, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -83,7 +76,7 @@ def router_softmax(
     return _without_padding(weights, ids.int(), rows)
 
 
-@operation(by("triton", "hybridrt.kernels.moe_router_triton:router_sigmoid_grouped_triton"))
+@operation(By("triton", "hybridrt.kernels.moe_router_triton:router_sigmoid_grouped_triton"))
 def router_sigmoid_grouped(
     logits: Tensor, correction_bias: Tensor, choice: GroupedChoice, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -110,53 +103,13 @@ def router_sigmoid_grouped(
     return _without_padding(weights, ids.int(), rows)
 
 
-@operation(by("triton", "hybridrt.kernels.moe_router_triton:router_product_triton"))
+@operation(By("triton", "hybridrt.kernels.moe_router_triton:router_product_triton"))
 def router_product(x: Tensor, weight: Tensor) -> Tensor:
     """Logits `[T, E]` float32 of x `[T, D]` in any dtype and a contiguous weight `[E, D]` float32."""
     return F.linear(x.float(), weight)
 
 
-class RoutedToken(NamedTuple):
-    """What `route_token` finds: norm(x + residual) `[1, D]` in x's dtype, x + residual (x itself without one), weights
-    `[1, k + shared]` float32 and ids `[1, k + shared]` int32."""
-
-    normed: Tensor
-    total: Tensor
-    weights: Tensor
-    ids: Tensor
-
-
-@operation(by("triton", "hybridrt.kernels.moe_router_triton:route_token_triton"))
-def route_token(
-    x: Tensor, weight: Tensor, norm: InputNorm, choice: SoftmaxChoice | GroupedChoice,
-    correction_bias: Tensor | None = None, rows: Tensor | None = None,
-) -> RoutedToken:  # fmt: skip
-    """The norm in front of a router, the router's product and its choice, of one token.
-
-    Args:
-        x: `[1, D]`. norm: its residual is not overwritten.
-        weight: `[E, D]`, contiguous, in any dtype; behind them a row for the gate of shared experts, and rows that are
-            not read, where a SoftmaxChoice has such experts.
-        correction_bias: `[E]` float32, of a GroupedChoice.
-        rows: `[1]` int32 or None, as in `router_softmax`.
-    """
-    total = x if norm.residual is None else (x.float() + norm.residual.float()).to(norm.residual.dtype)
-    normed = rms_norm.reference(total, norm.norm_weight, norm.eps).to(x.dtype)
-    logits = F.linear(normed.to(weight.dtype), weight)
-    if isinstance(choice, GroupedChoice):
-        assert correction_bias is not None
-        return RoutedToken(normed, total, *router_sigmoid_grouped.reference(logits, correction_bias, choice, rows))
-    experts = routed_rows(weight, choice)
-    gate = logits[:, experts] if choice.shared else None
-    return RoutedToken(normed, total, *router_softmax.reference(logits[:, :experts], choice, gate, rows))
-
-
-def routed_rows(weight: Tensor, choice: SoftmaxChoice | GroupedChoice) -> int:
-    """E of a router's weight: its rows without those of the shared experts' gate."""
-    return len(weight) - (GATE_ROWS if isinstance(choice, SoftmaxChoice) and choice.shared else 0)
-
-
-@operation(by("triton"))
+@operation(By("triton"))
 def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
     """sum_j weights[t, j] * w_down[e] act(w_up[e] x[t]) over the experts e = ids[t, j] of each token.
 
@@ -193,9 +146,4 @@ def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple
 def _activate(hidden: Tensor, experts: ExpertStack) -> Tensor:
     if experts.limit is not None:
         return clamped_silu_and_mul.reference(hidden, experts.limit)
-    if experts.activation == "silu":
-        return silu_and_mul.reference(hidden) if experts.gated else F.silu(hidden)
-    if experts.gated:
-        gate, up = hidden.chunk(2, dim=-1)
-        return relu2.reference(gate).mul_(up)
-    return relu2.reference(hidden)
+    return silu_and_mul.reference(hidden) if experts.activation == "silu" else relu2.reference(hidden)

@@ -21,24 +21,23 @@ COMPARED_PAIRS = 12288
 
 
 @triton.jit
-def _activate(hidden, up, RELU2: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    if RELU2:
+def _activate(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """SwiGLU if GATED, of factors within LIMIT if there is one, else squared ReLU."""
+    if GATED:
+        hidden = hidden * tl.sigmoid(hidden)
+        if LIMIT is not None:
+            hidden, up = tl.minimum(hidden, LIMIT), tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
+        hidden = hidden * up
+    else:
         hidden = tl.maximum(hidden, 0.0)
         hidden = hidden * hidden
-    else:
-        hidden = hidden * tl.sigmoid(hidden)
-    if LIMIT is not None:
-        hidden, up = tl.minimum(hidden, LIMIT), tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
-    if GATED:
-        hidden = hidden * up
     return hidden
 
 
 @triton.jit
 def _gathered_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, ids_ptr, hidden_ptr, x_sr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr,
-    RELU2: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    GATED: tl.constexpr, LIMIT: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [inner blocks, pairs]. A thread owns 8 neighbouring columns of each row, one 16-byte load."""
     begin_in_turn(PDL)
@@ -67,7 +66,7 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
             tile = tl.load(w_rows + following, mask=mask, other=0.0)
             if GATED:
                 up_tile = tl.load(w_rows + following + INNER * w_sr, mask=mask, other=0.0)
-    out = _activate(tl.sum(hidden, 1), tl.sum(up, 1), RELU2, GATED, LIMIT)
+    out = _activate(tl.sum(hidden, 1), tl.sum(up, 1), GATED, LIMIT)
     tl.store(hidden_ptr + pair.to(tl.int64) * INNER + i, out.to(hidden_ptr.dtype.element_ty), mask=i < INNER)
 
 
@@ -123,8 +122,8 @@ def _down_tile(w_rows, ids_row, w_se, k, column, TOP_K: tl.constexpr, INNER: tl.
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_kernel(  # type: ignore[no-untyped-def]
     a_ptr, w_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, w_se, w_sr, num_pairs, num_experts,
-    PAIRS_PER_ROW: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr, ACTIVATE: tl.constexpr, RELU2: tl.constexpr,
-    GATED: tl.constexpr, LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr,
+    LIMIT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = act(a[pair // PAIRS_PER_ROW] w[expert]^T) for a block of pairs of one expert and BLOCK_N columns."""
@@ -148,7 +147,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
             w = tl.load(w_rows + OUT * w_sr + k[:, None], mask=mask, other=0.0)
             up = tl.dot(a, w, up, input_precision=PRECISION)
     if ACTIVATE:
-        total = _activate(total, up, RELU2, GATED, LIMIT)
+        total = _activate(total, up, GATED, LIMIT)
     mask = live[:, None] & (n < OUT)[None, :]
     tl.store(out_ptr + pair[:, None] * OUT + n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -227,13 +226,13 @@ def fused_experts_triton(x: Tensor, experts: ExpertStack, weights: Tensor, ids: 
 
 
 def _gathered(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
-    w_up, w_down, activation, gated, limit = experts
+    w_up, w_down, activation, limit = experts
+    gated = activation == "silu"
     (tokens, width), (pairs, inner), top_k = x.shape, hidden.shape, ids.shape[1]
     up, down = gathered_tiles(width, inner, top_k, gated)
     _gathered_up_kernel[(triton.cdiv(inner, up["BLOCK_I"]), pairs)](
         x, w_up, ids, hidden, x.stride(0), w_up.stride(0), w_up.stride(1),
-        TOP_K=top_k, D=width, INNER=inner, RELU2=activation == "relu2", GATED=gated, LIMIT=limit,
-        **up, **pdl(x.device),
+        TOP_K=top_k, D=width, INNER=inner, GATED=gated, LIMIT=limit, **up, **pdl(x.device),
     )  # fmt: skip
     _gathered_down_kernel[(tokens, triton.cdiv(width, down["BLOCK_D"]))](
         hidden, w_down, weights, ids, out, w_down.stride(0), w_down.stride(1), TOP_K=top_k, D=width, INNER=inner,
@@ -295,15 +294,12 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks
 
 
 def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
-    w_up, w_down, activation, gated, limit = experts
-    meta = {"RELU2": activation == "relu2", "GATED": gated, "LIMIT": limit}
+    w_up, w_down, activation, limit = experts
     blocks, (tokens, width), top_k = _lay_out(ids, w_up.shape[0]), x.shape, ids.shape[1]
     y = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
-    _launch_grouped(x, w_up, blocks, hidden, ids, {**meta, "PAIRS_PER_ROW": top_k, "ACTIVATE": True})
-    _launch_grouped(
-        hidden, w_down, blocks, y, ids,
-        {"PAIRS_PER_ROW": 1, "ACTIVATE": False, "RELU2": False, "GATED": False, "LIMIT": None},
-    )  # fmt: skip
+    gated = activation == "silu"
+    _launch_grouped(x, w_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, ACTIVATE=True, GATED=gated, LIMIT=limit)
+    _launch_grouped(hidden, w_down, blocks, y, ids, PAIRS_PER_ROW=1, ACTIVATE=False, GATED=False, LIMIT=None)
     block_d = min(512, triton.next_power_of_2(width))
     _weighted_sum_kernel[(tokens, triton.cdiv(width, block_d))](
         y, weights, ids, out, TOP_K=top_k, D=width, BLOCK_P=triton.next_power_of_2(top_k), BLOCK_D=block_d,
@@ -311,7 +307,7 @@ def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidd
     )  # fmt: skip
 
 
-def _launch_grouped(a: Tensor, w: Tensor, blocks: _Blocks, out: Tensor, ids: Tensor, meta: dict[str, Any]) -> None:
+def _launch_grouped(a: Tensor, w: Tensor, blocks: _Blocks, out: Tensor, ids: Tensor, **meta: Any) -> None:
     block_n, block_k = (64, 128) if blocks.size == 16 else (128, 64)
     _grouped_kernel[(triton.cdiv(out.shape[1], block_n), blocks.experts.shape[0])](
         a, w, blocks.pairs, blocks.experts, out, a.stride(0), w.stride(0), w.stride(1), ids.numel(), w.shape[0],

@@ -2,8 +2,10 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
+
+from torch import Tensor
 
 from hybridrt.kernels.providers import Supports, register, select
 
@@ -13,32 +15,26 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class By:
-    """A further implementation of an operation: its provider, its import path, and when it is picked."""
+    """A further implementation of an operation.
 
-    provider: str
-    target: str | None
-    priority: int
-    supports: Supports | None
-    needs_host: bool
-
-
-def by(
-    provider: str, target: str | None = None, *, priority: int = 10, supports: Supports | None = None,
-    needs_host: bool = False,
-) -> By:  # fmt: skip
-    """Declares that `provider` implements the operation.
-
-    Args:
+    Attributes:
+        provider: whose it is.
         target: "module:attribute". None is the usual place: for triton `<name>_triton` in `<file>_triton.py` beside the
             operation, for a library `<name>` in `libraries/<provider>.py`.
         priority, supports, needs_host: as in `hybridrt.kernels.providers.register`.
     """
-    return By(provider, target, priority, supports, needs_host)
+
+    provider: str
+    target: str | None = None
+    _: KW_ONLY
+    priority: int = 10
+    supports: Supports | None = None
+    needs_host: bool = False
 
 
 class Operation(Generic[P, R]):
     """A function with several implementations of one signature. A call goes to the one that `providers.select` picks
-    for the device of the first argument: a tensor, or a record with a `device`.
+    for the device of the first argument: a tensor, or a record whose first field is one.
 
     Attributes:
         reference: the plain-torch implementation, which also carries the signature and the documentation.
@@ -53,7 +49,8 @@ class Operation(Generic[P, R]):
         if self._check is not None:
             self._check(*args, **kwargs)
         first: Any = args[0] if args else next(iter(kwargs.values()))
-        return select(self.name, first.device.type)(*args, **kwargs)
+        tensor = first if isinstance(first, Tensor) else first[0]
+        return select(self.name, tensor.device.type)(*args, **kwargs)
 
 
 def operation(*others: By, check: Callable[..., None] | None = None) -> Callable[[Callable[P, R]], Operation[P, R]]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.libraries.common import attention_limits
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.providers import decline
 from hybridrt.kernels.records import AttentionPrompts, AttentionRows, PagedKV
 
@@ -24,7 +24,7 @@ _FLASHINFER = attention_limits(head_dims=(64, 128, 256), architectures=(8, 9, 10
 decline("attention_decode", "flashinfer", 'it plans on the host: attention_backend="flashinfer" does, once a step')
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
     """Store k, v `[T, Hkv, D]` at slots out_cache_loc `[T]` of the caches `[pages, page, Hkv, D]`, in place. What would
     go to page 0 is padding and dropped."""
@@ -44,7 +44,7 @@ def store(caches: Iterable[tuple[Tensor, Tensor]], out_cache_loc: Tensor) -> Non
             cells.index_copy_(0, slots.masked_fill(padding, 0), values)
 
 
-@operation(by("triton"), by("sgl_kernel", priority=5, supports=_FA3))
+@operation(By("triton"), By("sgl_kernel", priority=5, supports=_FA3))
 def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
     """Attention of T new tokens per row, already in the cache, over each row's whole context.
 
@@ -59,9 +59,9 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
 
 
 @operation(
-    by("triton", "hybridrt.kernels.prefill_attention_triton:attention_extend_triton"),
-    by("sgl_kernel", priority=5, supports=_FA3),
-    by("flashinfer", priority=4, supports=_FLASHINFER),
+    By("triton", "hybridrt.kernels.prefill_attention_triton:attention_extend_triton"),
+    By("sgl_kernel", priority=5, supports=_FA3),
+    By("flashinfer", priority=4, supports=_FLASHINFER),
 )
 def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
     """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.

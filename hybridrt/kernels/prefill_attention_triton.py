@@ -214,7 +214,8 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     tile = tile_of(q, dim, kv_heads, query_lens, gathered)
     sources = KeySources(k_cache, v_cache, k_cache[..., dim:] if rope else None)
     if gathered:
-        sources = KeySources(*_gather(k_cache, v_cache, kv, batch, blocks, q.dtype))
+        keys, values, total = gather(k_cache, v_cache, kv, batch, blocks, q.dtype)
+        sources = KeySources(described(keys), described(values), total=total)
     run_extend(q, sources, kv, batch, (kv_heads, dim, dim, rope), tile, out)
     return out
 
@@ -282,14 +283,6 @@ def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_windo
         return blocks
     seen = (triton.cdiv(n + sliding_window - 1, BLOCK_N) + 1 for n in query_lens)
     return [min(pair) for pair in zip(blocks, seen, strict=True)]
-
-
-def _gather(
-    k_cache: Tensor, v_cache: Tensor, kv: PagedKV, batch: AttentionPrompts, blocks: Sequence[int], dtype: torch.dtype
-) -> tuple[Any, Any, None, int]:
-    """`gather` as descriptors, and as sources."""
-    keys, values, total = gather(k_cache, v_cache, kv, batch, blocks, dtype)
-    return described(keys), described(values), None, total
 
 
 def gather(

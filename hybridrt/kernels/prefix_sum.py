@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import StateSlots
 from hybridrt.kernels.slots import advance_states, pad_mask
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def prefix_sum_varlen(x: Tensor, state: StateSlots, query_start_loc: Tensor) -> Tensor:
     """Running sums of ragged rows, packed along one axis.
 
@@ -45,7 +45,7 @@ def prefix_sum_varlen(x: Tensor, state: StateSlots, query_start_loc: Tensor) -> 
     return out.view(shape)
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def prefix_sum_update(x: Tensor, state: StateSlots) -> Tensor:
     """Running sums of T new tokens of each row: decode (T = 1), verify of a chain or of a tree (T > 1).
 

@@ -147,7 +147,11 @@ def needs_host(op: str, device_type: str) -> bool:
 def _pick(op: str, device_type: str, name: str | None, facts: Mapping[str, Any]) -> Implementation:
     name = name or _overrides().get(op)
     if name is not None:
-        return _named(op, device_type, name, facts)
+        candidate = _candidate(op, device_type, name)
+        require(name, repr(op))
+        if reason := _objection(candidate, device_type, facts):
+            raise BackendError(f"provider {name!r} cannot serve {op!r} on {device_type!r}: {reason}")
+        return candidate
     for implementation in _ranked(op, device_type):
         if _objection(implementation, device_type, facts) is None:
             return implementation
@@ -203,26 +207,13 @@ def _ranked(op: str, device_type: str) -> list[Implementation]:
     )
 
 
-def _named(op: str, device_type: str, name: str, facts: Mapping[str, Any]) -> Implementation:
-    candidate = _candidate(op, device_type, name)
-    require(name, repr(op))
-    reason = _objection(candidate, device_type, facts)
-    if reason is not None:
-        raise BackendError(f"provider {name!r} cannot serve {op!r} on {device_type!r}: {reason}")
-    return candidate
-
-
 def _candidate(op: str, device_type: str, name: str) -> Implementation:
     candidates = {implementation.provider.name: implementation for implementation in _ranked(op, device_type)}
     if name not in candidates:
-        raise ConfigError(_not_implemented(op, name))
+        reason = _DECLINED.get(op, {}).get(name)
+        why, known = f" ({reason})" if reason else "", ", ".join(sorted(candidates))
+        raise ConfigError(f"{name!r} does not implement {op!r}{why}; providers that do: {known}")
     return candidates[name]
-
-
-def _not_implemented(op: str, name: str) -> str:
-    reason = _DECLINED.get(op, {}).get(name)
-    known = ", ".join(sorted(_IMPLEMENTATIONS[op]))
-    return f"{name!r} does not implement {op!r}{f' ({reason})' if reason else ''}; providers that do: {known}"
 
 
 def _objection(implementation: Implementation, device_type: str, facts: Mapping[str, Any]) -> str | None:
@@ -266,9 +257,6 @@ def _version_tuple(version: str) -> tuple[int, ...]:
 def _overrides() -> dict[str, str]:
     """The environment variable, read once: {operation: provider}. Raises ConfigError for names that do not exist."""
     text = os.environ.get(ENVIRONMENT_VARIABLE, "")
-    if not text.strip():
-        return {}
-    _import_operations()
     return dict(_parse_override(item) for item in text.split(",") if item.strip())
 
 
@@ -276,12 +264,10 @@ def _parse_override(item: str) -> tuple[str, str]:
     op, equals, provider = (part.strip() for part in item.partition("="))
     if not equals:
         raise ConfigError(f"{ENVIRONMENT_VARIABLE}: {item!r} should read operation=provider")
-    if op not in _IMPLEMENTATIONS:
-        raise ConfigError(
-            f"{ENVIRONMENT_VARIABLE}: unknown operation {op!r}; known: {', '.join(sorted(_IMPLEMENTATIONS))}"
-        )
-    if provider not in _IMPLEMENTATIONS[op]:
-        raise ConfigError(f"{ENVIRONMENT_VARIABLE}: {_not_implemented(op, provider)}")
+    try:
+        _candidate(op, "cpu", provider)
+    except ConfigError as e:
+        raise ConfigError(f"{ENVIRONMENT_VARIABLE}: {e}") from None
     return op, provider
 
 

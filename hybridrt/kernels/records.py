@@ -30,10 +30,6 @@ class TokenInputs(NamedTuple):
     positions: Tensor
     out_cache_loc: Tensor
 
-    @property
-    def device(self) -> torch.device:
-        return self.input_ids.device
-
     @classmethod
     def allocate(cls, count: int, device: torch.device) -> "TokenInputs":
         return cls(*torch.zeros(3, count, dtype=torch.int32, device=device))
@@ -204,10 +200,6 @@ class SSMInputs(NamedTuple):
     C: Tensor
     z: Tensor | None = None
 
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
-
 
 class SSMWeights(NamedTuple):
     """Numbers of each head of Mamba-2 [H], or of each channel of Mamba-1 [I].
@@ -244,10 +236,6 @@ class DeltaInputs(NamedTuple):
     v: Tensor
     g: Tensor
     beta: Tensor
-
-    @property
-    def device(self) -> torch.device:
-        return self.v.device
 
 
 class GateWeights(NamedTuple):

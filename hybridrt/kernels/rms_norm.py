@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 
 
-@operation(by("triton"), by("flashinfer", priority=5), by("sgl_kernel", priority=4))
+@operation(By("triton"), By("flashinfer", priority=5), By("sgl_kernel", priority=4))
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32.
 
@@ -16,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
-@operation(by("triton"), by("flashinfer", priority=5), by("sgl_kernel", priority=4))
+@operation(By("triton"), By("flashinfer", priority=5), By("sgl_kernel", priority=4))
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual) for x `[T, D]`, residual `[T, D]`, weight `[D]` float32.
 

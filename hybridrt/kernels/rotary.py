@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.paged_attention import write_kv
 from hybridrt.kernels.records import KVPlaces, Rope
 from hybridrt.kernels.rms_norm import rms_norm
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     """Norms q and k per head if there are weights (Qwen3-Next), then rotates the first `rot` dims of every head by its
     token's position; the other dims pass through.
@@ -33,7 +33,7 @@ def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple
     return rotated_q, rotated_k
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope, places: KVPlaces) -> Tensor:
     """`qk_norm_rotary`, then `write_kv` of the rotated k and of v `[T, Hkv, D]`. Returns the rotated q."""
     q, k = qk_norm_rotary.reference(q, k, positions, rope)

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import RowTables
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def enter_rows(rows: Tensor, state_slots: Tensor, phases: Tensor | None, apart: int, tables: RowTables) -> None:
     """Gives `rows` their state slots, and empty rings that begin at column `phases` modulo `apart`, 0 if that is None.
 
@@ -20,7 +20,7 @@ def enter_rows(rows: Tensor, state_slots: Tensor, phases: Tensor | None, apart: 
     tables.ring_length.index_fill_(0, index, 0)
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def enter_pages(rows: Tensor, page_indices: Tensor, pages: Tensor, req_to_token: Tensor, page_size: int) -> None:
     """Page `page_indices[i]` of row `rows[i]` becomes page `pages[i]`: its token slots, for all i.
 
@@ -33,7 +33,7 @@ def enter_pages(rows: Tensor, page_indices: Tensor, pages: Tensor, req_to_token:
     table[rows.long(), page_indices.long()] = (pages[:, None] * page_size + offsets).int()
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def enter_tokens(rows: Tensor, tokens: Tensor, last_tokens: Tensor) -> None:
     """`tokens` [n] int64 become the last tokens of `rows` [n] int32, in [R + 1] int32."""
     last_tokens[rows.long()] = tokens.int()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 
 # SplitMix64's increment and finaliser constants (Steele, Lea and Flood 2014), as signed 64-bit integers.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -73,7 +73,7 @@ def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
     return ((bits >> 1) & (2**63 - 1)).float().mul_(2.0**-63).clamp_(2.0**-64, 1 - 2.0**-24)
 
 
-@operation(by("triton"), by("flashinfer", priority=5))
+@operation(By("triton"), By("flashinfer", priority=5))
 def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
     """The logits `[B, V]` float32 that a draw is made from: penalised, tempered, -inf where filtered out."""
     temperature, top_k, top_p, min_p, penalties, bitmask = filters
@@ -88,7 +88,7 @@ def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
     return logits
 
 
-@operation(by("triton"), by("flashinfer", priority=5))
+@operation(By("triton"), By("flashinfer", priority=5))
 def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor) -> Tensor:
     """One token per row, `[B]` int64: a draw from softmax(filtered_logits), or its argmax in greedy rows; -1 where the
     logits are not finite, as in `greedy`.
@@ -104,7 +104,7 @@ def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor
     return _best(logits - noise.masked_fill_((filters.temperature < MIN_TEMPERATURE).unsqueeze(1), 0))
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def greedy(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
     """The most likely allowed token of each row, `[B]` int64; of equal ones the first. -1 where there is none: an
     allowed logit is NaN or infinity, or all of them are -infinity."""

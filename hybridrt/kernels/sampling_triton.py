@@ -62,7 +62,8 @@ def _penalized(  # type: ignore[no-untyped-def]
     return x - tl.where(count > 0, tl.load(presence_ptr + b), 0.0)
 
 
-@triton.jit
+# Constants of the rows are rows of one tensor, which are aligned for some batches only.
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "repetition_ptr", "presence_ptr", "frequency_ptr"])
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, out_ptr, maxima_ptr, temperature_ptr, bitmask_ptr,
     repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr,
@@ -84,7 +85,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(maxima_ptr + b * tl.num_programs(1) + tl.program_id(1), tl.max(x, 0))
 
 
-@triton.jit(do_not_specialize=["per_split", "splits"])
+@triton.jit(do_not_specialize=["per_split", "splits"], do_not_specialize_on_alignment=["temperature_ptr"])
 def _argmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bitmask_ptr, threshold_ptr, temperature_ptr, seeds_ptr, indices_ptr, best_ptr, tokens_ptr,
     logits_sr, words, V, per_split, splits, STREAM: tl.constexpr, BLOCK: tl.constexpr,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import chunk_tokens, ith_chunks
 from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import NO_LIMIT, Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
@@ -22,7 +22,7 @@ from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 _BLOCK = 4
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def selective_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts) -> Tensor:
     """Scans the new tokens of each request from its state and leaves the state after them in the pool.
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.slots import advance_states, pad_mask
 
 
-@operation(by("triton"), by("flashinfer", priority=5), by("mamba_ssm", priority=4))
+@operation(By("triton"), By("flashinfer", priority=5), By("mamba_ssm", priority=4))
 def selective_state_update(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
 ) -> Tensor:

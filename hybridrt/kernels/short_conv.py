@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, check_ring
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import ConvState, ConvWeights
 from hybridrt.kernels.slots import pad_mask
 
@@ -14,7 +14,7 @@ def _check(projected: Tensor, weights: ConvWeights, state: ConvState, *_: Any, *
     check_ring(state.conv, weights.weight.shape[1], projected.shape[1])
 
 
-@operation(by("triton", "hybridrt.kernels.causal_conv1d_triton:causal_conv1d_update_triton"), check=_check)
+@operation(By("triton", "hybridrt.kernels.causal_conv1d_triton:causal_conv1d_update_triton"), check=_check)
 def short_conv_update(x: Tensor, weights: ConvWeights, state: ConvState) -> Tensor:
     """Convolves the T new products of each row: decode (T = 1), or verify of a chain (T > 1).
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.activation import relu2, silu_and_mul
-from hybridrt.kernels.gated_norm import GATE_ACTIVATIONS, GateActivation, gated_rms_norm
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.rms_norm import rms_norm
 
 Activation = Literal["silu_and_mul", "relu2"]
@@ -42,51 +41,24 @@ class InputNorm(NamedTuple):
     residual: Tensor | None = None
 
 
-class InputGate(NamedTuple):
-    """A gate that one token's input is multiplied by, and the norm in groups before that.
-
-    Attributes:
-        gate: [1, K]; gate_activation: of it.
-        group_norm: [K] float32, None for no norm. It is over groups of `group_size`, a power of two that divides K.
-    """
-
-    gate: Tensor
-    gate_activation: GateActivation
-    group_norm: Tensor | None = None
-    group_size: int = 0
-    group_eps: float = 0.0
-
-
 def _check(
     x: Tensor, weight: Tensor, *_: Any, tail: Tensor | None = None, norm: InputNorm | None = None,
-    gated: InputGate | None = None, parts: int = 1, **__: Any,
+    parts: int = 1, **__: Any,
 ) -> None:  # fmt: skip
     if parts > 1 and (x.shape[0] > 1 or x.shape[1] != parts * weight.shape[1] or len(weight) % (8 * parts)):
         raise ConfigError(
             f"skinny_linear in {parts} parts takes one token of {parts * weight.shape[1]} numbers and a multiple of "
             f"{8 * parts} rows, not {list(x.shape)} and {list(weight.shape)}"
         )
-    if gated is not None:
-        _check_gate(x, gated)
     if weight.dtype != x.dtype:
         raise ConfigError(f"skinny_linear takes x and W of one dtype, not {x.dtype} and {weight.dtype}")
     if x.shape[0] > MAX_TOKENS:
         raise ConfigError(f"skinny_linear takes at most {MAX_TOKENS} tokens, not {x.shape[0]}")
     if tail is not None and norm is not None:
         raise ConfigError("skinny_linear normalises one tensor; concatenate x and tail first")
-    if gated is not None and (tail is not None or norm is not None):
-        raise ConfigError("skinny_linear takes a gate of one tensor without a norm over all of it")
 
 
-def _check_gate(x: Tensor, gated: InputGate) -> None:
-    size = gated.group_size
-    if x.shape[0] > 1:
-        raise ConfigError(f"skinny_linear takes a gate of one token, not {x.shape[0]}; apply it before")
-    if gated.group_norm is not None and (size < 1 or size & (size - 1) or x.shape[1] % size):
-        raise ConfigError(f"skinny_linear: group_size {size} is no power of two that divides {x.shape[1]}")
-
-
-@operation(by("triton"), check=_check)
+@operation(By("triton"), check=_check)
 def skinny_linear(
     x: Tensor,
     weight: Tensor,
@@ -94,7 +66,6 @@ def skinny_linear(
     *,
     tail: Tensor | None = None,
     norm: InputNorm | None = None,
-    gated: InputGate | None = None,
     activation: Activation | None = None,
     parts: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
@@ -105,7 +76,6 @@ def skinny_linear(
         weight: [N, K] contiguous, in x's dtype; bias: [N] or None.
         tail: [T, K - K1], the last columns of the input where x `[T, K1]` holds the first: two inputs of one merged
             weight need no copy side by side. Not with a norm.
-        gated: of x, with one token. Not with a norm or a tail.
         parts: into so many equal parts x and the weight's rows are cut, [1, K] and [N / parts, K] each, of which the
             i-th are multiplied; with one token, and nothing but a bias.
         activation: "silu_and_mul" halves N (gate rows, then up rows); "relu2".
@@ -114,7 +84,7 @@ def skinny_linear(
         y [T, N] or [T, N / 2] in x's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
 
     Raises:
-        ConfigError: too many tokens, or a tail, a norm and a gate that do not fit together.
+        ConfigError: too many tokens, or a tail with a norm, parts that do not fit, or weights of another dtype.
     """
     # The separate operations one after the other
     dtype = x.dtype
@@ -125,8 +95,6 @@ def skinny_linear(
         if norm.residual is not None:
             x = residual = (x.float() + norm.residual.float()).to(norm.residual.dtype)
         x = rms_norm.reference(x, norm.norm_weight, norm.eps).to(dtype)
-    if gated is not None:
-        x = _gated(x, gated)
     if parts > 1:
         pairs = zip(x.chunk(parts, 1), weight.chunk(parts), strict=True)
         y = torch.cat([F.linear(part, rows) for part, rows in pairs], 1)
@@ -137,10 +105,3 @@ def skinny_linear(
     elif activation == "relu2":
         y = relu2.reference(y)
     return y, residual
-
-
-def _gated(x: Tensor, gated: InputGate) -> Tensor:
-    gate, activation, weight, size, eps = gated
-    if weight is None:
-        return x * GATE_ACTIVATIONS[activation](gate)
-    return gated_rms_norm.reference(x, gate, weight, eps, group_size=size, norm_before_gate=True, activation=activation)

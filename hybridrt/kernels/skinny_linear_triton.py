@@ -19,10 +19,9 @@ from torch import Tensor
 from hybridrt.kernels.launch import arrival_counters, dot_precision
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
-from hybridrt.kernels.skinny_linear import Activation, InputGate, InputNorm
+from hybridrt.kernels.skinny_linear import Activation, InputNorm
 
 _NO_NORM = (None, 0.0, None)
-_NO_GATE = InputGate(None, "silu", None, 0, 0.0)  # type: ignore[arg-type]
 MULTIPROCESSORS = 132  # of the devices that the tiles are for; tiles do not change with the device
 
 
@@ -74,33 +73,20 @@ def _input_columns(x_ptr, tail_ptr, column, split):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _gated(  # type: ignore[no-untyped-def]
-    x, gate, gate_norm_ptr, columns, mask, eps, GROUP: tl.constexpr, SIGMOID: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """A piece of the input, normed in groups if GROUP is not 0, times its gate: all float32 [BLOCK_K]."""
-    if GROUP > 0:
-        groups = tl.reshape(x, [BLOCK_K // GROUP, GROUP])
-        scale = 1.0 / tl.sqrt(tl.sum(groups * groups, 1) / GROUP + eps)
-        x = tl.reshape(groups * scale[:, None], [BLOCK_K])
-        x *= tl.load(gate_norm_ptr + columns, mask=mask, other=0.0)
-    if not SIGMOID:
-        x *= gate
-    return x * tl.sigmoid(gate)
-
-
-@triton.jit
-def token_products(  # type: ignore[no-untyped-def]
-    x_ptr, tail_ptr, residual_ptr, norm_ptr, gate_ptr, gate_norm_ptr, weight_ptr, total_ptr, row, split, eps,
-    K: tl.constexpr, GROUP: tl.constexpr, SIGMOID: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+def _matvec_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, tail_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, N, split, eps,
+    K: tl.constexpr, ACTIVATION: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Products [BLOCK_N] of the weight's rows `row` [BLOCK_N] with the one token, normed or gated, and the norm's scale
-    (1 without a norm), which they have been multiplied by. The first program also writes x + residual. A thread owns 8
-    neighbouring columns of each row, one 16-byte load. Waits for the kernels in front (`begin`)."""
-    BLOCK_N: tl.constexpr = row.shape[0]
+    """One token. A thread owns 8 neighbouring columns of each row, one 16-byte load."""
+    if PARTS > 1:
+        x_ptr += tl.program_id(0) * BLOCK_N // (N // PARTS) * K
     k = tl.arange(0, BLOCK_K)
-    weights = weight_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
+    # Past the last row the last one is read again: cheaper than a mask, and never written.
+    row = tl.minimum(_weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
+    weights = weight_ptr + row[:, None] * K + k[None, :]
     tile = tl.load(weights, mask=(k < K)[None, :], other=0.0)
-    sum_end = tl.where(tl.program_id(0) == 0, K, 0)
+    sum_end = tl.where(tl.program_id(0) == 0, K, 0)  # the first program alone writes x + residual
     begin(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -115,37 +101,15 @@ def token_products(  # type: ignore[no-untyped-def]
         if norm_ptr is not None:
             squares += x * x
             x *= tl.load(norm_ptr + start + k, mask=mask, other=0.0)
-        if gate_ptr is not None:
-            gate = tl.load(gate_ptr + start + k, mask=mask, other=0.0).to(tl.float32)
-            x = _gated(x, gate, gate_norm_ptr, start + k, mask, eps, GROUP, SIGMOID, BLOCK_K)
         products = tl.reshape(tile.to(tl.float32) * x[None, :], [BLOCK_N, BLOCK_K // 8, 8])
         acc += tl.sum(products, axis=2)
         if BLOCK_K < K:
             # Last, so that a row's next piece takes the registers of the piece just multiplied.
             following = start + BLOCK_K
             tile = tl.load(weights + following, mask=(following + k < K)[None, :], other=0.0)
-    y, scale = tl.sum(acc, axis=1), 1.0
+    y = tl.sum(acc, axis=1)
     if norm_ptr is not None:
-        scale = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
-        y *= scale
-    return y, scale
-
-
-@triton.jit
-def _matvec_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, tail_ptr, residual_ptr, norm_ptr, gate_ptr, gate_norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr,
-    N, split, eps, K: tl.constexpr, GROUP: tl.constexpr, SIGMOID: tl.constexpr, ACTIVATION: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One token."""
-    if PARTS > 1:
-        x_ptr += tl.program_id(0) * BLOCK_N // (N // PARTS) * K
-    # Past the last row the last one is read again: cheaper than a mask, and never written.
-    row = tl.minimum(_weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N), N - 1)
-    y, _ = token_products(
-        x_ptr, tail_ptr, residual_ptr, norm_ptr, gate_ptr, gate_norm_ptr, weight_ptr, total_ptr, row, split, eps,
-        K, GROUP, SIGMOID, BLOCK_K, PDL,
-    )  # fmt: skip
+        y *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / K + eps)
     _store_output(y[None, :], bias_ptr, out_ptr, tl.program_id(0), 1, N, ACTIVATION, BLOCK_N)
 
 
@@ -224,49 +188,29 @@ def skinny_linear_triton(
     *,
     tail: Tensor | None = None,
     norm: InputNorm | None = None,
-    gated: InputGate | None = None,
     activation: Activation | None = None,
     parts: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
     """`skinny_linear`: one launch for one token, one more where several tokens have a norm."""
     assert weight.is_contiguous() and x.stride(1) == 1
-    out_features = weight.shape[0] // (2 if activation == "silu_and_mul" else 1)
+    (rows, columns), (norm_weight, eps, residual) = weight.shape, norm or _NO_NORM
+    out_features = rows // (2 if activation == "silu_and_mul" else 1)
     out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
-    if x.shape[0] == 1:
-        return out, _matvec(x, tail, weight, bias, norm, gated, activation, parts, out)
-    norm_weight, eps, residual = norm or _NO_NORM
-    if norm_weight is not None and residual is not None:
-        x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
-    elif norm_weight is not None:
-        x = rms_norm_triton(x, norm_weight, eps)
-    _matmul(x, tail, weight, bias, activation, out)
-    return out, residual
-
-
-def _matvec(
-    x: Tensor,
-    tail: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: InputNorm | None,
-    gated: InputGate | None,
-    activation: Activation | None,
-    parts: int,
-    out: Tensor,
-) -> Tensor | None:
-    """Fills out and returns the new residual: another tensor, since programs still read the old one."""
-    norm_weight, eps, residual = norm or _NO_NORM
-    gate, gate_activation, group_norm, group_size, group_eps = gated or _NO_GATE
-    rows, columns = weight.shape
-    total = None if residual is None else torch.empty_like(residual)
+    if x.shape[0] > 1:
+        if norm_weight is not None and residual is not None:
+            x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
+        elif norm_weight is not None:
+            x = rms_norm_triton(x, norm_weight, eps)
+        _matmul(x, tail, weight, bias, activation, out)
+        return out, residual
+    total = None if residual is None else torch.empty_like(residual)  # programs still read the old one
     tile = matvec_tile(rows, columns)
     _matvec_kernel[(triton.cdiv(rows, tile.block_n),)](
-        x, tail, residual, norm_weight, gate, group_norm, weight, bias, out, total, rows, x.shape[1],
-        eps if gated is None else group_eps,
-        K=columns, GROUP=group_size, SIGMOID=gate_activation == "sigmoid", ACTIVATION=activation, PARTS=parts,
+        x, tail, residual, norm_weight, weight, bias, out, total, rows, x.shape[1], eps,
+        K=columns, ACTIVATION=activation, PARTS=parts,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **pdl(x.device),
     )  # fmt: skip
-    return total
+    return out, total
 
 
 def _matmul(

@@ -6,12 +6,12 @@ Slots of -1 and rows that accepted nothing are padding: they touch nothing, scra
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import IntermediateStates
 from hybridrt.kernels.slots import write_columns, write_rows
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def commit_intermediate(
     states: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor
 ) -> None:

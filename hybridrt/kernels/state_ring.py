@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import check_ring
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import FusedStep
 from hybridrt.kernels.slots import read_rows, write_rows
 
@@ -76,7 +76,7 @@ def _check_advance(*_: Any, width: int, widest: int) -> None:
     check_ring_width(width, widest)
 
 
-@operation(by("triton"), check=_check_advance)
+@operation(By("triton"), check=_check_advance)
 def advance_ring(
     start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int
 ) -> RingFolds:
@@ -99,7 +99,7 @@ def advance_ring(
     return RingFolds(state_slots[order], rows[order], oldest[order], entries[order], count)
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def fold_ring(states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Tensor | None, folds: RingFolds) -> None:
     """Writes the state after the entries that `folds` names, in L layers. Rings and cursors stay as they are.
 

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.sampling import only_allowed
 
 TOKEN, VALUE, UNTIL, START, LENGTH = range(5)  # columns of a rule
@@ -76,7 +76,7 @@ class DrawLines(NamedTuple):
     path: Tensor
 
 
-@operation(by("triton"))
+@operation(By("triton"))
 def apply_token_rules(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -> Tensor:
     """[B, V] float32: the logits [B, V] with the rules of their rows. A forbidden token gets minus infinity, whatever
     its logit was. Of a row's rules with finite values no two name the same token."""

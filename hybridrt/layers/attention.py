@@ -6,12 +6,11 @@ from torch import nn
 from hybridrt.config import AttentionConfig, AttentionSpec
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.activation import sigmoid_mul
 from hybridrt.kernels.records import Rope
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
-from hybridrt.layers.norm import RMSNorm, SigmoidGate
+from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget
-
-GATING = SigmoidGate()
 
 
 def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> AttentionSpec:
@@ -99,18 +98,17 @@ class Attention(nn.Module):
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Attention over norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.qkv, x, residual)
-        out, gate = self._attend(projected, batch)
-        return self.o_proj.gated_onto(residual, GATING, out, *gate) if gate else self.o_proj.onto(residual, out)
+        return self.o_proj.onto(residual, self._attend(projected, batch))
 
     def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Attention over hidden states as they are: [T, hidden] to [T, hidden]."""
-        out, gate = self._attend(self.qkv(x), batch)
-        return self.o_proj(GATING(out, *gate) if gate else out)
+        return self.o_proj(self._attend(self.qkv(x), batch))
 
-    def _attend(self, projected: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The heads' results before their gate, and the gate if there is one."""
+    def _attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The heads' results, gated if the layer is."""
         q, k, v, *gate = projected.split_with_sizes(self.sizes, dim=-1)
-        return batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope), gate
+        out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
+        return sigmoid_mul(out, *gate) if gate else out
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and norms under `key`."""

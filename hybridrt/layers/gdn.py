@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.views import by_head
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
@@ -54,8 +53,8 @@ class GDNMixer(nn.Module):
         super().__init__()
         self.name, self.config, self.layer_id, self.tp, self.keys = name, config, layer_id, build.tp, keys
         self.shape = state_shape(config, self.tp.size)
-        self.num_v_heads, self.head_v_dim, self.head_k_dim = self.shape.temporal
-        self.num_k_heads, self.width = self.shape.groups, self.num_v_heads * self.head_v_dim
+        self.num_v_heads, head_dim, _ = self.shape.temporal
+        self.width = self.num_v_heads * head_dim
         qk, v = config.num_k_heads * config.head_k_dim, config.num_v_heads * config.head_v_dim
         device = build.device
         parts = [Segment("q", qk), Segment("k", qk), Segment("v", v), Segment("z", v)]
@@ -69,7 +68,7 @@ class GDNMixer(nn.Module):
         self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
         # One weight of a head for all of them, written out for each: so the norm reads z where the projection left it.
         self.norm = GatedRMSNorm(
-            f"{name}.norm", self.width, norm_eps, group_size=self.head_v_dim, norm_before_gate=True, build=build,
+            f"{name}.norm", self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build,
         )  # fmt: skip
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
@@ -79,13 +78,7 @@ class GDNMixer(nn.Module):
         mixed_qkv, z, b, a = projected.split(widths, dim=-1)
         backend = batch.attn_backend.route(self)
         y = backend.run(self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
-        return self.out_proj.gated_onto(residual, self.norm, y, z)
-
-    def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k [..., Hk, K] and v [..., Hv, V] of the conv's output."""
-        q, k, v = conved.split([width for _, width in self.shape.segments], dim=-1)
-        keys = (self.num_k_heads, self.head_k_dim)
-        return by_head(q, *keys), by_head(k, *keys), by_head(v, self.num_v_heads, self.head_v_dim)
+        return self.out_proj.onto(residual, self.norm(y, z))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets under `key`, by the names of `keys`."""

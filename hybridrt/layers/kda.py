@@ -55,17 +55,9 @@ class KDAMixer(nn.Module):
         mixed_qkv, decay, gate, b = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         if self.gate_projs is not None:
             decay, gate = self.gate_projs.method.apply_each((decay, gate))
-        y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=self.by_head(decay), b=b)
-        return self.out_proj.gated_onto(residual, self.norm, y, gate)
-
-    def by_head(self, channels: torch.Tensor) -> torch.Tensor:
-        """[..., width] as [..., H, head_dim]."""
-        return by_head(channels, self.num_heads, self.head_dim)
-
-    def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v [..., H, head_dim] of the conv's output."""
-        q, k, v = conved.split(self.width, dim=-1)
-        return self.by_head(q), self.by_head(k), self.by_head(v)
+        decay = by_head(decay, self.num_heads, self.head_dim)
+        y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=decay, b=b)
+        return self.out_proj.onto(residual, self.norm(y, gate))
 
     def targets(self, key: str) -> CheckpointMap:
         """Targets under `key`, by the names of Kimi-Linear's checkpoints: q_proj, k_proj, v_proj, b_proj, o_proj,

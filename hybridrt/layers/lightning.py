@@ -57,11 +57,6 @@ class LightningMixer(nn.Module):
         y = self.norm(batch.attn_backend.route(self).run(self, batch, vkq=vkq))[0]
         return self.out_proj(sigmoid_mul(y, gate))
 
-    def split_heads(self, vkq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views v, k, q [..., heads, head_dim] of [..., v | k | q]."""
-        v, k, q = vkq.unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)
-        return v, k, q
-
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and the norm under `key`; qkv_proj holds q, k and v head by head."""
         heads, dim = self.config.num_heads, self.config.head_dim

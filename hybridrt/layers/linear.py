@@ -14,7 +14,7 @@ from torch import nn
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.kernels.skinny_linear import Activation
 from hybridrt.layers.methods import Part
-from hybridrt.layers.norm import GatedRMSNorm, RMSNorm, SigmoidGate
+from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter
 
 # What a block adds and what it is to be added to, [T, hidden] each; None where the first has been added already.
@@ -142,15 +142,6 @@ class RowLinear(_SegmentedLinear):
         onto = self.tp.rank == 0
         total = self.method.apply_onto(residual, x, tail) if onto else self.method.apply(x, None, tail=tail)
         return self.tp.all_reduce(total), None
-
-    def gated_onto(
-        self, residual: torch.Tensor, gating: GatedRMSNorm | SigmoidGate, x: torch.Tensor, gate: torch.Tensor
-    ) -> Summands:
-        """`onto` of gating(x, gate)."""
-        if x.shape[0] > 1:
-            return self.onto(residual, gating(x, gate))
-        bias = self.bias if self.tp.rank == 0 else None
-        return self.tp.all_reduce(self.method.apply_gated(gating, x, gate, bias)), residual
 
     def places(self, like: torch.Tensor) -> list[torch.Tensor]:
         """[T, size] for each segment, T and dtype as `like`: neighbouring columns of one tensor. What branches leave

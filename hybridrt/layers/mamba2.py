@@ -5,7 +5,6 @@ from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.views import by_head
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
@@ -47,7 +46,7 @@ class Mamba2Mixer(nn.Module):
         super().__init__()
         self.name, self.config, self.layer_id, self.tp = name, config, layer_id, build.tp
         self.shape = state_shape(config, self.tp.size)
-        self.heads, self.head_dim, self.state_size = self.shape.temporal
+        self.heads, self.head_dim, _ = self.shape.temporal
         self.width = self.heads * self.head_dim
         conv_dim, device = self.shape.conv_dim, build.device
         self.conv_weight = parameter(conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
@@ -71,12 +70,6 @@ class Mamba2Mixer(nn.Module):
         backend = batch.attn_backend.route(self)
         y: torch.Tensor = backend.run(self, batch, z=z, xBC=xBC, dt=dt, out=place)
         return y if self.norm is None else self.norm(y, z)
-
-    def split_heads(self, conved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [..., H, P], B and C [..., G, N] of the conv's output."""
-        x, B, C = conved.split([width for _, width in self.shape.segments], dim=-1)
-        groups = (self.shape.groups, self.state_size)
-        return by_head(x, self.heads, self.head_dim), by_head(B, *groups), by_head(C, *groups)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the conv, A_log, D, dt_bias and the norm under `key`; the projections are the block's."""

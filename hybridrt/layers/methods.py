@@ -22,7 +22,7 @@ from hybridrt.layers.weights import CheckpointMap, Piece, Transform, parameter
 from hybridrt.plugins import Plugins
 
 if TYPE_CHECKING:
-    from hybridrt.layers.norm import GatedRMSNorm, RMSNorm, SigmoidGate
+    from hybridrt.layers.norm import RMSNorm
     from hybridrt.layers.weights import Build
 
 ACTIVATIONS = {"silu_and_mul": silu_and_mul, "relu2": relu2}
@@ -92,7 +92,7 @@ class ExpertsMethod(Method, ABC):
     @abstractmethod
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        gated: bool, limit: float | None = None,
+        limit: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """[T, in] to this rank's part of [T, in]; weights and ids [T, k] as `fused_experts` takes them, the others
         as in ExpertStack."""
@@ -144,12 +144,6 @@ class LinearMethod(Method, ABC):
         h, residual = norm(x, residual)
         return self.apply(h, bias, activation), residual
 
-    def apply_gated(
-        self, gating: "GatedRMSNorm | SigmoidGate", x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """gating(x, gate) W^T + b."""
-        return self.apply(gating(x, gate), bias)
-
     def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Products [T, out / n] of n inputs [T, in], the i-th with the i-th of n equal parts of the rows."""
         return [self.apply(x, None).chunk(len(inputs), -1)[i] for i, x in enumerate(inputs)]
@@ -169,9 +163,9 @@ class DenseExperts(ExpertsMethod):
 
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        gated: bool, limit: float | None = None,
+        limit: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        return fused_experts(x, ExpertStack(self.up, self.down, activation, gated, limit), weights, ids)
+        return fused_experts(x, ExpertStack(self.up, self.down, activation, limit), weights, ids)
 
 
 class DenseMethod(LinearMethod):
@@ -228,15 +222,6 @@ class DenseMethod(LinearMethod):
         before = InputNorm(norm.weight, norm.eps, residual)
         y, total = skinny_linear(x, self.weight, bias, norm=before, activation=activation)
         return y, x if total is None else total
-
-    def apply_gated(
-        self, gating: "GatedRMSNorm | SigmoidGate", x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        one = len(x) == 1 and is_skinny(x, self.weight, None)
-        gated = gating.before_product(gate) if one else None
-        if gated is None:
-            return super().apply_gated(gating, x, gate, bias)
-        return skinny_linear(x, self.weight, bias, gated=gated)[0]
 
     def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         even = len(self.weight) % (8 * len(inputs)) == 0

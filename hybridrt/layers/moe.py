@@ -10,17 +10,7 @@ from torch import nn
 
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.moe import (
-    GATE_ROWS,
-    GroupedChoice,
-    RoutedToken,
-    SoftmaxChoice,
-    route_token,
-    router_product,
-    router_sigmoid_grouped,
-    router_softmax,
-)
-from hybridrt.kernels.skinny_linear import InputNorm
+from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice, router_product, router_sigmoid_grouped, router_softmax
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
 from hybridrt.layers.methods import DenseMethod, ExpertPart
 from hybridrt.layers.mlp import MLP
@@ -28,11 +18,6 @@ from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, TensorPart, Transform, parameter, whole
 
 SHARED_WEIGHT = 0.5  # sigmoid(0): what shared experts without a gate of their own are multiplied by
-
-
-def routes_alone(x: torch.Tensor) -> bool:
-    """Whether the norm, a router's product and its choice take one launch: one token on a GPU."""
-    return x.is_cuda and len(x) == 1
 
 
 class SoftmaxRouter(nn.Module):
@@ -50,8 +35,8 @@ class SoftmaxRouter(nn.Module):
         super().__init__()
         self.name, self.num_experts, self.shared_experts = name, num_experts, shared_experts
         self.choice = SoftmaxChoice(top_k, renormalize, shared_experts)
-        # Routers are never quantised.
-        self.method = DenseMethod(num_experts + (GATE_ROWS if shared_experts else 0), hidden_size, build)
+        # Eight rows for one gate: logits of a token then begin where a 16-byte access may. Routers are never quantised.
+        self.method = DenseMethod(num_experts + (8 if shared_experts else 0), hidden_size, build)
         self.weight = self.method.weight
         self.weight.data[num_experts:].zero_()
 
@@ -60,10 +45,6 @@ class SoftmaxRouter(nn.Module):
         logits = self.method.apply(x, None)
         gate = logits[:, self.num_experts] if self.shared_experts else None
         return router_softmax(logits[:, : self.num_experts], self.choice, gate, batch.padded_rows)
-
-    def route(self, norm: InputNorm, x: torch.Tensor, batch: ForwardBatch) -> RoutedToken:
-        """The norm and `forward` of one token, in one launch."""
-        return route_token(x, self.weight, norm, self.choice, rows=batch.padded_rows)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data[: self.num_experts])}
@@ -101,10 +82,6 @@ class SigmoidGroupRouter(nn.Module):
         logits = router_product(x, self.weight)
         return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows)
 
-    def route(self, norm: InputNorm, x: torch.Tensor, batch: ForwardBatch) -> RoutedToken:
-        """The norm and `forward` of one token, in one launch."""
-        return route_token(x, self.weight, norm, self.choice, self.correction, batch.padded_rows)
-
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         found = {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data)}
         if self.corrected:
@@ -141,8 +118,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[T, in] to this rank's part of [T, in]; the caller sums over ranks."""
-        gated = self.activation == "silu"
-        return self.method.apply(x, weights, ids, activation=self.activation, gated=gated, limit=self.limit)
+        return self.method.apply(x, weights, ids, activation=self.activation, limit=self.limit)
 
     def _targets(
         self, key: str, name: str, first: int, count: int, up: Transform, down: Transform
@@ -239,19 +215,12 @@ class MoE(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Experts of norm(x + residual), and x + residual."""
-        if routes_alone(x):
-            h, residual, weights, ids = self.router.route(InputNorm(norm.weight, norm.eps, residual), x, batch)
-        else:
-            h, residual = norm(x, residual)
-            weights, ids = self.router(h, batch)
-        return self._sum(h, weights, ids), residual
+        h, residual = norm(x, residual)
+        return self.summand(h, batch), residual
 
     def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Experts of hidden states as they are: [T, hidden] to [T, hidden]."""
-        return self._sum(h, *self.router(h, batch))
-
-    def _sum(self, h: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Of the chosen experts and the shared MLP, over all ranks."""
+        weights, ids = self.router(h, batch)
         all_reduce = self.experts.tp.all_reduce
         if self.latent is not None:  # its way back takes whole sums: the routed experts' are reduced before
             routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))

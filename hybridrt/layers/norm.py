@@ -5,13 +5,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hybridrt.kernels.activation import sigmoid_mul
 from hybridrt.kernels.gated_norm import GATE_ACTIVATIONS, GateActivation, gated_rms_norm
 from hybridrt.kernels.rms_norm import add_rms_norm, rms_norm
-from hybridrt.kernels.skinny_linear import InputGate
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, whole
-
-MAX_GROUP = 256  # channels of a norm's group that a product may repeat in each of its programs
 
 
 class RMSNorm(nn.Module):
@@ -99,13 +95,6 @@ class GatedRMSNorm(nn.Module):
             activation=self.activation,
         )  # fmt: skip
 
-    def before_product(self, gate: torch.Tensor) -> InputGate | None:
-        """The same as a part of the product behind it; None where it cannot be."""
-        small = self.group_size & (self.group_size - 1) == 0 and self.group_size <= MAX_GROUP
-        if self.spans_ranks or not self.norm_before_gate or not small:
-            return None
-        return InputGate(gate, self.activation, self.weight, self.group_size, self.eps)
-
     def _across_ranks(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """One group over all ranks: they sum their squares."""
         gating = GATE_ACTIVATIONS[self.activation](gate.float())
@@ -113,13 +102,3 @@ class GatedRMSNorm(nn.Module):
         squares = self.tp.all_reduce(h.square().sum(-1, keepdim=True))
         h = h * torch.rsqrt(squares / self.group_size + self.eps) * self.weight
         return (h * gating if self.norm_before_gate else h).to(x.dtype)
-
-
-class SigmoidGate:
-    """x times the sigmoid of a gate; called as GatedRMSNorm is."""
-
-    def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return sigmoid_mul(x, gate)
-
-    def before_product(self, gate: torch.Tensor) -> InputGate | None:
-        return InputGate(gate, "sigmoid")

@@ -197,12 +197,11 @@ def keeps_prefixes(config: EngineConfig, model_config: ModelConfig) -> bool:
 
 
 def make_plan(
-    config: EngineConfig, target: RunTarget, *, budget_bytes: int | None = None, weights: int = 0, activations: int = 0,
+    config: EngineConfig, target: RunTarget, *, budget_bytes: int, weights: int = 0, activations: int = 0,
     cache_slots: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """The memory plan of a run; `budget_bytes` None is what `target.device` has left for it: on a CPU `host_budget`, on
-    a GPU `device_budget`. `cache_slots` state slots are for cached prefixes; None
-    takes a share if the prefix cache is on."""
+    """The memory plan of a run whose pools may take `budget_bytes`. `cache_slots` state slots are for cached prefixes;
+    None takes a share if the prefix cache is on."""
     mc, spec = target.model_config, pool_spec(config, target)
     cache_slots = config.cache_slots if cache_slots is None and config.prefix_cache else cache_slots
     limit = mc.max_position_embeddings
@@ -218,7 +217,7 @@ def make_plan(
         transfer=config.transfer_bytes,
     )
     plan = plan_memory(
-        budget_bytes=_default_budget(config, target) if budget_bytes is None else budget_bytes,
+        budget_bytes=budget_bytes,
         costs=costs,
         demand=page_demand(config, mc),
         max_running_requests=config.max_running_requests,
@@ -306,12 +305,6 @@ def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> Po
         mamba_pool=mamba, device=device,
     )  # fmt: skip
     return Pools(kv, table)
-
-
-def _default_budget(config: EngineConfig, target: RunTarget) -> int:
-    if target.device.type == "cpu":
-        return host_budget(target.tp)
-    return device_budget(target.device, config.memory_fraction)
 
 
 def host_budget(tp: TPGroup) -> int:

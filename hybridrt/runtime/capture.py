@@ -3,7 +3,6 @@
 import logging
 from typing import TYPE_CHECKING
 
-from hybridrt.forward_batch import SpecInfo
 from hybridrt.runtime.build import keeps_prefixes, step_widths
 from hybridrt.runtime.graph_runner import CudaGraphRecorder, GraphRunner, Recorder
 from hybridrt.runtime.prompt_graphs import PromptGraphs
@@ -65,7 +64,7 @@ def capture_decode(
         req_to_token_pool=runner.pools.req_to_token,
         last_tokens=runner.last_tokens,
         max_bs=runner.config.cuda_graph_max_bs or runner.memory_plan.num_rows,
-        spec_info=SpecInfo(tokens) if tokens > 1 else None,
+        tokens=tokens,
         tree=runner.trees and tokens > 1,
         keep_hidden=runner.drafter is not None,
         recorder=recorder,

@@ -27,6 +27,7 @@ from hybridrt.errors import ConfigError
 from hybridrt.kernels.providers import is_installed
 from hybridrt.runtime.child_process import start_child
 from hybridrt.runtime.compile_mark import find_mark, has_marks, write_mark
+from hybridrt.runtime.compile_worker import LAUNCHER
 from hybridrt.runtime.pretend_gpu import GPUFacts
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ MAX_WORKERS = 16
 DEADLINE_S = 600.0
 _LEAVING_S = 5.0
 _WORKER = "hybridrt.runtime.compile_worker"
-_LAUNCHER = ["triton", "launcher", ""]  # Triton's own C module, which launches kernels
 
 Kernel = list[str]  # module, name and specialisation, as in `compile_trace.Kernel`
 Job = tuple[bool, Kernel]  # whether the start needs it
@@ -75,7 +75,7 @@ class CompileAhead:
         self._threads: list[threading.Thread] = []
         self._changed, self._jobs = threading.Condition(), queue.SimpleQueue[Job | None]()
         self._to_start, self._all_to_start, self._serving = 0, False, workers
-        self._queue(_LAUNCHER)
+        self._queue(list(LAUNCHER))
         self._processes: list[subprocess.Popen[bytes]] = []
         # torch must not find the GPU: a context of CUDA takes half a gigabyte of its memory in every process.
         environment = {
@@ -272,7 +272,7 @@ class KernelsAhead:
     def __exit__(self, error: object, *_: object) -> None:
         try:
             if self._ahead is not None and error is None:
-                _finish(self._ahead)
+                logger.info("%d kernels are in Triton's cache", self._ahead.wait().kernels)
         finally:
             self._close()
 
@@ -299,9 +299,3 @@ def _start(config: EngineConfig, tp: TPGroup) -> CompileAhead | None:
 
 def _of_run(config: EngineConfig, path: Path) -> EngineConfig:
     return replace(config, model=str(path), device="cuda")
-
-
-def _finish(ahead: CompileAhead) -> CompileReport:
-    report = ahead.wait()
-    logger.info("%d kernels are in Triton's cache", report.kernels)
-    return report

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # The rest of a launched step. Takes a bitmask of all its lines of logits, [lines, ceil(vocab / 32)] int32; None: all
 # tokens are allowed.
-Sampling = Callable[[torch.Tensor | None], StepHandle]
+LaunchSampling = Callable[[torch.Tensor | None], StepHandle]
 _MESSAGE_BYTES = 2**23  # ranks send masks in parts of this size at most
 
 
@@ -42,7 +42,7 @@ class ConstrainedStep:
         sampling: the rest of it.
     """
 
-    def __init__(self, plan: StepPlan, tokens: int, sampling: Sampling) -> None:
+    def __init__(self, plan: StepPlan, tokens: int, sampling: LaunchSampling) -> None:
         self._lines, self._total = mask_lines(plan, tokens)
         self._sampling = sampling
         self._masks = list[np.ndarray]()

@@ -6,11 +6,10 @@ the same backend hooks, so a CPU test of the closure tests the metadata of the g
 """
 
 import gc
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from tqdm.auto import tqdm
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.config import ModelConfig
 from hybridrt.errors import ConfigError
-from hybridrt.forward_batch import ForwardBatch, SpecInfo
+from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -121,8 +120,7 @@ class CudaGraphRecorder:
     """torch.cuda.CUDAGraph in one memory pool, shared because buckets are captured from the largest down."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-        self._pool: Any = None
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         self._mode = ""
         self._pieces: list[torch.cuda.CUDAGraph] = []  # of the capture that is going on
 
@@ -142,13 +140,11 @@ class CudaGraphRecorder:
             finally:
                 pieces, self._pieces = self._pieces, []
                 pieces[-1].capture_end()
-        self._pool = self._pool or pieces[0].pool()
         return pieces[0].replay if len(pieces) == 1 else partial(_replay, pieces)
 
     def split(self) -> None:
         if self._pieces:
             self._pieces[-1].capture_end()
-            self._pool = self._pool or self._pieces[-1].pool()
             self._begin()
 
     def _begin(self) -> None:
@@ -173,7 +169,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def free_bytes(device: torch.device) -> int:
+def free_device_bytes(device: torch.device) -> int:
     """Memory that the device has left; 0 where graphs take none of it."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
@@ -190,12 +186,13 @@ class GraphRunner:
     Args:
         last_tokens: [R + 1] int32, last sampled token of each request row: the first input of each row.
         max_bs: largest batch captured; capped by the request rows, because more cannot exist.
-        spec_info: None for plain decode; for verify steps it says T.
+        tokens: T of each row: 1 for plain decode, more for verify steps.
         tree: verify steps are of draft trees, whose parents and masks arrive with the inputs.
         keep_hidden: `buffers.hidden` gets the final hidden states.
         recorder: how a step is recorded; by the device's kind if None.
 
     Attributes:
+        spec_info: what a verify step says of its drafts; None for plain decode.
         prepared: the bucket's batch of the last capture or replay, with what the backends planned.
     """
 
@@ -207,7 +204,7 @@ class GraphRunner:
         req_to_token_pool: HybridReqToTokenPool,
         last_tokens: torch.Tensor,
         max_bs: int,
-        spec_info: SpecInfo | None = None,
+        tokens: int = 1,
         tree: bool = False,
         keep_hidden: bool = False,
         recorder: Recorder | None = None,
@@ -215,19 +212,16 @@ class GraphRunner:
         if max_bs < 1:
             raise ConfigError(f"max_bs is {max_bs}; a graph needs at least one row")
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
-        self.tokens = spec_info.tokens_per_row if spec_info else 1
+        self.tokens, self.tree, device = tokens, tree, model.device
         self.max_bs = min(max_bs, req_to_token_pool.num_rows)
-        device = model.device
         self.poisoned = device.type != "cuda"
         self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
-        self.tree = tree
-        self.buffers = StaticBuffers(model, self.max_bs, self.tokens, backend.seq_len_fill, tree, keep_hidden)
+        self.buffers = StaticBuffers(model, self.max_bs, tokens, backend.seq_len_fill, tree, keep_hidden)
         self.spec_info = self.buffers.spec_info
         self._staging = StagingRing(device)
-        self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * self.tokens
-        self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * self.tokens)
-        self._replays: dict[int, Callable[[], None]] = {}
-        self._sizes: list[int] = []
+        self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
+        self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)
+        self._replays: dict[int, Callable[[], None]] = {}  # by batch size, the smallest first
         self._rows: dict[int, GraphRows] = {}
         self.captured_bytes = 0
 
@@ -235,20 +229,19 @@ class GraphRunner:
     def capture(self, progress: bool = False, sizes: Sequence[int] = ()) -> None:
         """Records every bucket, or those of `sizes`; the largest first: smaller ones reuse its memory. How much memory
         that takes stands at the end of the bar, and in `captured_bytes`."""
-        free = free_bytes(self.model.device)
+        free = free_device_bytes(self.model.device)
         with tqdm(sorted(sizes or buckets(self.max_bs))[::-1], desc="capturing graphs", disable=not progress) as bar:
             for bs in bar:
                 self._upload(NO_ROWS, NO_INTEGERS)
                 self._prepare(bs, 0, None)
                 self._replays[bs] = self.recorder(self._bind(bs))
-                insort(self._sizes, bs)
-                self.captured_bytes = free - free_bytes(self.model.device)
+                self.captured_bytes = free - free_device_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
+        self._replays = dict(sorted(self._replays.items()))
 
     def bucket(self, rows: int) -> int | None:
         """The smallest captured batch size that holds `rows`, or None: then the step runs eagerly."""
-        i = bisect_left(self._sizes, rows)
-        return self._sizes[i] if i < len(self._sizes) else None
+        return next((size for size in self._replays if size >= rows), None)
 
     def replay(self, decode: DecodeRows, new_pages: np.ndarray = NO_INTEGERS) -> torch.Tensor:
         """One step, in inference mode: one host-to-device copy, the backends' metadata, the graph.
@@ -282,14 +275,14 @@ class GraphRunner:
         batch.num_real, batch.seq_lens_cpu = num_real, lens
         self.backend.prepare(batch, graph=self._view)
 
-    def rows(self, n: int) -> "GraphRows":
+    def rows(self, n: int) -> GraphRows:
         """The first n rows of a step. They are made once for each n: that costs the host 20 microseconds."""
         rows = self._rows.get(n)
         if rows is None:
             rows = self._rows[n] = self._make_rows(n)
         return rows
 
-    def _make_rows(self, n: int) -> "GraphRows":
+    def _make_rows(self, n: int) -> GraphRows:
         buffers, total = self.buffers, n * self.tokens
         lines, lens = buffers.sections["rows"][:n], buffers.sections["seq_lens"][:n]
         batch = make_batch(

@@ -7,12 +7,12 @@ import msgspec
 import torch
 
 from hybridrt.distributed.groups import TPGroup
+from hybridrt.mem_cache.mamba_pool import Shapes
 
 if TYPE_CHECKING:
     from hybridrt.runtime.build import Pools
     from hybridrt.runtime.step_runner import StepRunner
 
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Tensors = Mapping[str, torch.Tensor]
 
 

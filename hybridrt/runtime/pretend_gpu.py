@@ -77,7 +77,7 @@ def _functions(gpu: GPUFacts) -> dict[str, Any]:
         "get_device_capability": gpu.capability, "get_device_name": gpu.name, "is_bf16_supported": True,
         "mem_get_info": (gpu.free_bytes, gpu.total_bytes), "memory_reserved": 0, "memory_allocated": 0,
         "max_memory_allocated": 0, "reset_peak_memory_stats": None, "empty_cache": None, "synchronize": None,
-        "is_current_stream_capturing": False, "set_device": None,
+        "is_current_stream_capturing": False, "set_device": None, "graph_pool_handle": None,
     }  # fmt: skip
     functions: dict[str, Any] = {name: _returning(value) for name, value in values.items()}
     contexts = {"stream": nullcontext, "device": nullcontext}

@@ -13,7 +13,6 @@ the metadata of its decode rows; behind it: sampling. The rest of the planning i
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,27 +23,14 @@ from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, free_bytes
+from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, free_device_bytes
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, StateSaves, pack_padded
+from hybridrt.runtime.sampler import SampledLines
 from hybridrt.runtime.saved_states import saved_states
 from hybridrt.runtime.step import StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, cut, packed_size
 from hybridrt.runtime.step_passes import extend_passes
-
-
-class SampledLines(NamedTuple):
-    """What a step samples from: the decode rows, then the prompts that end, m lines in all.
-
-    Attributes:
-        rows, output_indices: [m] int32; on_host: the same, as the host knows them.
-        logits: [m, vocab], which the next replay overwrites.
-    """
-
-    rows: torch.Tensor
-    output_indices: torch.Tensor
-    on_host: tuple[np.ndarray, np.ndarray]
-    logits: torch.Tensor
 
 
 @dataclass
@@ -104,7 +90,7 @@ class PromptGraphs:
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:
         """Records every bucket, the largest first: smaller ones reuse its memory (`captured_bytes`)."""
-        free, stack = free_bytes(self.model.device), self.model.stack
+        free, stack = free_device_bytes(self.model.device), self.model.stack
         largest_first = sorted(self.buckets, key=lambda bucket: (bucket.tokens, bucket.decode_rows), reverse=True)
         for bucket in tqdm(largest_first, desc="capturing prompt graphs", disable=not progress):
             columns = self._pack(StepPlan(), bucket)
@@ -117,7 +103,7 @@ class PromptGraphs:
             with stack.calling(splits(len(stack.parts)), self.recorder.split):
                 graph.replay = self.recorder(self._bind(graph), warm)
             self._graphs[bucket] = graph
-        self.captured_bytes = free - free_bytes(self.model.device)
+        self.captured_bytes = free - free_device_bytes(self.model.device)
 
     @property
     def largest(self) -> tuple[int, int]:
@@ -130,7 +116,8 @@ class PromptGraphs:
         return min((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), key=sum, default=None)
 
     def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
-        """One step up to its logits, in inference mode. What it changes in tables has been written."""
+        """One step up to its logits, in inference mode. What it changes in tables has been written. The next replay
+        overwrites the logits."""
         graph = self._graphs[bucket]
         assert graph.replay is not None
         if self.poisoned:

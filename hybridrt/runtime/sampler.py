@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ EVERY_DRAW: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
     {"temperature": 0.0, "logit_bias": {0: 1.0}},
+    {"temperature": 0.7, "logit_bias": {0: 1.0}},
+    {"temperature": 0.7, "logit_bias": {0: 1.0}, "presence_penalty": 0.1},
 )
 
 _DRAWS, _TOP_K, _TOP_P, _MIN_P, _PENALTIES, _LOGPROBS, _RULES, _WORDS = (1 << i for i in range(8))
@@ -106,6 +108,20 @@ class RowRequirements:
             bits &= ~_RULES
         wanted = self._logprobs[rows].tolist() if bits & _LOGPROBS else ()
         return Filters.of_bits(bits), [None if n < 0 else n for n in wanted]
+
+
+class SampledLines(NamedTuple):
+    """What a step samples from: the decode rows, then the prompts that end, m lines in all.
+
+    Attributes:
+        rows, output_indices: [m] int32; on_host: the same, as the host knows them.
+        logits: [m, vocab].
+    """
+
+    rows: Tensor
+    output_indices: Tensor
+    on_host: tuple[np.ndarray, np.ndarray]
+    logits: Tensor
 
 
 @dataclass(frozen=True)

@@ -67,12 +67,6 @@ class ImageLayout:
             found += [Section(per_dim * dim, all_kv_heads) for dim in spec.cache_dims]
         return found
 
-    def state_parts(self) -> Iterator[Part]:
-        """Shapes and dtypes of a row's recurrent state, in the image's order."""
-        for _, shape, _ in self.recurrent:
-            yield (1, shape.conv_dim, shape.conv_kernel - 1), self.dtype
-            yield (1, *shape.temporal), state_dtype(shape, self.state_dtype)
-
     def kv_tokens(self, length: int, start: int = 0) -> int:
         """How many of the last tokens' keys and values an image holds."""
         return length - start if self.window is None else min(length - start, self.window - 1)
@@ -114,11 +108,12 @@ class StateArena:
             PoolError: the image would end outside the arena. Nothing has changed.
         """
         self._check_room(copy)
-        places = self._places(copy)
+        places, pool = self._places(copy), self._table.mamba_pool
+        states = [] if pool is None else [(shape, dtype) for _, shape, dtype in pool.slot_parts()]
         kv = [((t.shape[2], len(places), t.shape[3]), t.dtype) for t in self._kv]
-        parts = self._read(copy.offset, [*self.layout.state_parts(), *kv])
-        if self._table.mamba_pool is not None:
-            self._table.mamba_pool.import_(copy.row, copy.length, parts)
+        parts = self._read(copy.offset, [*states, *kv])
+        if pool is not None:
+            pool.import_(copy.row, copy.length, parts)
         for tensor, heads in zip(self._kv, parts, strict=True):
             tensor.flatten(0, 1).index_copy_(0, places, heads.transpose(0, 1))
 

@@ -188,10 +188,10 @@ class StagingRing:
     """Host-to-device copies that the host never waits for: pinned staging, a ring of three buffers, each reused after
     its copy's event. On a CPU the host buffer itself serves."""
 
-    def __init__(self, device: torch.device, depth: int = 3) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pinned: list[torch.Tensor | None] = [None] * depth
-        self._events: list[torch.cuda.Event | None] = [None] * depth
+        self._pinned: list[torch.Tensor | None] = [None] * 3
+        self._events: list[torch.cuda.Event | None] = [None] * 3
         self._next = 0
 
     def upload(self, columns: Columns) -> Sections:

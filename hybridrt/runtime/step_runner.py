@@ -13,7 +13,7 @@ from hybridrt.kernels.records import TokenInputs
 from hybridrt.kernels.row_tables import enter_tokens
 from hybridrt.runtime.build import Runtime
 from hybridrt.runtime.capture import capture_graphs
-from hybridrt.runtime.constrained_step import ConstrainedStep, Sampling
+from hybridrt.runtime.constrained_step import ConstrainedStep, LaunchSampling
 from hybridrt.runtime.cpu_decode import CPUDecode
 from hybridrt.runtime.drafting import DeviceDrafter, draft_needs
 from hybridrt.runtime.graph_runner import GraphRunner, split_page_writes
@@ -23,7 +23,7 @@ from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
 from hybridrt.runtime.prompt_columns import Bucket
 from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
-from hybridrt.runtime.sampler import Accepted, RowRequirements, Sampler, SamplingTable, Verification
+from hybridrt.runtime.sampler import Accepted, RowRequirements, SampledLines, Sampler, SamplingTable, Verification
 from hybridrt.runtime.saved_states import pack_saves, saved_states
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageCopy, PageWrite, StepHandle, StepPlan, int32s
@@ -103,7 +103,7 @@ class StepRunner:
             if self.host is not None:
                 self.host.launch(plan.host_copies)
                 self.host.wait(plan.after_copies)
-            sampling = self._way(plan, tokens)()
+            sampling = self._choose_launch(plan, tokens)()
             if not plan.constrained:
                 return sampling(None)
             self._unsampled = ConstrainedStep(plan, tokens, sampling)
@@ -143,9 +143,9 @@ class StepRunner:
         if pool is not None:
             pool.donate(self._staging.upload({"rows": np.array(rows, np.int32)})["rows"])
 
-    def _way(self, plan: StepPlan, tokens: int) -> Callable[[], Sampling]:
-        """What launches a step: one graph for all rows, a graph for the decode rows and the chunks behind it, or the
-        model itself, over tensors that are kept for plain decode on a CPU, else over new ones."""
+    def _choose_launch(self, plan: StepPlan, tokens: int) -> Callable[[], LaunchSampling]:
+        """What launches a step up to its sampling: one graph for all rows, a graph for the decode rows and the chunks
+        behind it, or the model itself, over tensors that are kept for plain decode on a CPU, else over new ones."""
         bucket = self._prompt_bucket(plan, tokens)
         if bucket is not None:
             return partial(self._launch_prompts, plan, bucket)
@@ -164,21 +164,21 @@ class StepRunner:
         # States of other workers are copied between the changes of the tables and the model.
         return None if plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
-    def _launch_prompts(self, plan: StepPlan, bucket: Bucket) -> Sampling:
+    def _launch_prompts(self, plan: StepPlan, bucket: Bucket) -> LaunchSampling:
         self._apply_bookkeeping(plan)
         assert self.prompt_graphs is not None
         lines = self.prompt_graphs.replay(plan, bucket)
         if not len(lines.rows):
             return lambda _: LaunchedStep(None)
-        return lambda bitmask: self._sample(lines.on_host, lines.rows, lines.output_indices, lines.logits, bitmask)
+        return partial(self._sample, lines)
 
-    def _launch_cpu_decode(self, plan: StepPlan, steps: CPUDecode) -> Sampling:
+    def _launch_cpu_decode(self, plan: StepPlan, steps: CPUDecode) -> LaunchSampling:
         self._apply_bookkeeping(plan)
         batch, indices = steps.prepare(plan.decode)
         logits = self.model.logits(self.model(batch))
         self.backend.commit(batch)
         on_host = plan.decode.rows, plan.decode.output_indices
-        return lambda bitmask: self._sample(on_host, batch.req_pool_indices, indices, logits, bitmask)
+        return partial(self._sample, SampledLines(batch.req_pool_indices, indices, on_host, logits))
 
     def _keep_pages(self, copies: Sequence[PageCopy]) -> None:
         """Fills pages of the prefix cache, in all KV layers."""
@@ -201,7 +201,7 @@ class StepRunner:
 
     def _launch_graph(
         self, plan: StepPlan, graphs: GraphRunner, new_pages: np.ndarray, rest: list[PageWrite]
-    ) -> Sampling:
+    ) -> LaunchSampling:
         """Replays the decode rows. Then launches the chunks, with the page writes `rest`."""
         graphs.replay(plan.decode, new_pages)
         decoded, n = partial(self._sample_graph, graphs, plan.decode), len(plan.decode)
@@ -211,22 +211,22 @@ class StepRunner:
         chunks = replace(plan, page_writes=rest, decode=NO_ROWS)
         if not plan.constrained:
             first = decoded(None)
-            return lambda _: JoinedSteps(first, self._way(chunks, 1)()(None))
-        extended = self._way(chunks, 1)()
+            return lambda _: JoinedSteps(first, self._choose_launch(chunks, 1)()(None))
+        extended = self._choose_launch(chunks, 1)()
         return lambda mask: JoinedSteps(decoded(mask[:n]), extended(mask[n:]))  # type: ignore[index]
 
     def _sample_graph(self, graphs: GraphRunner, decode: DecodeRows, bitmask: torch.Tensor | None) -> LaunchedStep:
         batch, indices, logits, hidden = graphs.rows(len(decode))
         if batch.spec_info is None:
-            on_host = decode.rows, decode.output_indices
-            launched, accepted = self._sample(on_host, batch.req_pool_indices, indices, logits, bitmask), None
+            lines = SampledLines(batch.req_pool_indices, indices, (decode.rows, decode.output_indices), logits)
+            launched, accepted = self._sample(lines, bitmask), None
         else:
             launched, accepted = self._verify(decode, batch, graphs.buffers.sections, logits, bitmask)
         if self.drafter is not None:
             self.drafter.follow(batch, hidden, self.last_tokens, accepted, None)
         return launched
 
-    def _launch_eager(self, plan: StepPlan, tokens: int) -> Sampling:
+    def _launch_eager(self, plan: StepPlan, tokens: int) -> LaunchSampling:
         scored, scored_columns = self._prompts.of(plan.extend, len(plan.decode) * tokens)
         columns = pack_step(plan, tokens, self._packing) | scored_columns
         columns |= pack_saves(plan.extend, self._packing.chunk_sizes, self.backend.saves_at_chunks)
@@ -271,14 +271,14 @@ class StepRunner:
         logits = self.model.logits(hidden.index_select(0, sections["sample_at"]))
         rows, indices = sections["sample_rows"], sections["output_indices"]
         if batch.spec_info is None:
-            return self._sample((sampling, on_host), rows, indices, logits, bitmask), None
+            return self._sample(SampledLines(rows, indices, (sampling, on_host), logits), bitmask), None
         n, split = len(plan.decode), batch.num_decode_tokens
         of_drafts, of_chunks = (None, None) if bitmask is None else (bitmask[:split], bitmask[split:])
         verified, accepted = self._verify(plan.decode, batch, sections, logits[:split], of_drafts)
         if n == len(sampling):
             return verified, accepted
-        sampled = self._sample((sampling[n:], on_host[n:]), rows[n:], indices[n:], logits[split:], of_chunks)
-        return JoinedSteps(verified, sampled), accepted
+        chunks = SampledLines(rows[n:], indices[n:], (sampling[n:], on_host[n:]), logits[split:])
+        return JoinedSteps(verified, self._sample(chunks, of_chunks)), accepted
 
     def _check(self, plan: StepPlan) -> None:
         """Raises ConfigError for a plan that this runner was not made for."""
@@ -339,15 +339,11 @@ class StepRunner:
             saved_states=saved_states(sections, sizes),
         )
 
-    def _sample(
-        self, on_host: tuple[np.ndarray, np.ndarray], rows: torch.Tensor, output_indices: torch.Tensor,
-        logits: torch.Tensor, bitmask: torch.Tensor | None,
-    ) -> LaunchedStep:  # fmt: skip
-        """`on_host`: rows and output indices on the host."""
-        filters, wanted = self._required.of(*on_host)
-        tokens = self.sampler(logits, rows, output_indices, filters, bitmask)
-        enter_tokens(rows, tokens, self.last_tokens)
-        return LaunchedStep(tokens[:, None], None, *requested_logprobs(logits, tokens, wanted))
+    def _sample(self, lines: SampledLines, bitmask: torch.Tensor | None) -> LaunchedStep:
+        filters, wanted = self._required.of(*lines.on_host)
+        tokens = self.sampler(lines.logits, lines.rows, lines.output_indices, filters, bitmask)
+        enter_tokens(lines.rows, tokens, self.last_tokens)
+        return LaunchedStep(tokens[:, None], None, *requested_logprobs(lines.logits, tokens, wanted))
 
     def _verify(
         self,

@@ -9,7 +9,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from hybridrt.engine.tokenizer import encode_prompt
 from hybridrt.errors import HybridrtError
 from hybridrt.server.chat import CHAT_NAMES, conversation_of, start_chat
 from hybridrt.server.completions import start_completions
@@ -120,15 +119,12 @@ def _add_text(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise APIError(400, "pass prompt or messages, and one of them alone", "prompt")
-        tokenizer, limit = service.tokenizer, service.llm.llm.plan.max_model_len
         if body.messages is not None:
-            text = await service.render_chat(conversation_of(body))
-            work = service.llm.in_thread(lambda: encode_prompt(tokenizer, text, limit, bare=True))
+            tokens = await service.encode(await service.render_chat(conversation_of(body)), bare=True)
         else:
-            bare = not body.add_special_tokens
-            work = service.llm.in_thread(lambda: encode_prompt(tokenizer, body.prompt or "", limit, bare=bare))
-        tokens = await work
+            tokens = await service.encode(body.prompt or "", bare=not body.add_special_tokens)
         texts = [service.token_text.text(t) for t in tokens] if body.return_token_strs else None
+        limit = service.llm.llm.plan.max_model_len
         return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": texts}
 
     @app.post("/detokenize")

@@ -16,7 +16,7 @@ from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.answers import Answer
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import ChatFields, ChatRequest, Sampling
-from hybridrt.server.service import Service, refuse_unsupported, response_id
+from hybridrt.server.service import Service, refuse_unsupported
 from hybridrt.server.sse import event as sse_event
 
 # Fields of SamplingParams, by the names that errors of this endpoint give them.
@@ -144,8 +144,7 @@ async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> ChatA
         APIError, HybridrtError: the request is refused. Nothing has started.
     """
     prepared = await prepare_chat(service, body)
-    name = response_id("chatcmpl-", body, scope)
-    deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
+    name, deltas = service.submit([prepared.prompt], "chatcmpl-", body, scope)
     return ChatAnswer(service, name, deltas, body, prepared)
 
 

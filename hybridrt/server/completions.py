@@ -1,19 +1,17 @@
 """/v1/completions: text or token ids in, their continuation out."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from starlette.types import Scope
 
 from hybridrt.engine.outputs import Delta
 from hybridrt.engine.prompts import Prompt
-from hybridrt.engine.tokenizer import encode_prompt
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.answers import LEAST_LOGPROB, Answer
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import CompletionRequest
-from hybridrt.server.service import Service, refuse_unsupported, response_id
+from hybridrt.server.service import Service, refuse_unsupported
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -126,8 +124,7 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
     if body.echo:
         texts = [p if isinstance(p, str) else service.tokenizer.decode(list(p)) for p in prompts]  # type: ignore[arg-type]
         echoes = [text for text in texts for _ in range(params.n)]
-    name = response_id("cmpl-", body, scope)
-    deltas = service.llm.submit(batch, name, stream=bool(body.stream))
+    name, deltas = service.submit(batch, "cmpl-", body, scope)
     return CompletionAnswer(service, name, deltas, body, echoes=echoes, scored=scored, echo_alone=echo_alone)
 
 
@@ -136,9 +133,7 @@ async def _bare(service: Service, prompt: Prompt, params: SamplingParams) -> Pro
     if not isinstance(prompt, str):
         return prompt
     longest = service.llm.llm.plan.max_model_len - 1 if params.truncate_prompt_tokens is None else len(prompt)
-    encode = partial(encode_prompt, service.tokenizer, prompt, longest, bare=True)
-    ids: list[int] = await service.llm.in_thread(encode)
-    return ids
+    return await service.encode(prompt, bare=True, longest=longest)
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:

@@ -5,7 +5,6 @@ from typing import Any
 
 from starlette.types import Scope
 
-from hybridrt.engine.tokenizer import encode_prompt
 from hybridrt.server.chat import as_chat_request, conversation_of, function_call, function_tool, prepare_chat
 from hybridrt.server.errors import APIError
 from hybridrt.server.message_protocol import (
@@ -21,7 +20,7 @@ from hybridrt.server.message_protocol import (
 )
 from hybridrt.server.message_reply import MessageReply
 from hybridrt.server.protocol import ChatRequest, TextPart
-from hybridrt.server.service import Service, response_id
+from hybridrt.server.service import Service
 
 # Fields of a chat request, by the names that errors of this endpoint give them.
 MESSAGE_NAMES = {"stop": "stop_sequences", "structured_outputs": "output_config", "thinking_token_budget": "thinking"}
@@ -35,8 +34,7 @@ async def start_message(service: Service, body: MessageRequest, scope: Scope) ->
         APIError, HybridrtError: the request is refused. Nothing has started.
     """
     prepared = await prepare_chat(service, _as_chat(body))
-    name = response_id("msg_", body, scope)
-    deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
+    name, deltas = service.submit([prepared.prompt], "msg_", body, scope)
     return MessageReply(service, name, deltas, body, prepared)
 
 
@@ -48,9 +46,7 @@ async def count_tokens(service: Service, body: CountRequest) -> int:
     """
     service.check_model(body.model)
     text = await service.render_chat(conversation_of(_as_chat(body)))
-    limit = service.llm.llm.plan.max_model_len
-    tokens = await service.llm.in_thread(lambda: encode_prompt(service.tokenizer, text, limit, bare=True))
-    return len(tokens)
+    return len(await service.encode(text, bare=True))
 
 
 def _as_chat(body: CountRequest) -> ChatRequest:

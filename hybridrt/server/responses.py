@@ -18,7 +18,7 @@ from hybridrt.server.response_protocol import (
     Texts,
 )
 from hybridrt.server.response_reply import ResponseReply, repeated
-from hybridrt.server.service import Service, response_id
+from hybridrt.server.service import Service
 
 # Fields of a chat request, by the names that errors of this endpoint give them.
 RESPONSE_NAMES = {
@@ -44,8 +44,7 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
     _refuse(body)
     prepared = await prepare_chat(service, _as_chat(body))
     asked = repeated(body, prepared.prompt.params)
-    name = response_id("resp_", body, scope)
-    deltas = service.llm.submit([prepared.prompt], name, stream=bool(body.stream))
+    name, deltas = service.submit([prepared.prompt], "resp_", body, scope)
     return ResponseReply(service, name, deltas, body, prepared, asked)
 
 

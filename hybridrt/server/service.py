@@ -3,7 +3,7 @@
 import time
 import uuid
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from starlette.types import Scope
@@ -11,9 +11,10 @@ from starlette.types import Scope
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import Conversation
 from hybridrt.chat.renderer import RENDERER
-from hybridrt.engine.async_llm import AsyncLLM
+from hybridrt.engine.async_llm import AsyncLLM, DeltaStream
 from hybridrt.engine.chats import PreparedChat
-from hybridrt.engine.tokenizer import HFTokenizer
+from hybridrt.engine.limits import PreparedPrompt
+from hybridrt.engine.tokenizer import HFTokenizer, encode_prompt
 from hybridrt.errors import CheckpointError, RequestError
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.config import ServerConfig
@@ -95,6 +96,29 @@ class Service:
             raise RequestError(str(e), "messages") from e
         return text
 
+    def submit(
+        self, prompts: list[PreparedPrompt], prefix: str, body: Sampling, scope: Scope
+    ) -> tuple[str, DeltaStream]:
+        """Starts requests. Returns the `id` of their answer, which /abort takes, and their deltas. Raises what
+        `AsyncLLM.submit` raises."""
+        name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
+        record(scope, id=name)
+        return name, self.llm.submit(prompts, name, stream=bool(body.stream))
+
+    async def encode(self, text: str, *, bare: bool, longest: int | None = None) -> list[int]:
+        """Token ids of a text. `bare` as in `encode_prompt`.
+
+        Args:
+            longest: tokens at most; None: the model's length.
+
+        Raises:
+            APIError: the model has no tokenizer.
+            RequestError: the text is too long, or no Unicode text.
+        """
+        longest = self.llm.llm.plan.max_model_len if longest is None else longest
+        found: list[int] = await self.llm.in_thread(partial(encode_prompt, self.tokenizer, text, longest, bare=bare))
+        return found
+
     def check_model(self, name: str | None) -> None:
         """Raises APIError unless the model has this name. A request may leave it out, or empty."""
         if name and name not in self.names:
@@ -137,13 +161,6 @@ def _seed(seed: int | None) -> int | None:
     if seed is None or not -(2**63) <= seed < 0:
         return seed
     return None if seed == -1 else seed + 2**63
-
-
-def response_id(prefix: str, body: Sampling, scope: Scope) -> str:
-    """The `id` of an answer, which /abort takes."""
-    name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
-    record(scope, id=name)
-    return name
 
 
 def record(scope: Scope, **facts: Any) -> None:

@@ -11,13 +11,18 @@ from hybridrt.engine.outputs import RequestOutput
 from hybridrt.errors import RequestError
 from hybridrt.runtime.sampler import EVERY_DRAW
 from hybridrt.sampling_params import SamplingParams
+from hybridrt.speculative.drafter import AdaptiveDrafter
 from hybridrt.structured_outputs import StructuredOutputs
 
 # Every draw of EVERY_DRAW is repeated with it, because bitmasks have kernels of their own.
 _FORM = StructuredOutputs(regex="[a-z]*")
-_TOGETHER = (2, 9, 16, 32, 64, 128, 256)  # prompts of one token; products of few tokens are compiled by powers of two
+# Prompts at once and tokens of each: tiles for few tokens, or few rows, are powers of two, and 9 prompts fit no graph.
+_TOGETHER = (*((n, 1) for n in (2, 9, 16, 32, 64, 128, 256)), *((9, n) for n in (2, 4, 8, 16)))
+# Tiles of few tokens are powers of two, 15 and 100 are not divisible by 16, and 17 tokens leave a state within them.
+_LENGTHS = (1, 2, 4, 8, 15, 16, 17, 32, 64, 100, 128, 512)
 _OUTPUT = 4
 _PROMPTS = (32, 100, 256, 512, 1024, 2048, 4096)
+_Work = tuple[int, SamplingParams]  # tokens of a prompt, and what to do with it
 _DECODED = 64  # output tokens of the requests beside which prompts are timed
 
 
@@ -35,23 +40,42 @@ async def warm_up(llm: AsyncLLM) -> None:
 
 
 async def _compile(llm: AsyncLLM, max_prompt: int) -> None:
-    """Requests of up to `max_prompt` tokens: alone, because a step runs the kernels that any of its rows needs; then
-    together, more of them than the graphs of prompts hold; then all kinds in one step."""
-    chunk = min(llm.llm.config.chunked_prefill_size, max_prompt)
-    lengths = sorted({min(n, max_prompt) for n in (1, 15, 16, 100, 512, chunk, chunk + 1)} - {0})
+    """All kinds of requests; where a drafter may find no draft, then all of them with drafts in every row."""
     draws = [SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **draw) for draw in EVERY_DRAW]
     constrained = _constrained(llm, draws)
-    for length, params in [*product(lengths, draws[:1]), *product([1], draws[1:]), *constrained]:
-        await llm.complete([0] * length, params)
-    rows = llm.llm.plan.num_rows
-    for together in (n for n in _TOGETHER if n <= rows):
-        await asyncio.gather(*(llm.complete([0], draws[0]) for _ in range(together)))
-    works = [*product(lengths, draws), *constrained]
+    await _run_all(llm, max_prompt, draws, constrained)
+    drafter = llm.llm.engine.drafter
+    if isinstance(drafter, AdaptiveDrafter):
+        drafter.always = True
+        await _run_all(llm, max_prompt, draws, constrained)
+        drafter.always = False
+
+
+async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], constrained: list[_Work]) -> None:
+    """Requests of up to `max_prompt` tokens: alone, because a step runs the kernels that any of its rows needs, with a
+    prompt that the prefix cache lacks and with one that it has; then together, more of them than the graphs of prompts
+    hold; then all kinds in one step."""
+    chunk = min(llm.llm.config.chunked_prefill_size, max_prompt)
+    lengths = sorted({min(n, max_prompt) for n in (*_LENGTHS, chunk, chunk + 1)} - {0})
+    rows, firsts = llm.llm.plan.num_rows, count()
+
+    def run(length: int, params: SamplingParams) -> Coroutine[Any, Any, RequestOutput]:
+        return llm.complete([next(firsts) % llm.llm.model_config.vocab_size] * length, params)
+
+    for length in lengths:
+        await run(length, draws[0])
+        await llm.complete([0] * length, draws[0])
+    for length, params in [*product([1], draws[1:]), *constrained]:
+        await run(length, params)
+    for prompts, length in _TOGETHER:
+        if prompts <= rows:
+            await asyncio.gather(*(run(length, draws[0]) for _ in range(prompts)))
+    works = [*((length, params) for params, length in product(draws, lengths)), *constrained]
     for start in range(0, len(works), rows):
-        await asyncio.gather(*(llm.complete([0] * n, params) for n, params in works[start : start + rows]))
+        await asyncio.gather(*(run(*work) for work in works[start : start + rows]))
 
 
-def _constrained(llm: AsyncLLM, draws: list[SamplingParams]) -> list[tuple[int, SamplingParams]]:
+def _constrained(llm: AsyncLLM, draws: list[SamplingParams]) -> list[_Work]:
     """Requests with structured outputs; none if the model or the installation cannot give them. The first one loads the
     tokenizer into llguidance."""
     works = [(1, replace(params, ignore_eos=False, structured_outputs=_FORM)) for params in draws]

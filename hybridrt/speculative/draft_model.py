@@ -157,9 +157,8 @@ class DraftModelDrafter(Drafter):
         launched = self._start([tenant for tenant, _ in behind])
         for step in range(1, max((steps for _, steps in behind), default=0)):
             going = [tenant for tenant, steps in behind if steps > step]
-            launched.append(
-                self._launch(StepPlan(decode=DecodeRows.of(_decode_row(tenant, step) for tenant in going)), going)
-            )
+            plan = StepPlan(decode=DecodeRows.of(_decode_row(tenant, step) for tenant in going))
+            launched.append(_Launched(self.runner.launch(plan), going))
         for part in launched:
             part.read(self._topk - 1)
         return [tenant.draft(n) for tenant, n in zip(tenants, max_drafts)]
@@ -217,12 +216,8 @@ class DraftModelDrafter(Drafter):
                 sampling += [tenant] * last
                 tenant.computed += len(chunk)
                 budget -= len(chunk)
-            launched.append(self._launch(plan, sampling))
+            launched.append(_Launched(self.runner.launch(plan), sampling))
         return launched
-
-    def _launch(self, plan: StepPlan, sampling: list[_Tenant]) -> _Launched:
-        """One step of the draft model; the rows that it samples from belong to `sampling`, in order."""
-        return _Launched(self.runner.launch(plan), sampling)
 
     def _copy_state(self, tenants: Sequence[_Tenant], to_backup: bool) -> None:
         pool = self.runner.pools.req_to_token.mamba_pool

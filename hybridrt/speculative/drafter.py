@@ -75,6 +75,11 @@ class Draft:
                 f"{len(self.tokens)} drafts with parents {list(parents)}: each needs one that precedes it"
             )
 
+    @classmethod
+    def of_tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> "Draft":
+        """The nodes of a tree. One without a fork is a chain."""
+        return cls(tokens, None if list(parents) == list(range(len(parents))) else parents)
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -140,10 +145,14 @@ class AdaptiveDrafter(Drafter):
     Args:
         inner: the drafter that proposes. Drafts beyond the allowed length are cut.
         num_draft_tokens: drafts of a step at most.
+
+    Attributes:
+        always: a request for which there is no draft gets one of zeros: for a warm-up, whose steps shall all verify.
     """
 
     def __init__(self, inner: Drafter, num_draft_tokens: int, patience: int = 16) -> None:
         self.inner, self.longest, self.patience = inner, num_draft_tokens, patience
+        self.always = False
         self._earned: dict[int, _Earned] = {}
 
     def begin(self, request: DraftRequest) -> None:
@@ -174,6 +183,8 @@ class AdaptiveDrafter(Drafter):
         drafts = [NO_DRAFT for _ in requests]
         for i, draft in zip(asked, self.inner.propose([requests[i] for i in asked], [allowed[i] for i in asked])):
             drafts[i] = draft.first(allowed[i])
+        if self.always:
+            drafts = [d or Draft([0] * min(n, self.longest)) for d, n in zip(drafts, max_drafts, strict=True)]
         for request, draft in zip(requests, drafts):
             self._earned[request.arrival].depth = draft.depth
         return drafts

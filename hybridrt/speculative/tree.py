@@ -19,19 +19,15 @@ def merge(chains: Sequence[Sequence[int]], max_drafts: int) -> Draft:
             edge = ends[i], chain[depth]
             if edge not in children:
                 if len(tokens) == max_drafts:
-                    return _draft(tokens, parents)
+                    return Draft.of_tree(tokens, parents)
                 tokens.append(chain[depth])
                 parents.append(ends[i])
                 children[edge] = len(tokens)
             ends[i] = children[edge]
-    return _draft(tokens, parents)
+    return Draft.of_tree(tokens, parents)
 
 
 def with_siblings(chain: Sequence[int], siblings: Sequence[Sequence[int]], max_drafts: int) -> Draft:
     """A chain and what else was likely at each of its places, the chain's own token first; `max_drafts` tokens."""
     others = [[*chain[:i], token] for i, tokens in enumerate(siblings) for token in tokens]
     return merge([chain, *others], max_drafts)
-
-
-def _draft(tokens: list[int], parents: list[int]) -> Draft:
-    return Draft(tokens, None if parents == list(range(len(parents))) else parents)

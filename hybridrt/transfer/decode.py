@@ -127,7 +127,6 @@ class DecodeWorker:
         if side.engine.prefill_source is not None:
             raise ConfigError("this LLM has a decode worker already; close that one first")
         self.regions = RegionAllocator(side.arena.numel())
-        self._side = side
         self._engine, self._handshake, self._layout = side.engine, side.handshake, side.layout
         self._readers = list(readers)
         self._compute_here, self._timeout = compute_here, timeout

@@ -2,19 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hybridrt.attention import checks
-from hybridrt.config import EngineConfig
-from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import BackendError, PoolError
 from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.runtime import build
-from hybridrt.runtime.build import load_target, make_plan
 from hybridrt.sampling_params import SamplingParams
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
@@ -306,16 +301,3 @@ def test_rows_and_slots_outside_their_tables_are_refused(
     with pytest.raises(PoolError, match=message):
         getattr(hand.pools.req_to_token, what)(*map(torch.tensor, numbers))
     assert not any(hand.touched(before).values()) and torch.equal(table, hand.pools.req_to_token.req_to_token)
-
-
-def test_a_plan_without_a_budget_takes_the_memory_of_its_device(
-    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path: Path = checkpoints["falcon-plain"].path
-    config = EngineConfig(str(path), device="cpu", max_model_len=64, page_size=4)
-    target = load_target(config, TPGroup())[1]
-    monkeypatch.setattr(build, "host_budget", lambda tp: 2**26)
-    monkeypatch.setattr(build, "device_budget", lambda device, fraction: int(2**27 * fraction))
-    assert make_plan(config, target).budget_bytes == 2**26
-    on_gpu = replace(target, device=torch.device("cuda"))
-    assert make_plan(config, on_gpu).budget_bytes == int(2**27 * config.memory_fraction)

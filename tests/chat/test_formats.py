@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 
@@ -9,6 +10,7 @@ from hybridrt.chat.answer_parser import AnswerParser
 from hybridrt.chat.events import CallArguments, CallBegin, CallEnd, ChatMessage, Content, Event, Reasoning
 from hybridrt.chat.reasoning import GRANITE, THINK
 from hybridrt.chat.registry import TOOL_PARSERS
+from hybridrt.chat.tool_parsers.forced import ForcedCalls
 from tests.support.chat_samples import SAMPLES, SCHEMAS, Sample
 
 
@@ -72,6 +74,39 @@ def test_a_call_with_a_lone_surrogate_is_content(call: str) -> None:
 def test_no_tag_and_no_syntax_of_a_call_is_ever_content(sample: Sample) -> None:
     text = "".join(event.text for event in events(sample, list(sample.text)) if isinstance(event, Content))
     assert sample.content.startswith(text) or text == sample.content
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [s for s in SAMPLES if s.calls and all(wanted is not None for _, wanted in s.calls)],
+    ids=lambda s: f"{s.parser} {s.name}",
+)
+def test_an_answer_that_breaks_off_has_no_half_call_and_no_syntax_behind_a_call(sample: Sample) -> None:
+    """The arguments of a call that has begun are no JSON, or all that the model meant."""
+    for end in range(1, len(sample.text)):
+        message = ChatMessage().extend(events(sample, [sample.text[:end]]))
+        for call, (_, wanted) in zip(message.tool_calls, sample.calls):
+            with suppress(ValueError):
+                assert json.loads(call.arguments) == wanted, end
+        if message.tool_calls:
+            opening = TOOL_PARSERS.load(sample.parser).opens[0]
+            shown = message.content.partition(opening)[0].rstrip()  # a further section that has not become a call
+            assert sample.content.startswith(shown) or opening.startswith(shown[shown.rindex("<") :]), end
+
+
+def test_forced_calls_that_break_off_leave_no_content() -> None:
+    text = '[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
+    for end in range(1, len(text)):
+        parser = AnswerParser(ForcedCalls(SCHEMAS))
+        message = ChatMessage().extend(parser.feed(text[:end]) + parser.finish())
+        assert message.content == "" and len(message.tool_calls) <= 2, end
+
+
+def test_text_behind_a_call_that_is_none_stays_though_another_section_ran_to_the_end() -> None:
+    text = """<tool_call>{"x": 'a <tool_call>{"name": "now"} so</tool_call>"""
+    parser = AnswerParser(TOOL_PARSERS.load("hermes")(SCHEMAS))
+    message = ChatMessage().extend(parser.feed(text) + parser.finish())
+    assert plain(message) == ("""<tool_call>{"x": 'aso</tool_call>""", "", [("now", "{}")])
 
 
 def test_arguments_stream_while_they_are_written() -> None:

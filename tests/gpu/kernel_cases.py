@@ -179,16 +179,13 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "relu2", partial(others.elementwise, "relu2", config.hf.intermediate_size, 40)
         yield "gated_rms_norm", partial(others.gated_rms_norm, 8192, 1024, False)
         yield "skinny_linear relu2", partial(others.skinny_linear, config, 3, "relu2", True)
-        yield "router_sigmoid_grouped", others.router_sigmoid_grouped
+        yield "router_sigmoid_grouped", partial(others.router_sigmoid_grouped, 4, 2, 0)
+        yield "router_sigmoid_grouped of one group", partial(others.router_sigmoid_grouped, 1, 1, 1)
         yield "router_product", partial(others.router_product, hidden)
     if config.architecture.startswith("Qwen"):
         yield "gated_rms_norm", partial(others.gated_rms_norm, 128, 128, True)
         yield "sigmoid_mul", partial(others.elementwise, "sigmoid_mul", 4096, 40)
         yield "router_softmax", partial(others.router_softmax, config)
-        for softmax in (True, False):
-            yield f"route_token {'softmax' if softmax else 'sigmoid'}", partial(others.route_token, softmax)
-        for group_size in (0, 128):
-            yield f"skinny_linear gate {group_size}", partial(others.gated_product, group_size)
         for tokens in (8, 400):
             yield f"fused_experts {tokens}", partial(others.fused_experts, config, tokens)
 

@@ -56,6 +56,6 @@ def test_fill_decode_metadata(provider: str, rows: int, real: int, tokens: int) 
     whole = [DecodeBuffers.allocate(rows + 3, "cpu") for _ in range(2)]
     for buffers, fill in zip(whole, (fill_decode_metadata, fill_decode_metadata.reference)):
         fill(buffers.prefix(rows), indices, lens, real, tokens, RowTables(*tables))
-    for name, part in vars(whole[0]).items():
+    for name, part in whole[0]._asdict().items():
         assert torch.equal(part, getattr(whole[1], name)), name
         assert not part[rows:].any(), f"{name} written past its prefix"

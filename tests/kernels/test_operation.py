@@ -7,7 +7,7 @@ import torch
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels import providers
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.rms_norm import rms_norm
 
 
@@ -20,7 +20,7 @@ def _check(x, *_, limit, **__):
 def doubled(monkeypatch):
     monkeypatch.setattr(providers, "_IMPLEMENTATIONS", {})
 
-    @operation(by("triton"), by("fla", priority=3), by("flashinfer", "elsewhere:it"), check=_check)
+    @operation(By("triton"), By("fla", priority=3), By("flashinfer", "elsewhere:it"), check=_check)
     def double(x, *, limit):
         """Twice x."""
         return 2 * x

@@ -286,9 +286,9 @@ def test_a_copy_of_keys_that_is_too_large_is_not_made(provider, gathering, monke
     from hybridrt.kernels import prefill_attention_triton
 
     torch.manual_seed(0)
-    copies, gather = [], prefill_attention_triton._gather
+    copies, gather = [], prefill_attention_triton.gather
     monkeypatch.setattr(prefill_attention_triton, "MAX_GATHERED", 2 * 2 * 192 * 16 * 2 + spare)
-    monkeypatch.setattr(prefill_attention_triton, "_gather", lambda *args: copies.append(args) or gather(*args))
+    monkeypatch.setattr(prefill_attention_triton, "gather", lambda *args: copies.append(args) or gather(*args))
     cache, q = Cache([130], dtype=torch.float16, max_context=144), torch.randn(3, 4, HEAD_DIM).half()
     check_extended(extend(q, cache, [3], [130]), q, cache, [3], [130])
     assert len(copies) == (provider != "torch" and spare == 0)

@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError
 from hybridrt.kernels import launch
-from hybridrt.kernels.skinny_linear import MAX_TOKENS, InputGate, InputNorm, is_skinny, skinny_linear
+from hybridrt.kernels.skinny_linear import MAX_TOKENS, InputNorm, is_skinny, skinny_linear
 from hybridrt.kernels.skinny_linear_triton import Tile, matmul_tile
-from hybridrt.layers.linear import RowLinear, Segment
 from hybridrt.layers.methods import DenseMethod, LinearMethod
 from hybridrt.layers.mlp import MLP
-from hybridrt.layers.norm import GatedRMSNorm, RMSNorm, SigmoidGate
+from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -127,23 +126,6 @@ def test_an_input_in_two_tensors(tokens, first, last):
     check(y, by_formula(x, weight)[0], torch.float32)
 
 
-@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
-@pytest.mark.parametrize("group", [None, 32])
-def test_a_gate_of_one_token_and_a_norm_in_groups(activation, group):
-    """1056 columns: a whole tile and a part of one, groups in both."""
-    x, weight, generator = case(1, 6, 1056, torch.float32)
-    gate = torch.randn(1, 2 * 1056, generator=generator)[:, 1056:]
-    norm_weight = None if group is None else torch.randn(1056, generator=generator)
-    y, residual = skinny_linear(x, weight, gated=InputGate(gate, activation, norm_weight, group or 0, 0.1))
-    h = x.double()
-    if group is not None:
-        mean = h.unflatten(1, (-1, group)).square().mean(2, keepdim=True)
-        h = (h.unflatten(1, (-1, group)) / (mean + 0.1).sqrt()).flatten(1) * norm_weight.double()
-    h = h / (1 + torch.exp(-gate.double())) * (gate.double() if activation == "silu" else 1.0)
-    assert residual is None
-    check(y, h @ weight.double().t(), torch.float32)
-
-
 def test_parts_of_one_token_meet_parts_of_the_rows(monkeypatch):
     x, weight, _ = case(1, 48, 3 * 16, torch.float32)
     weight = weight[:, :16].contiguous()
@@ -160,17 +142,6 @@ def test_parts_of_one_token_meet_parts_of_the_rows(monkeypatch):
     monkeypatch.setattr("hybridrt.layers.methods.is_skinny", lambda *_: True)
     for found in (*founds, method.apply_each(inputs)):
         torch.testing.assert_close(torch.cat(list(found), 1), y)
-
-
-def test_gates_that_do_not_fit_are_refused():
-    x, weight, _ = case(2, 8, 48, torch.float32)
-    gate, norm = InputGate(x, "silu"), InputNorm(torch.ones(48))
-    with pytest.raises(ConfigError, match="one token, not 2"):
-        skinny_linear(x, weight, gated=gate)
-    with pytest.raises(ConfigError, match="without a norm over all of it"):
-        skinny_linear(x[:1], weight, gated=gate, norm=norm)
-    with pytest.raises(ConfigError, match="group_size 32 is no power of two that divides 48"):
-        skinny_linear(x[:1], weight, gated=InputGate(x, "silu", torch.ones(48), 32))
 
 
 def test_a_row_does_not_see_the_rows_beside_it():
@@ -266,25 +237,6 @@ def test_layers_compute_the_same_with_it_and_without(activation, tokens, monkeyp
             fused = mlp(norm, x, None if before is None else before.clone(), None)
         torch.testing.assert_close(fused, separate, rtol=1e-2, atol=1e-2)
         assert torch.equal(fused[1], x if before is None else x + before)
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_a_gated_product_is_the_same_with_it_and_without(tokens, monkeypatch):
-    torch.manual_seed(0)
-    build = Build(TPGroup(), torch.float16, torch.device("cpu"))
-    linear = RowLinear("out", [Segment("x", 64)], 24, bias=True, build=build)
-    norm = GatedRMSNorm("norm", 64, 0.1, group_size=16, norm_before_gate=True, build=build)
-    for parameter in (*linear.parameters(), *norm.parameters()):
-        torch.nn.init.normal_(parameter, std=0.3)
-    x, gate = torch.randn(2, tokens, 64).half()
-    residual = torch.randn(tokens, 24).half()
-    for gating in (norm, SigmoidGate()):
-        separate = linear.onto(residual, gating(x, gate))[0]
-        with monkeypatch.context() as patch:
-            patch.setattr("hybridrt.layers.methods.is_skinny", lambda *_: True)
-            fused, same = linear.gated_onto(residual, gating, x, gate)
-        torch.testing.assert_close(fused, separate, rtol=1e-2, atol=1e-2)
-        assert same is residual
 
 
 def test_weights_of_another_dtype_are_refused() -> None:

@@ -189,3 +189,20 @@ def test_a_request_that_awaits_a_state_does_not_await_a_later_one_above_it() -> 
     ledger.offer((1, 2), (2,))
     ledger.evict(0, 1)
     assert tokens_of(ledger) == {(1, 2, 3, 4)}
+
+
+def test_a_text_is_in_use_as_long_as_its_request_runs() -> None:
+    """What came and went meanwhile does not make its state older. Afterwards it does."""
+    ledger = Ledger(0, True)
+    ledger.offer((1, 2, 3, 4), (4,))
+    running = PrefixMatch(node=next(iter(ledger.tree.nodes())))
+    ledger.tree.lock(running)
+    for first in (6, 7, 8):
+        ledger.offer((first, 0, 0), (3,))
+        ledger.evict(0, 1)
+    assert tokens_of(ledger) == {(1, 2, 3, 4)}
+    assert not ledger.tree.evict(0, 1, new=NewState(1)).states
+    ledger.tree.unlock(running)
+    ledger.offer((9, 0, 0), (3,))
+    ledger.evict(0, 1)
+    assert tokens_of(ledger) == {(9, 0, 0)}

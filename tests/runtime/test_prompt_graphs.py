@@ -274,16 +274,14 @@ class FakeGraph:
     def capture_end(self) -> None:
         self.log.append(f"{self.name} ends")
 
-    def pool(self) -> str:
-        return f"pool of {self.name}"
-
     def replay(self) -> None:
         self.log.append(f"{self.name} runs")
 
 
 def test_a_split_capture_is_replayed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """All pieces take their memory from one pool."""
-    for name, fake in {"CUDAGraph": FakeGraph, "Stream": object, "synchronize": lambda: None}.items():
+    fakes = {"CUDAGraph": FakeGraph, "Stream": object, "graph_pool_handle": lambda: "the pool"}
+    for name, fake in (fakes | {"synchronize": lambda: None}).items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     log, recorder = FakeGraph.log, CudaGraphRecorder()
@@ -294,7 +292,7 @@ def test_a_split_capture_is_replayed_piece_by_piece(monkeypatch: pytest.MonkeyPa
         log.append("b")
 
     replay = recorder(step)
-    captured = ["graph 1 begins, None", "a", "graph 1 ends", "graph 2 begins, pool of graph 1", "b", "graph 2 ends"]
+    captured = ["graph 1 begins, the pool", "a", "graph 1 ends", "graph 2 begins, the pool", "b", "graph 2 ends"]
     assert log == ["a", "b", *captured]
     log.clear()
     replay()

@@ -66,7 +66,7 @@ def test_what_graphs_take_and_where_they_end_is_said(
 ) -> None:
     free = iter(range(10 << 30, 0, -(1 << 29)))
     for module in (graph_runner, prompt_graphs):
-        monkeypatch.setattr(module, "free_bytes", lambda device: next(free))
+        monkeypatch.setattr(module, "free_device_bytes", lambda device: next(free))
     config = EngineConfig(
         path,
         device="cpu",

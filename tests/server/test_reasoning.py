@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.http_server import Served, serving
 from tests.support.lazily import lazily
-from tests.support.scripted_llm import Scripted, scripted
+from tests.support.scripted_llm import TEMPLATE, Scripted, scripted
 
 if TYPE_CHECKING:
     import anthropic
@@ -17,6 +17,11 @@ else:
 
 ASK: list[Any] = [{"role": "user", "content": "Why?"}]
 OPEN = {"chat_template_kwargs": {"enable_thinking": True}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"const": 1}}}
 Talker = tuple[Served, Scripted]
 
 
@@ -64,12 +69,59 @@ def test_a_budget_beside_a_form_and_beside_calls(talker: Talker) -> None:
     body = {"thinking_token_budget": 3, **OPEN}
     content, reasoning, tokens, _ = answered(served, True, guided_choice=["yes"], **body)
     assert (content, reasoning, tokens) == ("yes", "012", 4)
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    body |= {"tools": [tool], "tool_choice": "required", "max_tokens": 400, "messages": ASK}
+    body |= {"tools": [TOOL], "tool_choice": "required", "max_tokens": 400, "messages": ASK}
     body |= {"parallel_tool_calls": False}
     choice = served.post("/v1/chat/completions", body).json()["choices"][0]
     assert choice["message"]["reasoning_content"] == "012" and choice["finish_reason"] == "tool_calls"
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]
+
+
+@pytest.mark.parametrize("closed", ["<think>\n\n</think>\n\n", "</think>", "<think></think>\n"])
+def test_a_prompt_that_has_closed_the_reasoning(closed: str, talker: Talker) -> None:
+    """As templates write it that are told not to reason. The answer is content at once; a fixed form begins at once. A
+    model that reasons nevertheless keeps to its budget."""
+    _, model = talker
+    switch = "{% if enable_thinking | default(true) %}<think>{% else %}" + closed + "{% endif %}"
+    ask: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+    call = {"tools": [TOOL], "tool_choice": "required"}
+    named = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}
+    strict = {"tools": [{"type": "function", "function": TOOL["function"] | {"strict": True}}]}
+    with serving(
+        model.llm,
+        chat_template=TEMPLATE.replace("{% if enable_thinking %}<think>\n{% endif %}", switch),
+        reasoning_parser="think",
+        tool_parser="hermes",
+    ) as served:
+        model.say("So.</think>")
+        for more in ({}, {"thinking_token_budget": 0}, {"thinking_token_budget": 3}):
+            for stream in (False, True):
+                assert answered(served, stream, **ask, **more) == ("So.</think>", "", 0, "stop")
+        assert answered(served, True, reasoning_effort="none") == ("So.</think>", "", 0, "stop")
+        assert answered(served, True)[1] == "So."
+        for more in ({}, {"thinking_token_budget": 3}):
+            assert answered(served, True, guided_choice=["yes"], **ask, **more) == ("yes", "", 0, "stop")
+            assert answered(served, True, response_format=FORM, **ask, **more) == ("1", "", 0, "stop")
+            for forced in (call, named):
+                assert answered(served, True, **forced, **ask, **more)[1:] == ("", 0, "tool_calls")
+        model.say("<think>0123456789</think>So.")
+        assert answered(served, True, **ask) == ("So.", "0123456789", 12, "stop")
+        for more in ({}, strict):
+            got = answered(served, True, thinking_token_budget=3, **ask, **more)
+            assert got == ("456789</think>So.", "012", 5, "stop")
+
+
+def test_an_answer_that_continues_reasoning(talker: Talker) -> None:
+    """The final message is its beginning."""
+    served, model = talker
+    model.say("23</think>So.")
+    for begun, wanted in (("<think>01", ("So.", "23", 3)), ("<think>01</think>", ("23</think>So.", "", 0))):
+        messages = [*ASK, {"role": "assistant", "content": begun}]
+        body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+        for more in ({}, {"thinking_token_budget": 9}):
+            answer = served.post("/v1/chat/completions", body | more).json()
+            message = answer["choices"][0]["message"]
+            tokens = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+            assert (message["content"], message.get("reasoning_content", ""), tokens) == wanted
 
 
 @pytest.mark.parametrize("stream", [False, True])

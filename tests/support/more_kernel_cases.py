@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hybridrt.config import AttentionConfig, ModelConfig
-from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice
 from hybridrt.kernels.sampling import Penalties
 from hybridrt.layers.rotary import rotary_table
 from tests.support.kernel_cases import Case, int32, normal, poisoned
@@ -180,33 +179,6 @@ def router_product(hidden: int) -> Case:
     return Case("router_product", {"x": normal(40, hidden), "weight": weight})
 
 
-def gated_product(group_size: int) -> Case:
-    """Of one token; with a norm in groups, or without where it is 0."""
-    x, gate = normal(1, 2, 4096).unbind(1)
-    norm = {"group_norm": 1 + normal(4096, scale=0.2, dtype=torch.float32), "group_size": group_size, "group_eps": 1e-6}
-    args = {"x": x, "weight": normal(2048, 4096, scale=4096**-0.5), "gate": gate}
-    return Case(
-        "skinny_linear", args | ({"gate_activation": "silu"} | norm if group_size else {"gate_activation": "sigmoid"})
-    )
-
-
-def route_token(softmax: bool) -> Case:
-    """One token among experts of Qwen3.5, or of Kimi-Linear. Their logits lie too far apart for rounding to matter."""
-    width, experts = (2048, 256) if softmax else (2304, 256)
-    logits = torch.linspace(-4, 4, experts)[torch.randperm(experts)]
-    x, residual = normal(1, width), normal(1, width)
-    total = (x.float() + residual.float()).bfloat16().float()
-    direction = total / total.norm() / width**0.5 * (1 if softmax else 0.5)
-    weight = torch.cat((logits, torch.ones(8))).unsqueeze(1) * direction
-    choice = SoftmaxChoice(8, True, 1) if softmax else GroupedChoice(8, 1, 1, True, 2.4, 1)
-    args = {
-        "x": x, "residual": residual, "norm_weight": torch.ones(width), "eps": 1e-6, "choice": choice,
-        "weight": weight.bfloat16() if softmax else weight[:experts].contiguous(), "rows": int32([1]),
-        "correction_bias": None if softmax else 0.01 * normal(experts, dtype=torch.float32),
-    }  # fmt: skip
-    return Case("route_token", args)
-
-
 def padded_rows() -> Tensor:
     """25 rows of two tokens each; the last three are padding."""
     return int32([*range(1, 23), 0, 0, 0])
@@ -217,10 +189,10 @@ def router_softmax(config: ModelConfig) -> Case:
     return Case("router_softmax", args | {"renormalize": True, "rows": padded_rows()})
 
 
-def router_sigmoid_grouped() -> Case:
+def router_sigmoid_grouped(n_group: int, topk_group: int, shared: int) -> Case:
     bias = normal(128, scale=0.1, dtype=torch.float32)
-    args = {"logits": normal(50, 128, dtype=torch.float32), "correction_bias": bias, "top_k": 6, "n_group": 4}
-    rest = {"topk_group": 2, "renormalize": True, "scaling": 2.5, "rows": padded_rows()}
+    args = {"logits": normal(50, 128, dtype=torch.float32), "correction_bias": bias, "top_k": 6, "n_group": n_group}
+    rest = {"topk_group": topk_group, "renormalize": True, "scaling": 2.5, "shared": shared, "rows": padded_rows()}
     return Case("router_sigmoid_grouped", args | rest)
 
 
@@ -234,7 +206,7 @@ def fused_experts(config: ModelConfig, tokens: int) -> Case:
         "x": normal(tokens, hidden), "ids": ids, "weights": weights / weights.sum(1, keepdim=True),
         "w_up": normal(hf.num_experts, 2 * hf.moe_intermediate_size, hidden, scale=hidden**-0.5),
         "w_down": normal(hf.num_experts, hidden, hf.moe_intermediate_size, scale=hf.moe_intermediate_size**-0.5),
-        "activation": "silu", "gated": True,
+        "activation": "silu",
     }  # fmt: skip
     return Case("fused_experts", args, decode=tokens < 100)
 

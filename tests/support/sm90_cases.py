@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
-from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice
 from hybridrt.kernels.records import SavedStates
 from hybridrt.kernels.sampling import Penalties
 from hybridrt.kernels.state_ring import RingFolds
@@ -314,7 +313,7 @@ def sampling() -> Cases:
 
 
 def experts() -> Cases:
-    """512 routed experts of Qwen3-Next and one that all tokens pass; the router of Nemotron."""
+    """512 routed experts of Qwen3-Next and one that all tokens pass; the routers of Nemotron and Kimi-Linear."""
     count, width, inner, top_k = 512, 2048, 512, 10
     weights = {"w_up": meta(count + 1, 2 * inner, width), "w_down": meta(count + 1, width, inner)}
     for tokens in (1, 128, 1024):
@@ -322,26 +321,13 @@ def experts() -> Cases:
         shared = {"shared_gate": logits[:, count], "shared": 1}
         yield "router_softmax", {"logits": logits[:, :count], "top_k": top_k, "renormalize": True} | shared
         picks = {"weights": f32(tokens, top_k + 1), "ids": int32(tokens, top_k + 1)}
-        yield "fused_experts", {"x": meta(tokens, width), "activation": "silu", "gated": True} | weights | picks
+        yield "fused_experts", {"x": meta(tokens, width), "activation": "silu"} | weights | picks
     for count, width in ((32, 2048), (256, 2304)):
         yield "router_product", {"x": meta(128, width), "weight": f32(count, width)}
     groups = {"top_k": 6, "n_group": 8, "topk_group": 4, "renormalize": True, "scaling": 2.5}
     yield "router_sigmoid_grouped", {"logits": f32(128, 128), "correction_bias": f32(128)} | groups
-
-
-def one_token() -> Cases:
-    """Gates of Qwen3.5 before the output projections, and the routers of Qwen3.5, Kimi-Linear and LFM2."""
-    for columns, norm in ((4096, {"group_norm": f32(4096), "group_size": 128, "group_eps": 1e-6}), (4096, {})):
-        gate = {"gate": meta(1, columns), "gate_activation": "silu" if norm else "sigmoid"} | norm
-        yield "skinny_linear", {"x": meta(1, columns), "weight": meta(2048, columns)} | gate
-    softmax, bias = SoftmaxChoice(8, True, 1), {"correction_bias": f32(256)}
-    for width, weight, choice in (
-        (2048, meta(264, 2048), {"choice": softmax}),
-        (2304, f32(256, 2304), {"choice": GroupedChoice(8, 1, 1, True, 2.446, 1)} | bias),
-        (2048, f32(32, 2048), {"choice": GroupedChoice(4, 1, 1, True, 1.0)} | bias),
-    ):
-        norm = {"norm_weight": f32(width), "residual": meta(1, width), "eps": 1e-6}
-        yield "route_token", {"x": meta(1, width), "weight": weight, "rows": int32(1)} | norm | choice
+    kimi = {"top_k": 8, "n_group": 1, "topk_group": 1, "renormalize": True, "scaling": 2.446, "shared": 1}
+    yield "router_sigmoid_grouped", {"logits": f32(1, 256), "correction_bias": f32(256), "rows": int32(1)} | kimi
 
 
 def skinny_linear() -> Cases:
@@ -353,7 +339,6 @@ def skinny_linear() -> Cases:
         activated = {"residual": x, "activation": "silu_and_mul"}
         yield "skinny_linear", {"x": x, "weight": meta(24576, 3072)} | norm | activated
         yield "skinny_linear", {"x": meta(tokens, 12288), "weight": meta(3072, 12288)}
-    yield from one_token()
 
 
 def everything_else() -> Cases:

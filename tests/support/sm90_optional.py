@@ -7,7 +7,6 @@ import torch
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.decode_metadata import DecodeBuffers
-from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice
 from hybridrt.kernels.sampling import Penalties
 from hybridrt.kernels.state_ring import RingFolds
 from tests.support.sm90_cases import Args, f32, flags, int32, meta
@@ -153,24 +152,16 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         normed = {"norm_weight": f32(64), "residual": meta(tokens, 64), "activation": "silu_and_mul"}
         yield "skinny_linear", linear, {"bias": meta(32)} | normed
         yield "skinny_linear", linear | {"tail": meta(tokens, 16), "x": meta(tokens, 48)}, {"activation": "relu2"}
-    gate = {"gate": meta(1, 64), "gate_activation": "sigmoid"}
-    groups = {"group_norm": f32(64), "group_size": 16, "group_eps": 1e-5}
-    yield "skinny_linear", {"x": meta(1, 64), "weight": meta(32, 64)} | gate, groups
     yield "skinny_linear", {"x": meta(1, 64), "weight": meta(32, 32), "parts": 2}, {}
     shared = {"shared_gate": meta(B), "shared": 1, "rows": ROWS}
     yield "router_softmax", {"logits": meta(B, 8), "top_k": 2, "renormalize": True}, shared
     scores = {"logits": f32(B, 8), "correction_bias": f32(8), "top_k": 2, "n_group": 2, "topk_group": 1}
-    yield "router_sigmoid_grouped", scores | {"renormalize": True, "scaling": 2.5}, {"rows": ROWS}
+    yield "router_sigmoid_grouped", scores | {"renormalize": True, "scaling": 2.5}, {"rows": ROWS, "shared": 1}
     yield "router_product", {"x": meta(TOKENS, 64), "weight": f32(8, 64)}, {"x": meta(2, 512), "weight": f32(8, 512)}
-    one = {"x": meta(1, 64), "norm_weight": f32(64), "eps": 1e-5}
-    options = {"residual": meta(1, 64), "rows": int32(1)}
-    yield "route_token", one | {"weight": meta(16, 64), "choice": SoftmaxChoice(2, True, 1)}, options
-    grouped = {"weight": f32(8, 64), "choice": GroupedChoice(2, 2, 1, True, 2.5), "correction_bias": f32(8)}
-    yield "route_token", one | grouped, options
     for tokens in (2, 400):
         picks = {"ids": int32(tokens, 2), "weights": f32(tokens, 2), "x": meta(tokens, 64)}
-        gated = {"w_up": meta(8, 64, 64), "w_down": meta(8, 64, 32), "activation": "silu", "gated": True}
-        yield "fused_experts", picks | gated, {"w_up": meta(8, 32, 64), "activation": "relu2", "gated": False}
+        gated = {"w_up": meta(8, 64, 64), "w_down": meta(8, 64, 32), "activation": "silu"}
+        yield "fused_experts", picks | gated, {"w_up": meta(8, 32, 64), "activation": "relu2"}
         yield "fused_experts", picks | gated | {"limit": 4.0}, {}
     filters = {"top_k": ROWS, "top_p": f32(B), "min_p": f32(B), "bitmask": int32(B, vocabulary // 32 + 1)}
     counted = Penalties(f32(B), f32(B), f32(B), int32(B, vocabulary), flags(B, vocabulary))

@@ -6,11 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels import sampling
-from hybridrt.kernels.operation import by, operation
+from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.sampling_triton import _uniform
 
 
-@operation(by("triton", f"{__name__}:uniform_triton"))
+@operation(By("triton", f"{__name__}:uniform_triton"))
 def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
     """As hybridrt.kernels.sampling.uniform."""
     return sampling.uniform(seed, index, stream, ids)

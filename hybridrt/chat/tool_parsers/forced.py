@@ -8,3 +8,4 @@ class ForcedCalls(JsonCalls):
 
     opens = ("[",)
     markers = ()
+    alone = True

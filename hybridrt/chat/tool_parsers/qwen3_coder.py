@@ -73,8 +73,8 @@ class Qwen3Coder(ToolParser):
             if found == "</parameter>":
                 yield from scanner.space()
                 found = yield from scanner.accept("<parameter=", "</function>")
-                if not found and not (yield from scanner.peek()):
-                    raise Malformed  # cut off: further parameters may be missing
+                if not found and scanner.cut_off:
+                    raise Malformed  # further parameters may be missing
         sink.arguments("{}" if before == "{" else "}")
         sink.end()
 

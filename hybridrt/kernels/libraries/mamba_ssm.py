@@ -21,7 +21,7 @@ def mamba2_chunk_scan(
     """`mamba2_chunk_scan`: neighbours of equal length in one call; its own ragged form takes no states."""
     (A, D, dt_bias, dt_limit), (states, read_slots, write_slots, _) = weights, state
     query_start_loc, has_initial_state, plan, _ = prompts
-    out = torch.zeros(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.device) if out is None else out.zero_()
+    out = torch.zeros(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device) if out is None else out.zero_()
     before = initial_states(states, read_slots, has_initial_state).to(states.dtype)
     row = start = 0
     for length, group in groupby(plan.lengths):
