@@ -33,6 +33,7 @@ from hybridrt.config import DTYPES
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.outputs import RequestMetrics
 from hybridrt.errors import ConfigError
+from hybridrt.mem_cache.radix_node import in_common
 
 RUNS = ("saturated-off", "load-off", "alone", "saturated-on", "load-on")  # in this order
 
@@ -73,7 +74,8 @@ class Player:
     """Sends a trace to an engine: each request once those before it have ended, and its delay is over.
 
     Args:
-        alone: send only the tokens of a prompt that no earlier answer or prompt part precedes: its last part.
+        alone: send only a prompt's new tokens: those behind the longest beginning that it shares with an earlier
+            request's text.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Player:
         heapq.heapify(self._due)
         self._sent: dict[str, tuple[Item, list[int], float]] = {}
         self._answers: dict[str, list[int]] = {}
+        self._whole: dict[str, tuple[str | None, np.ndarray]] = {}  # salts and whole prompts of what was sent
 
     def play(self, limit: float = math.inf) -> tuple[list[Ran], float]:
         """Runs everything; returns what has run, in order of its end, and the seconds until the last end. Nothing
@@ -116,15 +119,27 @@ class Player:
         return ran, time.monotonic() - start
 
     def _send(self, item: Item, due: float) -> None:
-        prompt = item.prompt(self._answers)
-        if self._alone and item.parts and not isinstance(item.parts[-1], traces.Piece):
-            prompt = list(item.parts[-1])
+        whole = item.prompt(self._answers)
+        prompt = whole[self._known(item, whole) :] if self._alone else whole
         params = SamplingParams(
             max_tokens=item.max_tokens, temperature=self._temperature, ignore_eos=True, seed=self._numbers[item.id],
             cache_salt=item.salt,
         )  # fmt: skip
         self._engine.add_request(prompt, params, item.id)
         self._sent[item.id], self._answers[item.id] = (item, prompt, due), []
+        self._whole[item.id] = item.salt, np.array(whole, np.int32)
+
+    def _known(self, item: Item, prompt: list[int]) -> int:
+        """Tokens that `prompt` begins with and that stand in an earlier request's prompt and answer, all but one at
+        most."""
+        ids, longest = np.array(prompt[:-1], np.int32), 0
+        for name, (salt, whole) in self._whole.items():
+            if salt == item.salt:
+                same = in_common(ids, whole)
+                if same == len(whole):
+                    same += in_common(ids[same:], np.array(self._answers[name], np.int32))
+                longest = max(longest, same)
+        return longest
 
     def _end(self, name: str, metrics: RequestMetrics, now: float) -> Ran:
         for item in self._followers.get(name, ()):
@@ -208,7 +223,7 @@ def play(llm: LLM, name: str, items: Sequence[Item], args: argparse.Namespace, a
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The runs asked for: saturated and at the load, without the cache and with it; and each turn's last part alone."""
+    """The runs asked for: saturated and at the load, without the cache and with it; the new tokens of turns alone."""
     found = dict[str, dict[str, Any]]()
     for on in (False, True):
         runs = [run for run in RUNS if run in args.runs and run.endswith("on") == on]
@@ -283,7 +298,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--alone", action="store_true", help="also run each turn's last part as a prompt of its own")
+    parser.add_argument("--alone", action="store_true", help="also run each turn's new tokens as a prompt of their own")
     parser.add_argument("--runs", type=lambda t: t.split(","), default=None, help=f"some of {','.join(RUNS)}")
     parser.add_argument("--rate", type=float, help="requests a second of the saturated run without the cache")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds of a run after which nothing is sent")

@@ -17,6 +17,7 @@ from hybridrt.kernels.latent_attention import from_latent, into_latent
 from hybridrt.kernels.providers import objection, require, select
 from hybridrt.kernels.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
 from hybridrt.kernels.state_commit import move_kv
+from hybridrt.kernels.views import by_head
 from hybridrt.mem_cache.bounds import check_range
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -192,11 +193,11 @@ class PagedAttnBackend(PagedKVBackend):
         return self._decode(heads, kv, rows, place).reshape(q.shape[0], -1)
 
     def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        heads = q.unflatten(1, (layer.spec.num_heads, -1))
+        heads = by_head(q, layer.spec.num_heads, q.shape[1] // layer.spec.num_heads)
         kv, rows = self.layer_kv(layer), self.planned(batch).extend
         if layer.spec.variant == "mla":
             return self._latent_extend(heads, kv, layer.weights, rows).flatten(1)
-        place = None if out is None else out.view(heads.shape)
+        place = None if out is None else by_head(out, *heads.shape[1:])
         return self._extend(heads, kv, rows, place).reshape(q.shape[0], -1)
 
     def decode_rows(self, layer: Any, batch: ForwardBatch) -> Any:

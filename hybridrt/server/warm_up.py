@@ -6,6 +6,8 @@ from dataclasses import replace
 from itertools import count, product
 from typing import Any
 
+import torch
+
 from hybridrt.engine.async_llm import AsyncLLM
 from hybridrt.engine.outputs import RequestOutput
 from hybridrt.errors import RequestError
@@ -20,8 +22,10 @@ _FORM = StructuredOutputs(regex="[a-z]*")
 _TOGETHER = (*((n, 1) for n in (2, 9, 16, 32, 64, 128, 256)), *((9, n) for n in (2, 4, 8, 16)))
 # Tiles of few tokens are powers of two, 15 and 100 are not divisible by 16, and 17 tokens leave a state within them.
 _LENGTHS = (1, 2, 4, 8, 15, 16, 17, 32, 64, 100, 128, 512)
+_CACHED = 64  # tokens of a prefix that the prefix cache has
 _OUTPUT = 4
 _PROMPTS = (32, 100, 256, 512, 1024, 2048, 4096)
+_SPARE = ((1 << 19, 64), (20 << 20, 4))  # sizes in bytes and numbers of blocks
 _Work = tuple[int, SamplingParams]  # tokens of a prompt, and what to do with it
 _DECODED = 64  # output tokens of the requests beside which prompts are timed
 
@@ -32,6 +36,7 @@ async def warm_up(llm: AsyncLLM) -> None:
     max_prompt = llm.llm.plan.max_model_len - _OUTPUT - 1
     if llm.llm.device.type == "cuda":
         await _compile(llm, max_prompt)
+        _keep_spare_memory(llm.llm.device)
     else:
         await llm.complete([0], SamplingParams(max_tokens=_OUTPUT))  # shows that the engine works
     if llm.llm.config.target_itl_ms is not None:
@@ -59,15 +64,18 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
     lengths = sorted({min(n, max_prompt) for n in (*_LENGTHS, chunk, chunk + 1)} - {0})
     rows, firsts = llm.llm.plan.num_rows, count()
 
-    def run(length: int, params: SamplingParams) -> Coroutine[Any, Any, RequestOutput]:
-        return llm.complete([next(firsts) % llm.llm.model_config.vocab_size] * length, params)
+    def run(length: int, params: SamplingParams, cached: int = 0) -> Coroutine[Any, Any, RequestOutput]:
+        new = [next(firsts) % llm.llm.model_config.vocab_size] * length
+        return llm.complete([0] * min(cached, max_prompt - length) + new, params)
 
+    for _ in range(2):  # where two prompts part, the second one leaves a state
+        await run(1, draws[0], _CACHED)
     for beside in (0, min(3, rows - 1)):
         longer = replace(draws[0], max_tokens=min(_DECODED, llm.llm.plan.max_model_len - 2))
         decoding = [asyncio.ensure_future(run(1, longer)) for _ in range(beside)]
         for length in lengths:
             await run(length, draws[0])
-            await llm.complete([0] * length, draws[0])
+            await run(length, draws[0], _CACHED)
         await asyncio.gather(*decoding)
     for length, params in [*product([1], draws[1:]), *constrained]:
         await run(length, params)
@@ -77,6 +85,12 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
     works = [*((length, params) for params, length in product(draws, lengths)), *constrained]
     for start in range(0, len(works), rows):
         await asyncio.gather(*(run(*work) for work in works[start : start + rows]))
+
+
+def _keep_spare_memory(device: torch.device) -> None:
+    """Torch keeps what is freed: steps that need some more than those above find it there. It hands out small and large
+    blocks from memory of their own."""
+    _ = [torch.empty(size, dtype=torch.uint8, device=device) for size, count in _SPARE for _ in range(count)]
 
 
 def _constrained(llm: AsyncLLM, draws: list[SamplingParams]) -> list[_Work]:

@@ -1,0 +1,26 @@
+"""Ready means ready, without a GPU: after the warm-up a mixed load launches no kernel that was not launched before.
+tests/gpu/test_ready.py holds the same on a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import CheckpointStore
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name, drafts", [("embedded", ["3"]), ("kimi-plain", [])])
+def test_the_warm_up_launches_every_kernel(name: str, drafts: list[str], checkpoints: CheckpointStore) -> None:
+    model = name if name == "embedded" else str(checkpoints[name].path)
+    env = {**os.environ, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.support.late_kernels", model, *drafts]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ready"] > 60 and found["late"] == []

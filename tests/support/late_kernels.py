@@ -1,0 +1,133 @@
+"""Which kernels a server would compile after its warm-up. Runs without Triton's interpreter and without a GPU.
+
+    python -m tests.support.late_kernels MODEL [DRAFTS]    prints their names, and how many kernels the warm-up launched
+
+The engine runs on a GPU that is not there (hybridrt.runtime.pretend_gpu): kernels are noted, and what they would have
+computed is drawn at random.
+"""
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.runtime.driver import driver
+
+from hybridrt import LLM, SamplingParams, SpeculativeConfig
+from hybridrt.engine.grammar import Matcher
+from hybridrt.engine.scheduler import ScheduledStep
+from hybridrt.runtime import build, compile_ahead, model_runner, pretend_gpu
+from hybridrt.runtime.compile_trace import CompilingDriver, Kernel, _closure, noted
+from hybridrt.runtime.graph_runner import CudaGraphRecorder
+from hybridrt.runtime.pretend_gpu import KNOWN, pretended
+from hybridrt.runtime.step import StepResult
+from hybridrt.sampling_params import SamplingParams as Params
+from hybridrt.server.warm_up import warm_up
+from tests.gpu.test_ready import AT_ONCE, DRAWS, LENGTH, ROWS, TEXTS
+
+REQUESTS = 120
+GPU = KNOWN["h200"]
+HTTP_ALONE = {"echo", "return_token_ids", "guided_choice"}  # fields that SamplingParams lacks
+
+
+class OneThread:
+    """What the warm-up uses of AsyncLLM, with the engine in the caller's thread: only there is a GPU pretended."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._open: dict[str, int] = {}
+        self._steps = False
+
+    async def complete(self, prompt: list[int], params: Params) -> None:
+        name = self.llm.engine.add_request(prompt, params)
+        self._open[name] = params.n
+        while name in self._open:
+            if not self._steps:
+                self._steps = True
+                await asyncio.sleep(0)  # others may add theirs
+                self._step()
+                self._steps = False
+            await asyncio.sleep(0)
+
+    def _step(self) -> None:
+        for delta in self.llm.engine.step():
+            if delta.error is not None:
+                raise delta.error
+            if delta.finish_reason is not None:
+                self._open[delta.request_id] -= 1
+                if not self._open[delta.request_id]:
+                    del self._open[delta.request_id]
+
+
+@contextmanager
+def random_results() -> Iterator[None]:
+    """Tokens that come from the device are random; of drafts a random number stays."""
+    draw, check = random.Random(1), ScheduledStep.check
+    function = pretend_gpu._MetaTensors.__torch_function__
+
+    def copy(self: Any, called: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if called is pretend_gpu._COPY and args[1].is_meta and not args[0].is_meta:
+            with torch._C.DisableTorchFunction():
+                return args[0].random_(3, 60) if args[0].dtype == torch.int64 else args[0].fill_(1)
+        return function(self, called, types, args, kwargs)
+
+    def gain(step: ScheduledStep, result: StepResult) -> None:
+        for (request, most), tokens in zip([row for row in step.rows if row[1]], result.tokens, strict=True):
+            if request.params.logprobs is None:
+                tokens += [draw.randrange(3, 60) for _ in range(draw.randint(1, most) - len(tokens))]
+        check(step, result)
+
+    nothing: Any = lambda *_: None  # noqa: E731
+    with (
+        mock.patch.object(pretend_gpu._MetaTensors, "__torch_function__", copy),
+        mock.patch.object(ScheduledStep, "check", gain),
+        mock.patch.object(Matcher, "advance", lambda *_: False),
+        mock.patch.object(model_runner, "start_cuda", nothing),
+        mock.patch.object(build, "fill_dummy", nothing),
+        mock.patch.object(CudaGraphRecorder, "__call__", _closure),
+        mock.patch.dict("os.environ", {compile_ahead.WORKERS_VARIABLE: "0"}),
+    ):
+        yield
+
+
+async def load(engine: OneThread, count: int) -> None:
+    """The requests of tests/gpu/test_ready.py, AT_ONCE at a time."""
+    draws = [each for each in DRAWS if engine.llm.tokenizer is not None or not TEXTS & each.keys()]
+    vocab, numbers = engine.llm.model_config.vocab_size, iter(range(count))
+
+    async def client(number: int) -> None:
+        draw = random.Random(number)
+        for _ in numbers:
+            output, head = draw.choice((1, 2, 7, 40)), [draw.randrange(3, vocab) for _ in range(40)]
+            length = draw.choice((1, 2, 15, 16, 17, 64, 100, 127, 128, 129, LENGTH - output))
+            fields = {name: value for name, value in draw.choice(draws).items() if name not in HTTP_ALONE}
+            if "logit_bias" in fields:
+                fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+            prompt = ((list(range(3, 43)) if draw.random() < 0.3 else head) * (LENGTH // 40 + 1))[:length]
+            await engine.complete(prompt, SamplingParams(**{"max_tokens": output, "ignore_eos": True} | fields))
+
+    await asyncio.gather(*map(client, range(AT_ONCE)))
+
+
+def main() -> None:
+    driver.set_active(CompilingDriver(GPU.capability))  # type: ignore[arg-type]
+    kernels: list[Kernel] = []
+    drafts = SpeculativeConfig(num_draft_tokens=int(sys.argv[2])) if len(sys.argv) > 2 else None
+    with pretended(GPU), random_results(), noted(kernels.append), torch.inference_mode():
+        engine = OneThread(LLM(
+            sys.argv[1], device="cuda", dtype="bfloat16", load_format="dummy", max_model_len=LENGTH,
+            max_running_requests=ROWS, chunked_prefill_size=LENGTH // 2, speculative=drafts,
+        ))  # fmt: skip
+        asyncio.run(warm_up(engine))  # type: ignore[arg-type]
+        ready = len(kernels)
+        asyncio.run(load(engine, REQUESTS))
+    print(json.dumps({"ready": ready, "late": [kernel.name for kernel in kernels[ready:]]}))
+
+
+if __name__ == "__main__":
+    main()
