@@ -52,7 +52,7 @@ def has_own_head(path: Path) -> bool:
     tying, the two are not one then. (Equal ones are a tied matrix that was written twice.)"""
     files = {key: file for file, keys in _shards(path).items() for key in keys}
     ends = (
-        r"(lm_head|model(\.language_model)?\.embed_tokens|model\.word_embeddings|(model|backbone)\.embeddings)\.weight"
+        r"(lm_head|model(\.language_model)?\.embed_tokens|model\.word_embeddings|(model|backbone)\.embeddings?)\.weight"
     )
     pair = [key for key in files if re.fullmatch(ends, key)]
     return len(pair) == 2 and not torch.equal(*(read_tensor(files[key], key) for key in pair))

@@ -261,11 +261,18 @@ def test_tied_embeddings_stored_twice(
     check_sample(checkpoints[name], Session(path).run(requests(5, steps=2))[0], name)
 
 
-def test_a_head_that_differs_is_not_tied(copy_of: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("name", "embedding", "older"),
+    [
+        ("qwen-attention_bias_tied", "model.embed_tokens", "model.embed_tokens"),
+        ("mamba-biases_tied", "backbone.embeddings", "backbone.embedding"),
+    ],
+)
+def test_a_head_that_differs_is_not_tied(name: str, embedding: str, older: str, copy_of: Callable[[str], Path]) -> None:
     """transformers, too, goes by the weights where config.json says tied and they differ."""
-    path = copy_of("qwen-attention_bias_tied")
+    path = copy_of(name)
     head = torch.randn(131, 32)
-    edit(path, lambda t: t.update({"lm_head.weight": head}))
+    edit(path, lambda t: t.update({f"{older}.weight": t.pop(f"{embedding}.weight"), "lm_head.weight": head}))
     model = load(path)
     assert torch.equal(model.logits(torch.eye(32)), head.T)
 
