@@ -29,8 +29,8 @@ class LightningAttnBackend(Mamba2AttnBackend):
     def conv_weights(layer: Any) -> ConvWeights:
         return ConvWeights(layer.no_taps)
 
-    def conv_rows(self, layer: Any, segment: DecodeSegment, x: torch.Tensor) -> torch.Tensor:
-        return F.silu(x)
+    def conved_rows(self, layer: Any, segment: DecodeSegment, xBC: torch.Tensor) -> torch.Tensor:
+        return F.silu(xBC)
 
-    def conv_chunks(self, layer: Any, segment: ExtendSegment, x: torch.Tensor) -> torch.Tensor:
-        return F.silu(x)
+    def conved_chunks(self, layer: Any, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
+        return F.silu(xBC)
