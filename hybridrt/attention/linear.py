@@ -15,11 +15,10 @@ from hybridrt.attention.checks import check_eager_batch, check_graph_batch, chec
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment, ForwardMetadata
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ExtendPass, ForwardBatch, GraphView
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.providers import needs_host
-from hybridrt.kernels.records import ConvWeights, FusedStep, RowTables
+from hybridrt.kernels.records import ConvState, ConvWeights, FusedStep, IntermediateStates, RowTables, SavedStates
 from hybridrt.kernels.views import take_tokens
 from hybridrt.mem_cache.bounds import check_range
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
@@ -144,15 +143,17 @@ class MambaAttnBackendBase(AttentionBackend):
         """A mixer's conv, as the operations take it."""
         return ConvWeights(layer.conv_weight, layer.conv_bias)
 
-    def conv_rows(self, layer: Any, segment: DecodeSegment, x: Tensor) -> Tensor:
-        """The conv of a mixer's decode rows: [n, tokens_per_row, C] to the same shape."""
+    def conv_rows(self, layer: Any, segment: DecodeSegment) -> tuple[ConvWeights, ConvState, IntermediateStates | None]:
+        """The arguments of `causal_conv1d_update` for a mixer's decode rows, behind the inputs."""
         cache = self.layer_cache(layer.layer_id)
-        return causal_conv1d_update(x, self.conv_weights(layer), segment.conv_state(cache), segment.conv_windows(cache))
+        return self.conv_weights(layer), segment.conv_state(cache), segment.conv_windows(cache)
 
-    def conv_chunks(self, layer: Any, segment: ExtendSegment, x: Tensor) -> Tensor:
-        """The conv of a mixer's prompt chunks: [tokens, C] to the same shape."""
+    def conv_chunks(
+        self, layer: Any, segment: ExtendSegment
+    ) -> tuple[ConvWeights, ConvState, Tensor, SavedStates | None]:
+        """The arguments of `causal_conv1d_varlen` for a mixer's prompt chunks, behind the inputs."""
         state = segment.conv_state(self.layer_cache(layer.layer_id))
-        return causal_conv1d_varlen(x, self.conv_weights(layer), state, segment.query_start_loc, segment.saves)
+        return self.conv_weights(layer), state, segment.query_start_loc, segment.saves
 
     def fused_step(self, layer: Any, segment: DecodeSegment) -> FusedStep:
         """The conv and the states of a mixer's decode rows."""

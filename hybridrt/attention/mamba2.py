@@ -6,6 +6,7 @@ import torch
 
 from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
@@ -24,34 +25,44 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
     kind, scan, saves_at_chunks = "mamba2", "mamba2_chunk_scan", True
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        xBC, dt, z = (segment.by_row(inputs[name]) for name in ("xBC", "dt", "z"))
-        gate = z.unflatten(2, (layer.heads, layer.head_dim)) if layer.norm is None else None
+        xBC, dt, gate = segment.by_row(inputs["xBC"]), segment.by_row(inputs["dt"]), None
+        if layer.norm is None:
+            gate = segment.by_row(inputs["z"]).unflatten(2, (layer.heads, layer.head_dim))
         if segment.parents is not None:  # the fused kernel does not follow parents
-            conved = self.conv_rows(layer, segment, xBC)
+            conved = self.conved_rows(layer, segment, xBC)
             state = segment.state(self.layer_cache(layer.layer_id))
             x, B, C = split_conv_channels(conved, state.states.shape)
-            y = selective_state_update(SSMInputs(x, dt, B, C, gate), _weights(layer), state)
+            y = selective_state_update(SSMInputs(x, dt, B, C, gate), self.weights(layer), state)
             return y.flatten(0, 1).flatten(1)
         out = inputs.get("out")
         place = None if out is None else out.view(*dt.shape, layer.head_dim)
         step = self.fused_step(layer, segment)
-        y = mamba2_decode(xBC, dt, gate, weights=_weights(layer), step=step, out=place)
+        y = mamba2_decode(xBC, dt, gate, weights=self.weights(layer), step=step, out=place)
         return y.reshape(segment.num_tokens, -1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
         out, state = inputs.get("out"), segment.state(self.layer_cache(layer.layer_id))
-        conved = self.conv_chunks(layer, segment, inputs["xBC"])
+        conved = self.conved_chunks(layer, segment, inputs["xBC"])
         x, B, C = split_conv_channels(conved, state.states.shape)
         z = by_head(inputs["z"], layer.heads, layer.head_dim) if layer.norm is None else None
         place = None if out is None else out.view(x.shape)
         tokens = SSMInputs(x, inputs["dt"], B, C, z)
-        return mamba2_chunk_scan(tokens, _weights(layer), state, segment.prompts, out=place).flatten(1)
+        return mamba2_chunk_scan(tokens, self.weights(layer), state, segment.prompts, out=place).flatten(1)
+
+    def conved_rows(self, layer: Any, segment: DecodeSegment, xBC: torch.Tensor) -> torch.Tensor:
+        """xBC of decode rows behind the conv."""
+        return causal_conv1d_update(xBC, *self.conv_rows(layer, segment))
+
+    def conved_chunks(self, layer: Any, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
+        """xBC of prompt chunks behind the conv."""
+        return causal_conv1d_varlen(xBC, *self.conv_chunks(layer, segment))
 
     @staticmethod
     def ring_decay(layer: Any) -> torch.Tensor:
         """Gates of the ring are time steps: A makes decays of them."""
         return layer.A
 
-
-def _weights(layer: Any) -> SSMWeights:
-    return SSMWeights(layer.A, layer.D, layer.dt_bias, layer.config.dt_limit)
+    @staticmethod
+    def weights(layer: Any) -> SSMWeights:
+        """A mixer's own numbers, as the operations take them."""
+        return SSMWeights(layer.A, layer.D, layer.dt_bias, layer.config.dt_limit)

@@ -6,6 +6,7 @@ import torch
 
 from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.records import ConvWeights
 from hybridrt.kernels.short_conv import short_conv_update
 
@@ -21,11 +22,11 @@ class ShortConvAttnBackend(MambaAttnBackendBase):
             conv = segment.conv_state(self.layer_cache(layer.layer_id))
             return short_conv_update(projected, self.conv_weights(layer), conv).flatten(0, 1)
         into, out, x = projected.chunk(3, -1)  # the fused kernel does not follow parents
-        return (out * self.conv_rows(layer, segment, into * x)).flatten(0, 1)
+        return (out * causal_conv1d_update(into * x, *self.conv_rows(layer, segment))).flatten(0, 1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
         into, out, x = inputs["projected"].chunk(3, -1)
-        return self.conv_chunks(layer, segment, into * x).mul_(out)
+        return causal_conv1d_varlen(into * x, *self.conv_chunks(layer, segment)).mul_(out)
 
     @staticmethod
     def conv_weights(layer: Any) -> ConvWeights:

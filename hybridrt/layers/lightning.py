@@ -54,8 +54,8 @@ class LightningMixer(nn.Module):
     def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, hidden] to [T, hidden]."""
         vkq, gate = self.in_proj(h).split((3 * self.width, self.width), dim=-1)
-        y = self.norm(batch.attn_backend.route(self).run(self, batch, vkq=vkq))[0]
-        return self.out_proj(sigmoid_mul(y, gate))
+        y = batch.attn_backend.route(self).run(self, batch, xBC=vkq, dt=self.steps.expand(len(h), -1))
+        return self.out_proj(sigmoid_mul(self.norm(y)[0], gate))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and the norm under `key`; qkv_proj holds q, k and v head by head."""
