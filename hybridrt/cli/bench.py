@@ -14,6 +14,7 @@ import typer
 from hybridrt.bench.timing import Goal, Timing, check_picture, plot, summary
 from hybridrt.bench.workload import WorkloadConfig, make_work
 from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, Overrides, SpeculativeOptions, option, setting
+from hybridrt.cli.tables import console, print_table
 from hybridrt.errors import ConfigError, EngineError
 
 _KINDS = ("time_to_first_token_ms", "inter_token_latency_ms", "time_per_output_token_ms", "end_to_end_latency_ms")
@@ -95,7 +96,10 @@ class ResultOptions:
         text = json.dumps(found, indent=2)
         if self.output is not None:
             Path(self.output).write_text(text + "\n")
-        typer.echo(text if self.json_only else "\n".join(_lines(found)))
+        if self.json_only:
+            typer.echo(text)
+        else:
+            _print(found)
         if self.picture is not None:
             plot(timings, self.picture)
         if found["interrupted"]:
@@ -109,22 +113,21 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {k: "inf" if isinstance(v, float) and math.isinf(v) else v for k, v in values.items()}
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    lines = [
+def _print(found: dict[str, Any]) -> None:
+    typer.echo(
         f"{found['requests']} requests, {found['failed']} failed, in {found['seconds']:.2f} s: "
         f"{found['requests_per_second']:.2f} requests/s, {found['output_tokens_per_second']:.1f} output tokens/s"
-    ]
+    )
     if found["interrupted"]:
-        lines.append("interrupted: requests that had not ended are not counted")
+        typer.echo("interrupted: requests that had not ended are not counted")
     if found["goodput_requests_per_second"] is not None:
-        lines.append(f"goodput {found['goodput_requests_per_second']:.2f} requests/s")
-    lines += [f"failed: {error}" for error in found["errors"]]
+        typer.echo(f"goodput {found['goodput_requests_per_second']:.2f} requests/s")
+    for error in found["errors"]:
+        typer.echo(f"failed: {error}")
     columns = list(found[_KINDS[0]])
-    lines.append(f"{'milliseconds':<24}" + "".join(f"{column:>10}" for column in columns))
-    for kind in _KINDS:
-        name = kind.removesuffix("_ms").replace("_", " ")
-        lines.append(f"{name:<24}" + "".join(f"{found[kind][column]:>10.2f}" for column in columns))
-    return lines
+    names = [kind.removesuffix("_ms").replace("_", " ") for kind in _KINDS]
+    rows = [[name, *(f"{found[kind][column]:.2f}" for column in columns)] for name, kind in zip(names, _KINDS)]
+    print_table(console(), "Milliseconds", ["", *columns], rows, right=columns)
 
 
 def serve(

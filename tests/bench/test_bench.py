@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hybridrt.bench import http_load
 from hybridrt.bench.http_load import Target, _Dechunker, run_load
 from hybridrt.bench.timing import Goal, Timing, percentile, plot, summary
 from hybridrt.bench.workload import Work, WorkloadConfig, make_work
+from hybridrt.cli import bench
 from hybridrt.cli.app import app
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.llm import LLM
@@ -150,6 +152,15 @@ def test_streams_of_other_servers(body: str, tokens: int, error: str | None) -> 
     (timing,) = asyncio.run(main())
     assert len(timing.gains) == tokens and (timing.error is None) == (error is None)
     assert error is None or error in str(timing.error)
+
+
+def test_times_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    timing = Timing(0.0, 3, [(70.0 + i, 1) for i in range(5)], 80.0, 5)
+    monkeypatch.setattr(bench, "console", lambda: Console(width=60))
+    bench._print(summary([timing], None) | {"interrupted": False, "errors": []})
+    text = capsys.readouterr().out
+    assert "time to first token" in text and "70000.00" in text
+    assert max(map(len, text.splitlines()[1:])) <= 60
 
 
 def test_bench_serve(served: Served, tmp_path: Path) -> None:
