@@ -215,7 +215,7 @@ def _check_first(params: SamplingParams, rules: TokenRules, matcher: Matcher | N
 
 
 def check_names(request_id: object, export_to: object) -> None:
-    """Raises RequestError for what `Engine.add_request` cannot take as a request's id or as a place in an arena."""
+    """Raises RequestError for what `Engine.submit` cannot take as a request's id or as a place in an arena."""
     if request_id is not None and not (isinstance(request_id, str) and is_text(request_id)):
         raise RequestError(f"request_id is {shown(request_id)}; pass a string of text, or None to get one")
     if export_to is not None and not (isinstance(export_to, range) and 0 <= export_to.start < export_to.stop < 2**63):

@@ -18,6 +18,7 @@ from hybridrt.hf_config import read_model_config
 from tests.models.test_loader import load
 from tests.models.test_models_parity import requests, rewrite
 from tests.support.checkpoints import CheckpointStore, has_replay
+from tests.support.levels import sweep
 from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.newer_checkpoints import NEWER
 from tests.support.session import Session, check_sample
@@ -118,9 +119,18 @@ def test_a_part_of_each_head_of_minimax_is_rotated(
     check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], "rotary_dim")
 
 
-@pytest.mark.parametrize("name", [
-    "granite-plain", "jamba-plain", "kimi-plain", "lfm2_moe-plain", "ling-plain", "minimax-plain", "nemotron-experts",
-])  # fmt: skip
+STACKED = (
+    "kimi-plain",
+    "ling-plain",
+    "minimax-plain",
+    "granite-plain",
+    "jamba-plain",
+    "lfm2_moe-plain",
+    "nemotron-experts",
+)
+
+
+@pytest.mark.parametrize("name", sweep(STACKED, 3))
 def test_tensors_by_their_names_in_memory(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """As `save_pretrained(save_original_format=False)` writes them: stacks of experts, joined convolutions, modules of
     gates."""
