@@ -174,13 +174,13 @@ class AsyncLLM:
             raise EngineError("an AsyncLLM serves one event loop at a time: end the requests of the other one first")
         self._events = events
         name = f"async-{next(self._names)}" if name is None else name
-        if name in self._streams:
-            raise RequestError(f"request id {name!r} is in use; pass another one, or None to get one", "request_id")
-        deltas = DeltaStream(self._loop)
         if isinstance(prepared, PreparedPrompt):
             batch = {name: prepared}
         else:
             batch = {f"{name}-{i}": prompt for i, prompt in enumerate(prepared)}
+        for taken in filter(self._streams.__contains__, (name, *batch)):
+            raise RequestError(f"request id {taken!r} is in use; pass another one, or None to get one", "request_id")
+        deltas = DeltaStream(self._loop)
         try:
             for request_id, prompt in batch.items():
                 self._loop.submit(prompt, request_id, stream=stream)

@@ -67,9 +67,9 @@ def rendering() -> Iterator[Renderer]:
         ({"tools": TOOLS, "tool_choice": 5}, "tool_choice", "'auto'"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "minimal"),
         ({"thinking_budget": -1}, "thinking_token_budget", "from 0"),
-        ({"chat_template_kwargs": {"tools": 5}}, None, "no template variable"),
-        ({"chat_template_kwargs": ["tools"]}, None, "a mapping of names"),
-        ({"chat_template_kwargs": {1: 2}}, None, "a mapping of names"),
+        ({"chat_template_kwargs": {"tools": 5}}, "chat_template_kwargs", "no template variable"),
+        ({"chat_template_kwargs": ["tools"]}, "chat_template_kwargs", "a mapping of names"),
+        ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs", "a mapping of names"),
     ],
 )
 def test_a_malformed_conversation_is_refused(given: dict[str, Any], field: str | None, text: str) -> None:

@@ -149,7 +149,10 @@ def test_a_full_queue_and_a_taken_name_are_refused(monkeypatch: pytest.MonkeyPat
                 kept = [served.submit(prepared, str(i)) for i in range(2)]
                 with pytest.raises(RequestError, match="in use"):
                     served.submit(prepared, "0")
-                kept.append(served.submit(prepared, "2"))
+                kept.append(served.submit([prepared], "2-0"))
+                with pytest.raises(RequestError, match="'2-0' is in use") as info:
+                    served.submit([prepared], "2")  # its only request would be 2-0
+                assert info.value.field == "request_id"
                 with pytest.raises(QueueFullError, match="3 samples run or wait"):
                     served.submit(prepared, "3")
             for stream in kept:

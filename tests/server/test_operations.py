@@ -64,7 +64,7 @@ def test_tokenize_and_detokenize(served: Served) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user"}]}, "prompt"),
         ("/tokenize", {"messages": [{"role": "judge"}]}, "messages"),
-        ("/tokenize", {"prompt": "x" * 10**6}, None),
+        ("/tokenize", {"prompt": "x" * 10**6}, "prompt"),
         ("/detokenize", {"tokens": [10**7]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": "5"}, "tokens"),
