@@ -178,7 +178,7 @@ def read(path: Path, vocab: int, block: int = BLOCK) -> list[Item]:
         block: tokens to make of Mooncake's 512; all lengths shrink or grow alike.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no request; the text names the line.
+        ConfigError: the file cannot be read, it holds no request, or a line is none; the text names the line.
     """
     try:
         lines = path.read_text().splitlines()
@@ -196,6 +196,8 @@ def read(path: Path, vocab: int, block: int = BLOCK) -> list[Item]:
                 raise ConfigError(f"line {number_} of the trace {path} is no request: {e!r}") from e
             known.add(item.id)
             items.append(item)
+    if not items:
+        raise ConfigError(f"the trace {path} holds no request")
     return items
 
 

@@ -55,7 +55,7 @@ class RequestError(HybridrtError, ValueError):
     """One request is invalid (empty prompt, too long, token id out of range, ...). The engine is unchanged.
 
     Attributes:
-        field: the field of SamplingParams that is wrong; None: the prompt is, or something else.
+        field: what is wrong: a field of SamplingParams, "prompt", or a field of a conversation; None: something else.
     """
 
     def __init__(self, text: str, field: str | None = None) -> None:

@@ -121,8 +121,8 @@ class ForwardBatch:
             read. Empty: each chunk is computed at once.
         saved_states: hybridrt.kernels.records.SavedStates of the extend rows by chunk size, where their backends save
             states without a pass of their own (`saves_at_chunks`).
-        metadata: what each backend planned for this batch, by backend; `prepare` fills it. A copy made by
-            `dataclasses.replace` is a batch that nothing has planned.
+        metadata: what each backend planned for this batch, by backend; `prepare` fills it. hybridrt.embedding keeps its
+            rows here, too. A copy made by `dataclasses.replace` is a batch that nothing has planned.
     """
 
     forward_mode: ForwardMode

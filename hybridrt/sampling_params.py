@@ -127,7 +127,8 @@ class SamplingParams:
         include_stop_str_in_output: the text includes the stop string, or the stopping token.
         skip_special_tokens: special tokens leave nothing in the text.
         truncate_prompt_tokens: of a longer prompt only the last so many tokens are used, 1 to 2**31 - 1; -1: as many as
-            leave room for one output token. None refuses a prompt that is too long.
+            leave room for one output token. None refuses a prompt that is too long. Text is tokenised whole before it
+            is cut: more than 2**20 characters are refused, unless the model has room for as many.
         priority: requests of a lower number are started first, and are the last to give their memory back; first come,
             first served among equals.
         cache_salt: the prefix cache shares nothing between requests of different salts; a string of 1 to

@@ -141,7 +141,8 @@ def plan_memory(
     available = budget_bytes - costs.fixed - costs.transfer - cached * costs.slot - scratch
     need = demand.least(max_model_len) if max_model_len is not None else 1
     fitting_rows = (available - need * costs.page) // max(per_request, 1)
-    rows = max_running_requests or _default_rows(default_rows, available, per_request, fitting_rows)
+    share = int(available * STATE_SHARE) // max(per_request, 1)
+    rows = max_running_requests or max(min(default_rows, share, fitting_rows), 1)
     if available < rows * per_request + need * costs.page:
         raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, demand, rows, need, cached))
     if share_slots and recurrent:
@@ -157,10 +158,6 @@ def plan_memory(
         rows, rows + cached if recurrent else 0, pages, demand.page_size, length, costs, budget_bytes, weight_bytes,
         activation_bytes, demand,
     )  # fmt: skip
-
-
-def _default_rows(max_rows: int, available: int, per_request: int, fitting: int) -> int:
-    return max(min(max_rows, int(available * STATE_SHARE) // max(per_request, 1), fitting), 1)
 
 
 def _too_small(

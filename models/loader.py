@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,27 +15,22 @@ from hybridrt.models.weight_files import keys_of, read_tensor
 from hybridrt.models.weight_reader import read_tensors
 
 
-@dataclass
-class LoadReport:
-    """What loading did: keys that were used, and keys that the model skips by its own rule."""
-
-    loaded: int = 0
-    skipped: list[str] = field(default_factory=list)
-
-
-def load_weights(model: CausalLM, path: Path, progress: bool = False) -> LoadReport:
+def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[str]:
     """Streams a checkpoint into the model; peak memory is the model, what is read ahead, and one tensor.
+
+    Returns:
+        The keys that the model skips by its own rule.
 
     Raises:
         CheckpointError: no weights, an unreadable shard, a key that nothing consumes, a parameter that nothing
             fills or that two keys fill, a shape that does not fit. It lists the offenders.
     """
-    report, targets = LoadReport(), model.checkpoint_map()
+    targets = model.checkpoint_map()
     if model.mtp is not None:
         targets |= model.mtp.checkpoint_map()
     shards = _shards(path)
     _check_keys(model, path, set(targets), {key for keys in shards.values() for key in keys})
-    filled: Counter[str] = Counter()
+    filled, skipped = Counter[str](), []
     with tqdm(total=sum(map(len, shards.values())), desc="loading", unit="tensor", disable=not progress) as bar:
         for key, tensor in read_tensors(shards, model.device):
             bar.update()
@@ -45,14 +39,12 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> LoadRep
                 for piece in targets[name]:
                     piece.fill(key, tensor, part)
                     filled[piece.name] += 1
-            if parts:
-                report.loaded += 1
-            else:
-                report.skipped.append(key)
+            if not parts:
+                skipped.append(key)
     twice = [name for name, count in filled.items() if count > 1]
     if twice:
         raise CheckpointError(f"{path}: filled more than once: {_some(twice)}")
-    return report
+    return skipped
 
 
 def has_own_head(path: Path) -> bool:

@@ -6,8 +6,7 @@ import torch
 
 from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
-from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
+from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_decode import gdn_decode, split_qkv
 from hybridrt.kernels.records import DeltaInputs, GateWeights
 
@@ -23,25 +22,19 @@ class GDNAttnBackend(MambaAttnBackendBase):
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         qkv, a, b = (segment.by_row(inputs[name]) for name in ("mixed_qkv", "a", "b"))
         if segment.parents is not None:  # the fused kernel does not follow parents
-            conved = causal_conv1d_update(qkv, **self.conv_rows(layer, segment))
+            conved = self.conv_rows(layer, segment, qkv)
             state = segment.state(self.layer_cache(layer.layer_id))
-            tokens, weights = self.gated(layer, split_qkv(conved, state.states), a, b)
-            out = recurrent_gated_delta_rule(tokens, state, weights)
+            tokens = DeltaInputs(*split_qkv(conved, state.states), a, b)
+            out = recurrent_gated_delta_rule(tokens, state, self.weights(layer))
         else:
             out = gdn_decode(qkv, a, b, weights=self.weights(layer), step=self.fused_step(layer, segment))
         return out.flatten(0, 1).flatten(1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
-        conved = causal_conv1d_varlen(inputs["mixed_qkv"], **self.conv_chunks(layer, segment))
+        conved = self.conv_chunks(layer, segment, inputs["mixed_qkv"])
         state = segment.state(self.layer_cache(layer.layer_id))
-        tokens, weights = self.gated(layer, split_qkv(conved, state.states), inputs["a"], inputs["b"])
-        return chunk_gated_delta_rule(tokens, state, segment.prompts, weights).flatten(1)
-
-    def gated(
-        self, layer: Any, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], a: torch.Tensor, b: torch.Tensor
-    ) -> tuple[DeltaInputs, GateWeights | None]:
-        """Tokens of the delta rule, and what it makes their gates of; None: they are made."""
-        return DeltaInputs(*qkv, *gdn_gates(a, b, self.weights(layer))), None
+        tokens = DeltaInputs(*split_qkv(conved, state.states), inputs["a"], inputs["b"])
+        return chunk_gated_delta_rule(tokens, state, segment.prompts, self.weights(layer)).flatten(1)
 
     @staticmethod
     def weights(layer: Any) -> GateWeights:

@@ -2,26 +2,18 @@
 
 from typing import Any
 
-import torch
-
 from hybridrt.attention.gdn import GDNAttnBackend
-from hybridrt.kernels.records import DeltaInputs, GateWeights
+from hybridrt.kernels.records import GateWeights
 
 
 class KDAAttnBackend(GDNAttnBackend):
-    """Kimi Delta Attention layers (Moonshot AI 2025): conv over q|k|v, then the gated delta rule, whose operations
-    compute the gates themselves.
+    """Kimi Delta Attention layers (Moonshot AI 2025): conv over q|k|v, then the gated delta rule.
 
     Inputs: mixed_qkv [T, q | k | v] before the conv, a [T, H, K] and b [T, H]; strided views will do. The norm comes
     after.
     """
 
     kind = "kda"
-
-    def gated(
-        self, layer: Any, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], a: torch.Tensor, b: torch.Tensor
-    ) -> tuple[DeltaInputs, GateWeights | None]:
-        return DeltaInputs(*qkv, a, b), self.weights(layer)
 
     @staticmethod
     def weights(layer: Any) -> GateWeights:

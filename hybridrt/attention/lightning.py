@@ -11,7 +11,7 @@ from hybridrt.attention.segments import DecodeSegment, ExtendSegment
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
-from hybridrt.kernels.records import ConvWeights, FusedStep, SSMInputs, SSMWeights
+from hybridrt.kernels.records import ConvWeights, SSMInputs, SSMWeights
 from hybridrt.kernels.selective_state_update import selective_state_update
 
 
@@ -26,14 +26,14 @@ class LightningAttnBackend(Mamba2AttnBackend):
     kind = "lightning"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        vkq, cache = segment.by_row(inputs["vkq"]), self.layer_cache(layer.layer_id)
-        state, steps = segment.state(cache), layer.steps.expand(*vkq.shape[:2], -1)
+        vkq = segment.by_row(inputs["vkq"])
+        steps = layer.steps.expand(*vkq.shape[:2], -1)
         if segment.parents is not None:  # the fused kernel does not follow parents
+            state = segment.state(self.layer_cache(layer.layer_id))
             v, k, q = split_conv_channels(F.silu(vkq), state.states.shape)
             y = selective_state_update(SSMInputs(v, steps, k, q), _weights(layer), state)
             return y.flatten(0, 1).flatten(1)
-        step = FusedStep(ConvWeights(layer.no_taps), segment.conv_state(cache), state, segment.ring(cache))
-        y = mamba2_decode(vkq, steps, None, weights=_weights(layer), step=step)
+        y = mamba2_decode(vkq, steps, None, weights=_weights(layer), step=self.fused_step(layer, segment))
         return y.reshape(segment.num_tokens, -1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
@@ -41,6 +41,10 @@ class LightningAttnBackend(Mamba2AttnBackend):
         v, k, q = split_conv_channels(F.silu(inputs["vkq"]), state.states.shape)
         tokens = SSMInputs(v, layer.steps.expand(len(v), -1), k, q)
         return mamba2_chunk_scan(tokens, _weights(layer), state, segment.prompts).flatten(1)
+
+    @staticmethod
+    def conv_weights(layer: Any) -> ConvWeights:
+        return ConvWeights(layer.no_taps)
 
 
 def _weights(layer: Any) -> SSMWeights:

@@ -15,6 +15,7 @@ from hybridrt.attention.checks import check_eager_batch, check_graph_batch, chec
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment, ForwardMetadata
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ExtendPass, ForwardBatch, GraphView
+from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.providers import needs_host
@@ -37,11 +38,6 @@ def _part(inputs: Inputs, tokens: slice, out: Tensor | None) -> Inputs:
     """The inputs of some of the tokens, and where their result may be left."""
     part = {name: t[tokens] for name, t in inputs.items()}
     return part if out is None else part | {"out": out}
-
-
-def conv_weights(layer: Any) -> ConvWeights:
-    """A mixer's conv, as the operations take it."""
-    return ConvWeights(layer.conv_weight, layer.conv_bias)
 
 
 class MambaAttnBackendBase(AttentionBackend):
@@ -143,25 +139,25 @@ class MambaAttnBackendBase(AttentionBackend):
             outputs.index_copy_(0, tokens, replaced)
         return outputs
 
-    def conv_rows(self, layer: Any, segment: DecodeSegment) -> dict[str, Any]:
-        """The keyword arguments of `causal_conv1d_update` for a mixer's decode rows, without the inputs."""
+    @staticmethod
+    def conv_weights(layer: Any) -> ConvWeights:
+        """A mixer's conv, as the operations take it."""
+        return ConvWeights(layer.conv_weight, layer.conv_bias)
+
+    def conv_rows(self, layer: Any, segment: DecodeSegment, x: Tensor) -> Tensor:
+        """The conv of a mixer's decode rows: [n, tokens_per_row, C] to the same shape."""
         cache = self.layer_cache(layer.layer_id)
-        return {
-            "weights": conv_weights(layer),
-            "state": segment.conv_state(cache),
-            "intermediate": segment.conv_windows(cache),
-        }
+        return causal_conv1d_update(x, self.conv_weights(layer), segment.conv_state(cache), segment.conv_windows(cache))
+
+    def conv_chunks(self, layer: Any, segment: ExtendSegment, x: Tensor) -> Tensor:
+        """The conv of a mixer's prompt chunks: [tokens, C] to the same shape."""
+        state = segment.conv_state(self.layer_cache(layer.layer_id))
+        return causal_conv1d_varlen(x, self.conv_weights(layer), state, segment.query_start_loc, segment.saves)
 
     def fused_step(self, layer: Any, segment: DecodeSegment) -> FusedStep:
         """The conv and the states of a mixer's decode rows."""
         cache = self.layer_cache(layer.layer_id)
-        return FusedStep(conv_weights(layer), segment.conv_state(cache), segment.state(cache), segment.ring(cache))
-
-    def conv_chunks(self, layer: Any, segment: ExtendSegment) -> dict[str, Any]:
-        """The keyword arguments of `causal_conv1d_varlen` for a mixer's prompt chunks, without the inputs."""
-        state = segment.conv_state(self.layer_cache(layer.layer_id))
-        chunks = {"weights": conv_weights(layer), "state": state, "query_start_loc": segment.query_start_loc}
-        return chunks if segment.saves is None else chunks | {"saves": segment.saves}
+        return FusedStep(self.conv_weights(layer), segment.conv_state(cache), segment.state(cache), segment.ring(cache))
 
     @staticmethod
     def ring_decay(layer: Any) -> Tensor | None:
@@ -236,8 +232,7 @@ class MambaAttnBackendBase(AttentionBackend):
         if bs:
             if bs not in by_size:
                 by_size[bs] = by_size[view.max_bs].prefix(bs)
-            decode = self._decode_rows(batch, by_size[bs])
-            self._fill(decode, batch)
+            decode = self._decode_segment(batch, by_size[bs])
         return ForwardMetadata(self._given_plans(batch), decode, begun=True)
 
     @property
@@ -266,8 +261,7 @@ class MambaAttnBackendBase(AttentionBackend):
             del batch.metadata[self.lead]
             raise BackendError(UNCOMMITTED)
         if split := batch.num_decode_rows:
-            step.decode = self._decode_rows(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))
-            self._fill(step.decode, batch)
+            step.decode = self._decode_segment(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))
         if batch.num_extend_rows:
             step.extends = self._extend_segments(batch, step.plans)
         step.begun, step.previous = True, None
@@ -290,23 +284,14 @@ class MambaAttnBackendBase(AttentionBackend):
                 f"or build the pool with tokens_per_step={tokens}"
             )
 
-    @staticmethod
-    def _decode_rows(batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
-        split, spec = batch.num_decode_rows, batch.spec_info
+    def _decode_segment(self, batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
+        """The decode rows, with slots, positions and ring cursors as they are on the device now."""
+        split, tokens, spec, pool = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info, self.mamba_pool
+        rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
+        tables = RowTables(self.pools.req_to_state_slot, pool.ring_start, pool.ring_length)
+        fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, tables)
         parents = spec.parents[:split] if spec and spec.parents is not None else None
-        return DecodeSegment(batch.req_pool_indices[:split], buffers, batch.tokens_per_row, parents)
-
-    def _fill(self, segment: DecodeSegment, batch: ForwardBatch) -> None:
-        """Reads slots, positions and ring cursors as they are on the device now."""
-        split, pool = batch.num_decode_rows, self.mamba_pool
-        fill_decode_metadata(
-            segment.buffers,
-            segment.rows,
-            batch.seq_lens[:split],
-            min(batch.num_real, split),
-            segment.tokens_per_row,
-            RowTables(self.pools.req_to_state_slot, pool.ring_start, pool.ring_length),
-        )
+        return DecodeSegment(rows, buffers, tokens, parents)
 
     def _extend_segments(self, batch: ForwardBatch, plans: Mapping[int, ChunkPlan]) -> dict[int, ExtendSegment]:
         """By chunk size, which alone differs from kind to kind."""

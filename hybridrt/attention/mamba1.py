@@ -6,7 +6,6 @@ import torch
 
 from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.mamba1_update import mamba1_update
 from hybridrt.kernels.records import SSMInputs, SSMWeights
 from hybridrt.kernels.rms_norm import rms_norm
@@ -24,14 +23,14 @@ class Mamba1AttnBackend(MambaAttnBackendBase):
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         if "dt" not in inputs:
-            return causal_conv1d_update(segment.by_row(inputs["x"]), **self.conv_rows(layer, segment)).flatten(0, 1)
+            return self.conv_rows(layer, segment, segment.by_row(inputs["x"])).flatten(0, 1)
         tokens = SSMInputs(*(segment.by_row(inputs[name]) for name in SSMInputs._fields))
         state = segment.state(self.layer_cache(layer.layer_id))
         return mamba1_update(tokens, _weights(layer), state, layer.bc_norms).flatten(0, 1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
         if "dt" not in inputs:
-            return causal_conv1d_varlen(inputs["x"], **self.conv_chunks(layer, segment))
+            return self.conv_chunks(layer, segment, inputs["x"])
         tokens = SSMInputs(*(inputs[name] for name in SSMInputs._fields))
         if norms := layer.bc_norms:
             B, C = rms_norm(tokens.B, norms.B_weight, norms.eps), rms_norm(tokens.C, norms.C_weight, norms.eps)

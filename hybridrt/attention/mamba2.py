@@ -6,7 +6,6 @@ import torch
 
 from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
@@ -28,7 +27,7 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
         xBC, dt, z = (segment.by_row(inputs[name]) for name in ("xBC", "dt", "z"))
         gate = z.unflatten(2, (layer.heads, layer.head_dim)) if layer.norm is None else None
         if segment.parents is not None:  # the fused kernel does not follow parents
-            conved = causal_conv1d_update(xBC, **self.conv_rows(layer, segment))
+            conved = self.conv_rows(layer, segment, xBC)
             state = segment.state(self.layer_cache(layer.layer_id))
             x, B, C = split_conv_channels(conved, state.states.shape)
             y = selective_state_update(SSMInputs(x, dt, B, C, gate), _weights(layer), state)
@@ -41,7 +40,7 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
         out, state = inputs.get("out"), segment.state(self.layer_cache(layer.layer_id))
-        conved = causal_conv1d_varlen(inputs["xBC"], **self.conv_chunks(layer, segment))
+        conved = self.conv_chunks(layer, segment, inputs["xBC"])
         x, B, C = split_conv_channels(conved, state.states.shape)
         z = by_head(inputs["z"], layer.heads, layer.head_dim) if layer.norm is None else None
         place = None if out is None else out.view(x.shape)

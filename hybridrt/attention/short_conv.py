@@ -6,7 +6,6 @@ import torch
 
 from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.records import ConvWeights
 from hybridrt.kernels.short_conv import short_conv_update
 
@@ -20,16 +19,14 @@ class ShortConvAttnBackend(MambaAttnBackendBase):
         projected = segment.by_row(inputs["projected"])
         if segment.parents is None:
             conv = segment.conv_state(self.layer_cache(layer.layer_id))
-            return short_conv_update(projected, _weights(layer), conv).flatten(0, 1)
+            return short_conv_update(projected, self.conv_weights(layer), conv).flatten(0, 1)
         into, out, x = projected.chunk(3, -1)  # the fused kernel does not follow parents
-        rows = self.conv_rows(layer, segment) | {"weights": _weights(layer)}
-        return (out * causal_conv1d_update(into * x, **rows)).flatten(0, 1)
+        return (out * self.conv_rows(layer, segment, into * x)).flatten(0, 1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
         into, out, x = inputs["projected"].chunk(3, -1)
-        chunks = self.conv_chunks(layer, segment) | {"weights": _weights(layer)}
-        return causal_conv1d_varlen(into * x, **chunks).mul_(out)
+        return self.conv_chunks(layer, segment, into * x).mul_(out)
 
-
-def _weights(layer: Any) -> ConvWeights:
-    return ConvWeights(layer.conv_weight, layer.conv_bias, activation=None)
+    @staticmethod
+    def conv_weights(layer: Any) -> ConvWeights:
+        return ConvWeights(layer.conv_weight, layer.conv_bias, activation=None)

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hybridrt.errors import ConfigError, ProviderNotInstalledError
 
 PERCENTILES = (50, 90, 95, 99)
@@ -70,6 +68,8 @@ class Goal:
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The value below which `share` percent lie, interpolated; 0 without values."""
+    import numpy as np  # the command line's help needs none
+
     return float(np.percentile(values, share)) if values else 0.0
 
 

@@ -82,12 +82,15 @@ class Conversation:
             isinstance(key, str) for key in self.chat_template_kwargs
         ):
             raise RequestError(
-                f"chat_template_kwargs is {shown(self.chat_template_kwargs)}; it must be a mapping of names to values"
+                f"chat_template_kwargs is {shown(self.chat_template_kwargs)}; it must be a mapping of names to values",
+                "chat_template_kwargs",
             )
         if reserved := RESERVED & set(self.chat_template_kwargs):
-            raise RequestError(f"chat_template_kwargs sets {min(reserved)}, which is no template variable; remove it")
+            text = f"chat_template_kwargs sets {min(reserved)}, which is no template variable; remove it"
+            raise RequestError(text, "chat_template_kwargs")
         if self.continue_final_message and self.add_generation_prompt:
-            raise RequestError("continue_final_message goes with add_generation_prompt=false: set it, too")
+            name = "continue_final_message"
+            raise RequestError(f"{name} goes with add_generation_prompt=false: set it, too", name)
         if self.reasoning_effort is not None and self.reasoning_effort not in EFFORTS:
             raise RequestError(
                 f"reasoning_effort is {shown(self.reasoning_effort)}; it must be one of {', '.join(EFFORTS)}",

@@ -50,7 +50,8 @@ class Renderer:
         try:
             data = msgspec.msgpack.encode(request)
         except (TypeError, ValueError, OverflowError, RecursionError) as e:
-            raise RequestError(f"the conversation cannot be passed on to its template: {e}", "messages") from e
+            text = f"the conversation cannot be passed on to its template: {e}"
+            raise RequestError(text, _unfit(messages, options.get("tools"))) from e
         if len(data) > MAX_BYTES:
             raise RequestError(f"the conversation has {len(data)} bytes; there may be {MAX_BYTES}", "messages")
         with self._lock:
@@ -121,6 +122,16 @@ class Renderer:
                 assert pipe is not None, "it is a pipe"
                 with suppress(OSError):  # closing flushes what was written, and the reader has ended
                     pipe.close()
+
+
+def _unfit(messages: Any, tools: Any) -> str:
+    """The field that is no plain data."""
+    for name, value in (("messages", messages), ("tools", tools)):
+        try:
+            msgspec.msgpack.encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            return name
+    return "chat_template_kwargs"
 
 
 def _write_frame(child: subprocess.Popen[bytes], data: bytes, seconds: float) -> None:

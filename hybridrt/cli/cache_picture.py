@@ -7,6 +7,8 @@ from hybridrt.engine.cache_dump import CacheDump, DumpedNode
 
 _ROW, _INDENT, _WIDTH, _BAR = 18, 14, 960, 360
 _TEXT = 48  # characters of an edge's text that are shown
+_LEVELS = 20  # of indentation: what is deeper stands under it
+_LETTER = 7  # width of one, rounded up
 
 
 def summary(dump: CacheDump) -> str:
@@ -29,7 +31,8 @@ def as_text(dump: CacheDump) -> str:
     lines = [summary(dump), ""]
     for node, depth, last in _walk(dump):
         trunk = "".join("   " if end else "│  " for end in last[:-1])
-        lines.append(f"{trunk}{'└─ ' if last[-1] else '├─ '}{label(node, depth)}")
+        deep = f"level {depth}: " if depth > _LEVELS else ""
+        lines.append(f"{trunk}{'└─ ' if last[-1] else '├─ '}{deep}{label(node, depth)}")
     return "\n".join(lines)
 
 
@@ -37,14 +40,16 @@ def as_svg(dump: CacheDump) -> str:
     """A drawing: one row a node, with a bar from its first token to its last, dark where KV is held, and a dot where a
     state is."""
     end = max((node.end for node in dump.nodes), default=1)
-    rows = [_svg_row(i, node, depth, end, dump.page_size) for i, (node, depth, _) in enumerate(_walk(dump))]
+    nodes = [(node, depth) for node, depth, _ in _walk(dump)]
+    rows = [_svg_row(i, node, depth, end, dump.page_size) for i, (node, depth) in enumerate(nodes)]
     height = (len(rows) + 3) * _ROW
+    width = max([_WIDTH, *(_label_x(depth) + _LETTER * len(label(node, depth)) for node, depth in nodes)])
     title = "".join(
         f'<text x="8" y="{(i + 1) * _ROW - 4}">{escape(line)}</text>'
         for i, line in enumerate(summary(dump).split("\n"))
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="monospace" font-size="11"><rect width="100%" height="100%" fill="#ffffff"/>{title}'
         f"{''.join(rows)}</svg>\n"
     )
@@ -65,17 +70,18 @@ def shortened(text: str) -> str:
 
 
 def _walk(dump: CacheDump) -> Iterator[tuple[DumpedNode, int, tuple[bool, ...]]]:
-    """Every node behind its parent: (node, depth, whether it and each node above is the last child)."""
+    """Every node behind its parent: (node, depth, whether each of the topmost nodes above, and it, is the last
+    child)."""
     children: dict[int, list[int]] = {}
     for i, node in enumerate(dump.nodes):
         children.setdefault(node.parent, []).append(i)
     roots = children.get(-1, [])
-    open_nodes: list[tuple[int, tuple[bool, ...]]] = [(i, (i == roots[-1],)) for i in reversed(roots)]
+    open_nodes: list[tuple[int, int, tuple[bool, ...]]] = [(i, 0, (i == roots[-1],)) for i in reversed(roots)]
     while open_nodes:
-        i, last = open_nodes.pop()
-        yield dump.nodes[i], len(last) - 1, last
+        i, depth, last = open_nodes.pop()
+        yield dump.nodes[i], depth, last
         below = children.get(i, [])
-        open_nodes += [(j, (*last, j == below[-1])) for j in reversed(below)]
+        open_nodes += [(j, depth + 1, (*last[:_LEVELS], j == below[-1])) for j in reversed(below)]
 
 
 def _svg_row(row: int, node: DumpedNode, depth: int, end: int, page_size: int) -> str:
@@ -84,9 +90,12 @@ def _svg_row(row: int, node: DumpedNode, depth: int, end: int, page_size: int) -
     left, right = 8 + node.start * scale, 8 + node.end * scale
     held = min(left + node.pages * page_size * scale, right)
     dot = f'<circle cx="{right:.1f}" cy="{y - 4}" r="4" fill="#c0392b"/>' if node.state else ""
-    x = _BAR + 24 + min(depth, 20) * _INDENT
     return (
         f'<rect x="{left:.1f}" y="{y - 8}" width="{right - left:.1f}" height="8" fill="#d6dce5"/>'
         f'<rect x="{left:.1f}" y="{y - 8}" width="{held - left:.1f}" height="8" fill="#2e5c8a"/>{dot}'
-        f'<text x="{x}" y="{y}">{escape(label(node, depth))}</text>'
+        f'<text x="{_label_x(depth)}" y="{y}">{escape(label(node, depth))}</text>'
     )
+
+
+def _label_x(depth: int) -> int:
+    return _BAR + 24 + min(depth, _LEVELS) * _INDENT

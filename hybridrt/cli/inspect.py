@@ -117,12 +117,16 @@ def describe_model(config: "EngineConfig") -> ModelReport:
     from hybridrt.config import dtype_name
     from hybridrt.distributed.groups import TPGroup
     from hybridrt.runtime.build import empty_model, load_target, weight_bytes
-    from hybridrt.runtime.fit import free_bytes
+    from hybridrt.runtime.fit import free_bytes, plan_ahead
 
     path, target = load_target(config, TPGroup(size=config.tp_size))
     model = empty_model(config, target, torch.device("meta"))
     whole = empty_model(config, replace(target, tp=TPGroup()), torch.device("meta"))
-    plan, plan_error = _plan(config, target, weight_bytes(model))
+    plan, plan_error = None, None
+    try:
+        plan = plan_ahead(config, target, weight_bytes(model))
+    except MemoryBudgetError as e:
+        plan_error = str(e)
     return ModelReport(
         model=str(path),
         architecture=target.model_config.architecture,
@@ -140,16 +144,6 @@ def describe_model(config: "EngineConfig") -> ModelReport:
         plan=plan,
         plan_error=plan_error,
     )
-
-
-def _plan(config: "EngineConfig", target: "RunTarget", weights: int) -> "tuple[MemoryPlan | None, str | None]":
-    """The memory plan, or None and why there is none."""
-    from hybridrt.runtime.fit import plan_ahead
-
-    try:
-        return plan_ahead(config, target, weights), None
-    except MemoryBudgetError as e:
-        return None, str(e)
 
 
 def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport]:

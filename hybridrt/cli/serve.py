@@ -1,19 +1,19 @@
 """`hybridrt serve`: a model behind the HTTP APIs of OpenAI and Anthropic."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
 import typer
 
-from hybridrt.cli.options import EMBEDDED, EngineOptions, SpeculativeOptions, read_text, setting
+from hybridrt.cli.options import EMBEDDED, EngineOptions, Overrides, SpeculativeOptions, read_text, setting
 from hybridrt.errors import ProviderNotInstalledError
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
 
 @dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(Overrides):
     """Fields of ServerConfig, which checks them."""
 
     panel: ClassVar = "Server"
@@ -52,7 +52,7 @@ class ServerOptions:
         """
         from hybridrt.server.config import read_api_keys
 
-        values = {name: value for name, value in asdict(self).items() if value is not None}
+        values = super().given()
         values["api_keys"] = read_api_keys(values.pop("api_keys", None), values.pop("api_key_file", None))
         if "chat_template" in values:
             values["chat_template"] = read_text("--chat-template", values["chat_template"])

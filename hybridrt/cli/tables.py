@@ -48,12 +48,11 @@ def print_table(
 
 def _least_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     """Characters that a table needs so that no word is broken and no column of text is narrower than READABLE."""
-    return sum(map(_least_column_width, zip(columns, *rows))) + 2 * (len(columns) - 1)
-
-
-def _least_column_width(cells: Sequence[str]) -> int:
-    longest_word = max((len(word) for cell in cells for word in cell.split()), default=0)
-    return max(longest_word, min(max(map(len, cells)), READABLE))
+    width = 2 * (len(columns) - 1)
+    for cells in zip(columns, *rows):
+        longest_word = max((len(word) for cell in cells for word in cell.split()), default=0)
+        width += max(longest_word, min(max(map(len, cells)), READABLE))
+    return width
 
 
 def bytes_text(count: int) -> str:

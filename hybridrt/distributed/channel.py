@@ -1,4 +1,4 @@
-"""Authenticated messages between processes: byte strings behind a length and a tag, over TCP or a Unix socket.
+"""Authenticated messages between processes: byte strings behind a length and a tag, over TCP.
 
 Both ends hold a key. `channel_auth.py` says how they prove it to each other before the first message, and how every
 message is tagged. `channel_codec.py` says what the bytes of a message are.
@@ -15,12 +15,9 @@ import socket
 import struct
 import time
 from collections import deque
-from typing import Protocol
 
 from hybridrt.distributed.channel_auth import TAG_BYTES, Tagger, join
 from hybridrt.errors import MessageError, PeerGoneError
-
-Address = tuple[str, int] | str  # host and port of TCP, or the path of a Unix socket
 
 MAX_MESSAGE_BYTES = 1 << 24
 MAX_QUEUED_BYTES = 1 << 26  # that wait for a peer to read
@@ -33,34 +30,9 @@ _PIECE_BYTES = 1 << 16
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
-class Channel(Protocol):
-    """One end of a connection between two processes. Only `expect` waits."""
-
-    def send(self, message: bytes) -> None:
-        """Hands a message over, now or when the peer reads.
-
-        Raises:
-            PeerGoneError: the other end is gone.
-            MessageError: the message is too long; nothing was sent.
-        """
-
-    def receive(self) -> list[bytes]:
-        """The messages that have come since the last call.
-
-        Raises:
-            PeerGoneError: the other end is gone and its last message has been returned, or it does not read.
-            MessageError: it sent something else than messages.
-        """
-
-    def expect(self, timeout: float) -> bytes:
-        """The next message. Waits for it; raises PeerGoneError also if none comes within `timeout` seconds."""
-
-    def close(self) -> None:
-        """The other end's next `receive` raises. Closing again does nothing."""
-
-
 class SocketChannel:
-    """A connected socket whose other end has proved that it holds the key. One thread at a time uses it.
+    """A connected socket whose other end has proved that it holds the key. One thread at a time uses it. `send`,
+    `receive` and `close` do not wait.
 
     Args:
         tagger: what tags messages and checks tags.
@@ -69,8 +41,7 @@ class SocketChannel:
 
     def __init__(self, connection: socket.socket, tagger: Tagger, timeout: float = TIMEOUT_S) -> None:
         connection.setblocking(False)
-        if connection.family != socket.AF_UNIX:
-            _tune(connection)
+        _tune(connection)
         self._socket, self._tagger, self._timeout = connection, tagger, timeout
         self._outgoing: deque[tuple[float, memoryview]] = deque()  # with the time when each was queued
         self._queued = 0
@@ -79,15 +50,18 @@ class SocketChannel:
         self._gone: PeerGoneError | None = None
 
     @classmethod
-    def connect(cls, address: Address, key: bytes, timeout: float = TIMEOUT_S) -> "SocketChannel":
-        """Connects, and proves to the other end that this one holds the key.
+    def connect(cls, address: tuple[str, int], key: bytes, timeout: float = TIMEOUT_S) -> "SocketChannel":
+        """Connects to a host and a port, and proves to the other end that this one holds the key.
 
         Raises:
             PeerGoneError: no process answers there within `timeout` seconds.
             AuthenticationError: the process there does not hold the key.
         """
         deadline = time.monotonic() + timeout
-        connection = _connect(address, timeout)
+        try:
+            connection = socket.create_connection(address, timeout)
+        except OSError as e:
+            raise PeerGoneError(f"no process answers at {address[0]}:{address[1]} ({e})") from e
         try:
             tagger = join(connection, key, deadline)
         except BaseException:
@@ -100,6 +74,12 @@ class SocketChannel:
         return self._socket.fileno()
 
     def send(self, message: bytes) -> None:
+        """Hands a message over, now or when the peer reads.
+
+        Raises:
+            PeerGoneError: the other end is gone.
+            MessageError: the message is too long; nothing was sent.
+        """
         if len(message) > MAX_MESSAGE_BYTES:
             raise MessageError(f"a message has {len(message)} bytes; it may have {MAX_MESSAGE_BYTES}")
         self._check()
@@ -110,6 +90,12 @@ class SocketChannel:
         self._check()
 
     def receive(self) -> list[bytes]:
+        """The messages that have come since the last call.
+
+        Raises:
+            PeerGoneError: the other end is gone and its last message has been returned, or it does not read.
+            MessageError: it sent something else than messages.
+        """
         self._flush()
         self._read()
         messages = list(self._messages)
@@ -119,6 +105,7 @@ class SocketChannel:
         return messages
 
     def expect(self, timeout: float) -> bytes:
+        """The next message. Waits for it; raises PeerGoneError also if none comes within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self._messages:
             left = deadline - time.monotonic()
@@ -148,6 +135,7 @@ class SocketChannel:
         self._check()
 
     def close(self) -> None:
+        """The other end's next `receive` raises. Closing again does nothing."""
         self._flush()
         self._end(PeerGoneError("the channel is closed"))
 
@@ -222,23 +210,6 @@ class SocketChannel:
         self._incoming.clear()
         self._queued = 0
         self._socket.close()
-
-
-def _connect(address: Address, timeout: float) -> socket.socket:
-    try:
-        if not isinstance(address, str):
-            return socket.create_connection(address, timeout)
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.settimeout(timeout)
-            connection.connect(address)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-    except OSError as e:
-        where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
-        raise PeerGoneError(f"no process answers at {where} ({e})") from e
 
 
 def _tune(connection: socket.socket) -> None:

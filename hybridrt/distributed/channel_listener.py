@@ -1,13 +1,12 @@
 """Accepts authenticated channels. Connections without the key are limited in number, in memory and in time."""
 
 import errno
-import os
 import socket
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from hybridrt.distributed.channel import TIMEOUT_S, Address, SocketChannel
+from hybridrt.distributed.channel import TIMEOUT_S, SocketChannel
 from hybridrt.distributed.channel_auth import ANSWER_BYTES, MIN_KEY_BYTES, Challenge
 from hybridrt.errors import AuthenticationError, ConfigError
 
@@ -33,8 +32,7 @@ class Listener:
     wait, or no file descriptor is left, the one that has waited longest is closed.
 
     Args:
-        address: host and port of TCP (port 0 takes a free one; `port` says which), or a path that does not exist yet:
-            a Unix socket that this user alone can connect to.
+        address: host and port. Port 0 takes a free one; `port` says which.
         timeout: of the channels, see SocketChannel.
 
     Attributes:
@@ -44,22 +42,20 @@ class Listener:
         ConfigError: the address cannot be listened at, or the key is too short.
     """
 
-    def __init__(self, address: Address, key: bytes, timeout: float = TIMEOUT_S) -> None:
+    def __init__(self, address: tuple[str, int], key: bytes, timeout: float = TIMEOUT_S) -> None:
         if len(key) < MIN_KEY_BYTES:
             raise ConfigError(f"the key has {len(key)} bytes; it needs {MIN_KEY_BYTES} that cannot be guessed")
-        self._key, self._timeout, self._path = key, timeout, address if isinstance(address, str) else None
+        self._key, self._timeout = key, timeout
         try:
-            self._socket = _unix(address) if isinstance(address, str) else _tcp(*address)
+            self._socket = socket.create_server(
+                address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            )
         except OSError as e:
             raise ConfigError(f"cannot listen at {address}: {e}") from e
         self._socket.setblocking(False)
-        self.port: int = 0 if self._path else self._socket.getsockname()[1]
+        self.port: int = self._socket.getsockname()[1]
         self.refused = 0
         self._strangers: deque[_Stranger] = deque()  # the longest wait first
-
-    def fileno(self) -> int:
-        """For select and similar calls: readable when a connection waits."""
-        return self._socket.fileno()
 
     def accept(self) -> list[SocketChannel]:
         """Channels to the processes that have proved since the last call that they hold the key."""
@@ -83,8 +79,6 @@ class Listener:
         for stranger in self._strangers:
             stranger.socket.close()
         self._strangers.clear()
-        if self._socket.fileno() >= 0 and self._path is not None:
-            os.unlink(self._path)
         self._socket.close()
 
     def _take_strangers(self) -> None:
@@ -129,19 +123,3 @@ class Listener:
         self.refused += 1
         self._strangers.remove(stranger)
         stranger.socket.close()
-
-
-def _tcp(host: str, port: int) -> socket.socket:
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-
-
-def _unix(path: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind(path)
-        os.chmod(path, 0o600)  # no process can connect before `listen`
-        listener.listen()
-    except BaseException:
-        listener.close()
-        raise
-    return listener

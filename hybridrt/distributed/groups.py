@@ -92,16 +92,12 @@ class Communicator:
             self._aborting.join(LEAVING_S)
         self._groups = {}
 
-    def forsake(self) -> None:
+    def disown(self) -> None:
         """Never destroys the group: its destructor waits for threads, which may wait for a rank that does not answer,
         or which a forked child does not have."""
         for group in self._groups.values():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._groups = {}
-
-    def disown(self) -> None:
-        """In a forked child."""
-        self.forsake()
 
     def _run(self, x: torch.Tensor, collective: Callable[[Any], dist.Work | None]) -> None:
         """Runs a collective on tensors that lie where `x` does."""
@@ -133,7 +129,8 @@ def _interface(loopback: bool) -> Iterator[None]:
     """What gloo and NCCL are told about interfaces, where all ranks run on this host. Both read the environment."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ()
     before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, _loopback_interface()))
+    interface = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # macOS has "lo0"
+    os.environ.update(dict.fromkeys(names, interface))
     try:
         yield
     finally:
@@ -141,11 +138,6 @@ def _interface(loopback: bool) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-
-
-def _loopback_interface() -> str:
-    """Its name: "lo" on Linux, "lo0" on other systems."""
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 @dataclass(frozen=True)

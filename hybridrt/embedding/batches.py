@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_within, host_integers
+from hybridrt.embedding.positions import Positions
 from hybridrt.errors import BackendError, PoolError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.kernels.draft_tree import tree_positions
@@ -21,6 +22,7 @@ class Batches:
         slot_of: the state slot of each row that has been admitted; 0 in a model without recurrent layers.
         paged: [R + 1, pages of a row] bool, which pages of a row were written since it was admitted; None where only
             the device knows.
+        positions: where the states stand.
         staging: copies columns to the device.
     """
 
@@ -31,6 +33,7 @@ class Batches:
         self.max_len = runtime.plan.max_model_len + runtime.config.num_verify_tokens - 1
         self.slot_of: dict[int, int] = {}
         self.paged: np.ndarray | None = np.zeros((self.table.num_rows + 1, self.max_pages), bool)
+        self.positions = Positions(numbers.rows)
         self.staging = StagingRing(self.device)
 
     def make(
@@ -65,12 +68,15 @@ class Batches:
         ids = self.take_ids(input_ids, int(new.sum()), columns)
         sections = self.staging.upload(columns)
         inputs = self._inputs(sections, sections["input_ids"] if ids is None else ids, split * tokens, spec_info)
-        return make_batch(
+        batch = make_batch(
             self.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, split, spec_info,
             num_real, seq_lens_cpu=lens.tolist(), query_lens_cpu=new.tolist(),
             read_state_slots=sections.get("read_state_slots"),
             chunk_plans=chunk_plans(columns, sections, new[split:].tolist(), sizes),
         )  # fmt: skip
+        if self.table.mamba_pool is not None:
+            self.positions.note(batch, lines, lens - new, lens, columns.get("read_state_slots"))
+        return batch
 
     def check_rows(self, lines: np.ndarray) -> int:
         """How many rows are real: they come first, have been admitted, and share neither row nor slot."""
@@ -88,6 +94,7 @@ class Batches:
     def admit(self, lines: np.ndarray, state_slots: list[int]) -> None:
         """Notes that rows begin new requests, with these slots and without pages."""
         self.slot_of |= zip(lines.tolist(), state_slots)
+        self.positions.admit(lines.tolist(), state_slots)
         if self.paged is not None:
             self.paged[lines] = False
 

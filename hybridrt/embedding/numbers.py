@@ -15,6 +15,7 @@ from hybridrt.errors import BackendError, PoolError
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 
 Array = Sequence[int] | np.ndarray | torch.Tensor
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
 Integers = TypeVar("Integers", int, np.ndarray, torch.Tensor)
 
 
@@ -115,6 +116,8 @@ def host_integers(name: str, values: Array) -> np.ndarray:
     if isinstance(values, torch.Tensor):
         if values.device.type != "cpu":
             raise BackendError(f"{name} is on {values.device}; a step is planned on the host: pass host integers")
+        if values.layout != torch.strided or values.dtype not in _INTEGERS:
+            raise BackendError(f"{name} has dtype {values.dtype} and layout {values.layout}; it must hold integers")
         values = values.numpy()
     try:
         found = np.asarray(values)
@@ -148,5 +151,7 @@ def check_on_device(name: str, tensor: torch.Tensor, device: torch.device) -> No
     """BackendError unless it is a tensor of int32 or int64 on the device."""
     if not isinstance(tensor, torch.Tensor) or tensor.device != device:
         raise BackendError(f"{name} must be a tensor on {device}")
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise BackendError(f"{name} has dtype {tensor.dtype}; it must be int32 or int64")
+    if tensor.layout != torch.strided or tensor.dtype not in (torch.int32, torch.int64):
+        raise BackendError(
+            f"{name} has dtype {tensor.dtype} and layout {tensor.layout}; it must be dense, int32 or int64"
+        )

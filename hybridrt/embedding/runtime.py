@@ -7,6 +7,7 @@ import torch
 
 from hybridrt.embedding.batches import Batches
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_on_device, check_within, host_integers
+from hybridrt.embedding.positions import StepRows
 from hybridrt.errors import BackendError, PoolError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.mem_cache.bounds import check_range, may_look
@@ -35,6 +36,7 @@ class EmbeddedRuntime:
         self.model, self.pools, self.backend = runtime.model, runtime.pools, runtime.backend
         self.device = runtime.target.device
         self._batches = Batches(runtime, numbers)
+        self._positions = self._batches.positions
         self._open: ForwardBatch | None = None  # the batch whose `forward` was called and whose `commit` is missing
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -122,14 +124,16 @@ class EmbeddedRuntime:
             PoolError: a number is scratch, outside its table or there twice; a row was not admitted, or the slot is its
                 own; the model keeps no state; a step waits for its commit.
         """
-        pool, sections = self._state_move("snapshot", rows, state_slots)
+        pool, sections, lines, places = self._state_move("snapshot", rows, state_slots)
         pool.snapshot(sections["rows"], sections["slots"])
+        self._positions.snapshot(lines, places)
 
     @torch.inference_mode()
     def restore(self, state_slots: Array, rows: Array) -> None:
         """Copies the states in `state_slots` into the slots that `rows` own. PoolError as in `snapshot`."""
-        pool, sections = self._state_move("restore", rows, state_slots)
+        pool, sections, lines, places = self._state_move("restore", rows, state_slots)
         pool.restore(sections["slots"], sections["rows"])
+        self._positions.restore(places, lines)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -172,9 +176,12 @@ class EmbeddedRuntime:
         not have run yet; run the steps in the order in which they were prepared.
 
         Raises:
-            BackendError: the batch contradicts itself or the pools.
+            BackendError: the batch contradicts itself or the pools, or a row does not continue where its state stands.
         """
+        step = self._positions.of(batch)
+        self._positions.check(step)
         self.backend.prepare(batch)
+        self._positions.prepared(step)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -189,6 +196,7 @@ class EmbeddedRuntime:
         self._require_commit("forward", BackendError)
         check_range("input_ids", batch.input_ids, self._batches.vocab_size, BackendError)  # they may be filled late
         hidden: torch.Tensor = self.model(batch)
+        self._positions.ran(self._positions.of(batch))
         self._open = batch if batch.num_decode_rows else None
         return hidden
 
@@ -210,15 +218,18 @@ class EmbeddedRuntime:
         Raises:
             BackendError: this batch was not the last to run, or `accepted` does not fit it.
         """
-        if batch is not self._open:
+        if batch is None or batch is not self._open:
             raise BackendError("commit is for the batch that forward ran last, once, if it has decode rows")
         self.backend.commit(batch, self._accepted(batch, accepted), path)
+        if accepted is not None:
+            self._positions.accepted(self._positions.of(batch), accepted)
         self._open = None
 
     def drop(self) -> None:
         """Discards all steps that were prepared and not committed, after a failure. The states and the KV of their rows
         are unknown: admit their requests again."""
         self.backend.drop_step()
+        self._positions.drop(self._positions.of(self._open) if self._open else None)
         self._open = None
 
     def capture(self, max_rows: int | None = None, sizes: Sequence[int] = ()) -> "DecodeGraphs":
@@ -240,7 +251,9 @@ class EmbeddedRuntime:
         if self._open is not None:
             raise error(f"{what} while a step waits for its commit: call commit(batch), or drop() to give it up")
 
-    def _state_move(self, what: str, rows: Array, state_slots: Array) -> tuple[MambaPool, Sections]:
+    def _state_move(
+        self, what: str, rows: Array, state_slots: Array
+    ) -> tuple[MambaPool, Sections, list[int], list[int]]:
         self._require_commit(what)
         pool = self.pools.req_to_token.mamba_pool
         if pool is None:
@@ -251,7 +264,8 @@ class EmbeddedRuntime:
         for row, slot in zip(lines.tolist(), places.tolist()):
             if self._batches.slot_of[row] == slot:
                 raise PoolError(f"{what}: slot {self.numbers.state_slots.outside(slot)} is the row's own")
-        return pool, self._batches.staging.upload({"rows": lines, "slots": places})
+        sections = self._batches.staging.upload({"rows": lines, "slots": places})
+        return pool, sections, lines.tolist(), places.tolist()
 
     def _accepted(self, batch: ForwardBatch, accepted: Array | None) -> torch.Tensor | None:
         if (batch.spec_info is None) != (accepted is None):
@@ -318,7 +332,14 @@ class DecodeGraphs:
         batches.check_pages(lines, lens - ones)
         columns: Columns = {"rows": lines}
         ids = batches.take_ids(input_ids, len(lines), columns)
+        step = None
+        if batches.table.mamba_pool is not None:
+            step = StepRows(lines.tolist(), (lens - ones).tolist(), lens.tolist(), len(lines))
+        batches.positions.check(step)
         sections = batches.staging.upload(columns)
         self._last_tokens.index_copy_(0, sections["rows"].long(), sections["input_ids"] if ids is None else ids)
         nothing = np.zeros_like(lines)
-        return self._graphs.replay(DecodeRows(lines, lens - ones, nothing, nothing))
+        logits = self._graphs.replay(DecodeRows(lines, lens - ones, nothing, nothing))
+        batches.positions.prepared(step)
+        batches.positions.ran(step)
+        return logits

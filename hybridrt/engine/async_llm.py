@@ -175,7 +175,7 @@ class AsyncLLM:
         self._events = events
         name = f"async-{next(self._names)}" if name is None else name
         if name in self._streams:
-            raise RequestError(f"request id {name!r} is in use; pass another one, or None to get one")
+            raise RequestError(f"request id {name!r} is in use; pass another one, or None to get one", "request_id")
         deltas = DeltaStream(self._loop)
         if isinstance(prepared, PreparedPrompt):
             batch = {name: prepared}

@@ -29,7 +29,7 @@ class DumpedNode:
         pages: whole KV pages of the edge. state, tail: whether it has a state, and a partly used page for that.
         readers: requests that read the path up to here.
         used: when it was last used; greater is later.
-        salt: which of the cache's salts, by number; 0 for prompts without one, as far as there are any.
+        salt: which of the cache's salts, by number; 0 for prompts without one.
         text: of the edge, where a tokenizer was given.
     """
 
@@ -89,7 +89,7 @@ def cache_dump(pools: CacheCoordinator, decode: Callable[[Sequence[int]], str] |
 
 def _dumped_nodes(tree: RadixCache, decode: Callable[[Sequence[int]], str] | None = None) -> tuple[DumpedNode, ...]:
     """The nodes of a tree; their texts if `decode` makes text of tokens."""
-    salts, places, found = dict[str, int](), dict[int, int](), list[DumpedNode]()
+    salts, places, found = {"": 0}, dict[int, int](), list[DumpedNode]()
     for node in tree.nodes():
         assert node.parent is not None
         if node.parent.parent is None:

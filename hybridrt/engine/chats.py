@@ -65,8 +65,8 @@ def prepare_chat(
     max_prompt = engine.intake.limits.max_model_len - 1
 
     def encode(text: str) -> list[int]:
-        longest = max_prompt if params.truncate_prompt_tokens is None else len(text)
-        return encode_prompt(tokenizer, text, longest, bare=True)
+        truncated = params.truncate_prompt_tokens is not None
+        return encode_prompt(tokenizer, text, max_prompt, bare=True, truncated=truncated)
 
     prompt = chat.prompt(conversation, params, encode)
     try:

@@ -83,7 +83,7 @@ class ItlTarget:
     def __init__(
         self, seconds: float, *, cost: StepCost | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.seconds, self.cost, self._clock = seconds, cost or StepCost(), clock
+        self.seconds, self.cost, self.clock = seconds, cost or StepCost(), clock
         self._last_end = 0.0
         self._unseen: list[StepWork] = []  # launched before the step that is waited for next, and read
         self._unseen_start = 0.0
@@ -96,19 +96,16 @@ class ItlTarget:
         """
         if not len(decode):
             return ChunkBudget(tokens)
-        late = since is not None and self._clock() - since > LATE_SECONDS
+        late = since is not None and self.clock() - since > LATE_SECONDS
         margin = min(2 * (self.cost.error or 0.0), MAX_MARGIN)
         target = self.seconds * (1 - margin) * (LATE_FACTOR if late else 1.0)
         return ChunkBudget(tokens, self.cost, target, StepWork.of(StepPlan(decode=decode)))
-
-    def launched(self) -> float:
-        """The time now, at which a step is launched; `ended` takes it."""
-        return self._clock()
 
     def ended(self, plan: StepPlan, launched: float, gained: int) -> None:
         """Observes a step that was read. Call it in launch order.
 
         Args:
+            launched: when, by `clock`.
             gained: tokens of all its rows; 0: it was not waited for, or failed.
         """
         if not self._unseen:
@@ -116,7 +113,7 @@ class ItlTarget:
         self._unseen.append(StepWork.of(plan))
         if not gained:
             return
-        now, works = self._clock(), self._unseen
+        now, works = self.clock(), self._unseen
         start = max(self._unseen_start, self._last_end)
         self._last_end, self._unseen = now, []
         if now > start:

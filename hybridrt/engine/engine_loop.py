@@ -93,7 +93,9 @@ class EngineLoop:
             if self.error is not None or self._closing:
                 raise self.error or UnavailableError("the engine is closed; build a new one")
             if request_id in self._unfinished:
-                raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
+                raise RequestError(
+                    f"request id {request_id!r} is in use; pass another one, or None to get one", "request_id"
+                )
             if self._count + n > self.max_samples:
                 raise QueueFullError(
                     f"{self._count} samples run or wait, the request asks for {n} more, and {self.max_samples} may be "

@@ -77,7 +77,8 @@ class EngineLimits:
             raise PromptTooLongError(
                 f"the prompt has {num_tokens} tokens; this model's maximum context length is {longest + 1} tokens "
                 f"(max_model_len), so it may have at most {longest}, which leaves room for one output token: shorten "
-                "it or raise max_model_len"
+                "it or raise max_model_len",
+                "prompt",
             )
 
 
@@ -113,16 +114,17 @@ class Intake:
         self._check_params(params)
         tokens = self._encode(prompt, params)
         if not tokens:
-            raise RequestError("the prompt is empty; give it at least one token")
+            raise RequestError("the prompt is empty; give it at least one token", "prompt")
         if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
             bad = next(t for t in tokens if not 0 <= t < limits.vocab_size)
             raise RequestError(
-                f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {limits.vocab_size - 1}"
+                f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {limits.vocab_size - 1}", "prompt"
             )
         if limits.image_tokens and (held := limits.image_tokens.keys() & set(tokens)):
             raise RequestError(
                 f"the prompt holds token {min(held)} ({limits.image_tokens[min(held)]}), which stands for an image or "
-                "a video; hybridrt runs the text part of this model alone: leave images out"
+                "a video; hybridrt runs the text part of this model alone: leave images out",
+                "prompt",
             )
         limits.check_length(len(tokens))
         longest = limits.max_model_len
@@ -182,10 +184,9 @@ class Intake:
             self.limits.check_length(len(content))
             return token_ids(content)
         if self.tokenizer is None:
-            raise RequestError("the prompt is text and this model has no tokenizer; pass a list of token ids")
-        if kept is not None:
-            return encode_prompt(self.tokenizer, content, len(content))[-kept:]
-        return encode_prompt(self.tokenizer, content, self.limits.max_model_len - 1)
+            raise RequestError("the prompt is text and this model has no tokenizer; pass a list of token ids", "prompt")
+        found = encode_prompt(self.tokenizer, content, self.limits.max_model_len - 1, truncated=kept is not None)
+        return found if kept is None else found[-kept:]
 
 
 def check_arrived(arrived: PrefixMatch | None, num_tokens: int) -> None:
@@ -214,7 +215,7 @@ def _check_first(params: SamplingParams, rules: TokenRules, matcher: Matcher | N
 
 
 def check_names(request_id: object, export_to: object) -> None:
-    """Raises RequestError for what `Engine.add_request` cannot take as a request's id or as a place in an arena."""
+    """Raises RequestError for what `Engine.submit` cannot take as a request's id or as a place in an arena."""
     if request_id is not None and not (isinstance(request_id, str) and is_text(request_id)):
         raise RequestError(f"request_id is {shown(request_id)}; pass a string of text, or None to get one")
     if export_to is not None and not (isinstance(export_to, range) and 0 <= export_to.start < export_to.stop < 2**63):

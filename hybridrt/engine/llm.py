@@ -152,7 +152,8 @@ class LLM:
         engine, queue = self.engine, DeltaQueue()
         total = sum(prepared.params.n for prepared in batch)
         ended: dict[tuple[str, int], Delta] = {}
-        with Interrupts() as interrupts, _progress_bar(total, len(batch)) as bar:
+        hidden = len(batch) < 2 or not _shows_bars()
+        with Interrupts() as interrupts, tqdm(total=total, disable=hidden, unit="sample", desc="generate") as bar:
             try:
                 with engine.turns:
                     ids = [engine.submit(prepared, stream=False, queue=queue) for prepared in batch]
@@ -362,10 +363,6 @@ def _shows_bars() -> bool:
     """Whether progress bars are seen: standard error is a terminal, or tqdm has found a notebook. `sys.stderr` is None
     where standard error is closed."""
     return issubclass(tqdm, tqdm_notebook) or (sys.stderr is not None and sys.stderr.isatty())
-
-
-def _progress_bar(total: int, prompts: int) -> tqdm:
-    return tqdm(total=total, disable=prompts < 2 or not _shows_bars(), unit="sample", desc="generate")
 
 
 def _raise_error(deltas: Sequence[Delta]) -> None:

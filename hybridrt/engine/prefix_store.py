@@ -61,7 +61,7 @@ class PrefixStore:
         window = self.windows.of(match.state)
         return PrefixMatch() if window is None else replace(match, window=window)
 
-    def held(self, tokens: np.ndarray, salt: str) -> int:
+    def touch(self, tokens: np.ndarray, salt: str) -> int:
         """How many of a prompt's first tokens [n] int32 have KV here, in whole pages, with a state behind them or
         without. They count as used just now."""
         if not self.keeps or not self.tree.page_size:
@@ -294,8 +294,9 @@ class PrefixStore:
         if request.params.prompt_logprobs is None:
             evicted = max(self._seen.length(request.ids[: prompt - 1], salt) - match.known, 0)
             counts.without_kv += evicted
-            counts.retokenised += max(match.retokenised - evicted, 0)
-            counts.without_state += max(min(match.known, prompt - 1) - match.length, 0) if self._slots.total else 0
+            known = min(match.known, prompt - 1)
+            counts.retokenised += max(min(match.retokenised, prompt - 1 - known) - evicted, 0)
+            counts.without_state += known - match.length if self._slots.total else 0
         if self.tier is not None:
             self.tier.tree.touch(request.ids[: match.length], salt)
 

@@ -66,7 +66,9 @@ def token_ids(ids: Ids) -> list[int]:
         return list(ids)
     bad = next(((i, t) for i, t in enumerate(ids) if not is_token_id(t)), None)
     if bad is not None:
-        raise RequestError(f"token id {bad[0]} of the prompt is {shown(bad[1])}, a {_kind(bad[1])}; {ACCEPTED}")
+        raise RequestError(
+            f"token id {bad[0]} of the prompt is {shown(bad[1])}, a {_kind(bad[1])}; {ACCEPTED}", "prompt"
+        )
     return [int(t) for t in ids]
 
 
@@ -84,7 +86,7 @@ def _only_value(prompt: Mapping[Any, Any]) -> object:
     if list(prompt) == ["prompt_token_ids"] and not isinstance(prompt["prompt_token_ids"], (str, Mapping)):
         return prompt["prompt_token_ids"]
     held = ", ".join(f"{shown(key)}: {_kind(value)}" for key, value in list(prompt.items())[:4])
-    raise RequestError(f"the prompt is a dictionary with {{{held}}}; {ACCEPTED}")
+    raise RequestError(f"the prompt is a dictionary with {{{held}}}; {ACCEPTED}", "prompt")
 
 
 def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
@@ -97,7 +99,7 @@ def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
 
 def not_a_prompt(value: object) -> RequestError:
     """The error for a value that is no prompt."""
-    return RequestError(f"the prompt is {_article(_kind(value))}; {ACCEPTED}")
+    return RequestError(f"the prompt is {_article(_kind(value))}; {ACCEPTED}", "prompt")
 
 
 def _kind(value: object) -> str:

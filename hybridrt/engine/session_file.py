@@ -4,6 +4,7 @@ import hashlib
 import os
 import secrets
 import stat
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +23,7 @@ from hybridrt.runtime.state_identity import Identity, first_difference
 FORMAT = "hybridrt session 1"
 TOKENS, POSITIONS = "tokens", "positions"
 MAX_NOTE = 1 << 20  # characters
+_MAX_HEADER = 1 << 26  # bytes
 _DTYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8",
     torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -102,8 +104,7 @@ class SessionReader:
     def __init__(self, path: Path, identity: Identity) -> None:
         self._path, self._identity = path, identity
         _check_path(path)
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe could wait forever
-            raise SessionError(f"{path} is not a regular file")
+        _check_header_size(path)
         try:
             self._file = safe_open(path, "pt")
             self._metadata: dict[str, str] = self._file.metadata() or {}
@@ -189,6 +190,18 @@ def _check_path(path: Path) -> None:
         possible = False
     if not possible:
         raise SessionError(f"{shown(str(path))} holds a character that no file name may hold; choose another name")
+
+
+def _check_header_size(path: Path) -> None:
+    """SessionError if the header is longer than one of ours, or than the file. To open a pipe could wait forever, and
+    the library maps a file of any size."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise SessionError(f"{path} is not a regular file")
+    with open(path, "rb") as file:
+        start, size = file.read(8), os.fstat(file.fileno()).st_size
+    header = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if not 0 < header <= min(size - 8, _MAX_HEADER):
+        raise SessionError(f"{path} is cut off, or no safetensors file: a header of {header} in {size} bytes")
 
 
 def _checksum(tensors: Tensors, metadata: Mapping[str, str]) -> str:

@@ -14,6 +14,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 # Normal form C and its kin make one character of at most so many: no canonical decomposition is longer (UAX 15).
 _COMPOSED = 4
+# Text of which only the last tokens are used is tokenised whole: a suffix by itself may become other tokens. So it may
+# have as many characters as a prompt that is used whole, and at least so many.
+_MAX_TRUNCATED = 2**20
 
 
 class Tokenizer(Protocol):
@@ -76,29 +79,41 @@ class HFTokenizer:
         return self.hf.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, max_tokens: int, *, bare: bool = False) -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer, text: str, max_tokens: int, *, bare: bool = False, truncated: bool = False
+) -> list[int]:
     """Token ids of a prompt. Text too long for `max_tokens` whatever its tokens are is refused before it costs more
     than its length; so is text of which a tokenizer would drop so much that it might fit (repeated spaces).
 
     Args:
         bare: as `encode_bare` does.
+        truncated: the caller uses the last tokens alone. The text may then have _MAX_TRUNCATED (2**20) characters in
+            any case.
 
     Raises:
         RequestError: the text is too long, or no Unicode text.
     """
     width = tokenizer.characters_per_token
-    if len(text) > max_tokens * width:
+    if truncated and len(text) > (most := max(max_tokens * width, _MAX_TRUNCATED)):
+        raise PromptTooLongError(
+            f"the prompt has {len(text)} characters; truncate_prompt_tokens takes up to {most} characters, because all "
+            "of them are tokenised: send the end of the text alone",
+            "prompt",
+        )
+    if not truncated and len(text) > max_tokens * width:
         raise PromptTooLongError(
             f"the prompt has {len(text)} characters; it may have at most {max_tokens} tokens (this model's maximum "
             f"context length is {max_tokens + 1} tokens, one of them for the output), and none stands for more than "
-            f"{width} characters: shorten it or raise max_model_len"
+            f"{width} characters: shorten it or raise max_model_len",
+            "prompt",
         )
     try:
         text.encode()
     except UnicodeEncodeError as e:
         raise RequestError(
             f"the prompt's character {e.start} is U+{ord(text[e.start]):04X}, half of a surrogate pair: no text by "
-            "itself; decode the prompt from its bytes anew, or remove it"
+            "itself; decode the prompt from its bytes anew, or remove it",
+            "prompt",
         ) from e
     return tokenizer.encode_bare(text) if bare else tokenizer.encode(text)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrt.config import AttentionConfig, LatentConfig, LayerSpec, LinearConfig
 from hybridrt.config_fields import CHUNK, DT_LIMIT, MULTIPLIER, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG, FieldType
+from hybridrt.config_json import FLAG, FieldType, list_of, one_of
 from hybridrt.errors import ConfigError, shown
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
@@ -23,6 +23,13 @@ MAMBA2: FieldTypes = {
     "mamba_chunk_size": CHUNK,
     "time_step_limit": DT_LIMIT,
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
+}
+# Of layers that are a Gated Delta Net or attention, likewise.
+GDN: FieldTypes = {
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), STATE),
+    "linear_conv_kernel_dim": TAPS,
+    "layer_types": list_of(one_of("linear_attention", "full_attention")),
 }
 # Of families whose models in transformers rotate whole heads, whatever the factor is.
 FULL_ROPE = FieldType(

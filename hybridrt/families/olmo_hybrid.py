@@ -2,17 +2,14 @@
 
 from typing import Any
 
-from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG, NULL, either, list_of, one_of
-from hybridrt.families.base import FULL_ROPE, Family, FamilyFields, attention_config, gdn_config, interleaved
+from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, FieldTypes
+from hybridrt.config_json import FLAG, NULL, either
+from hybridrt.families.base import FULL_ROPE, GDN, Family, FamilyFields, attention_config, gdn_config, interleaved
 
 FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), STATE),
-    "linear_conv_kernel_dim": TAPS,
-    "layer_types": list_of(one_of("linear_attention", "full_attention")),
+    **GDN,
     "rms_norm_eps": EPSILON,
     "rope_parameters": either(NULL, FULL_ROPE),
     **dict.fromkeys(("linear_allow_neg_eigval", "attention_bias"), FLAG),

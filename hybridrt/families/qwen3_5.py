@@ -4,18 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrt.config import LayerSpec
-from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, OUTPUT_GATES, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG, NULL, OBJECT, either, list_of, one_of
-from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config, interleaved
+from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, OUTPUT_GATES, SIZE, FieldTypes
+from hybridrt.config_json import FLAG, NULL, OBJECT, either
+from hybridrt.families.base import GDN, Family, FamilyFields, attention_config, gdn_config, interleaved
 
 FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
     **OUTPUT_GATES,
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), STATE),
-    "linear_conv_kernel_dim": TAPS,
-    "layer_types": list_of(one_of("linear_attention", "full_attention")),
+    **GDN,
     "mtp_num_hidden_layers": either(NULL, COUNT),
     "mtp_use_dedicated_embeddings": either(NULL, FLAG),
     "rms_norm_eps": EPSILON,

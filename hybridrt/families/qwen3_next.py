@@ -12,21 +12,16 @@ from hybridrt.config_fields import (
     OUTPUT_GATES,
     PERIOD,
     SIZE,
-    STATE,
-    TAPS,
     FieldTypes,
 )
-from hybridrt.config_json import FLAG, NULL, OBJECT, either, integer, list_of, one_of
-from hybridrt.families.base import Family, FamilyFields, attention_config, gdn_config, interleaved
+from hybridrt.config_json import FLAG, NULL, OBJECT, either, integer, list_of
+from hybridrt.families.base import GDN, Family, FamilyFields, attention_config, gdn_config, interleaved
 
 FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
     **OUTPUT_GATES,
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), STATE),
-    "linear_conv_kernel_dim": TAPS,
-    "layer_types": list_of(one_of("linear_attention", "full_attention")),
+    **GDN,
     **dict.fromkeys(("num_experts", "num_experts_per_tok"), COUNT),
     "decoder_sparse_step": PERIOD,
     "mlp_only_layers": list_of(integer(0, MAX_LAYERS)),

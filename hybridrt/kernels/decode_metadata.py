@@ -27,7 +27,8 @@ class DecodeBuffers(NamedTuple):
 
     @classmethod
     def allocate(cls, rows: int, device: torch.device | str) -> "DecodeBuffers":
-        return cls(*torch.zeros((5, rows), dtype=torch.int32, device=device))
+        """Each begins at a multiple of 16 bytes: kernels are compiled for one alignment."""
+        return cls(*torch.zeros((5, -(-rows // 4) * 4), dtype=torch.int32, device=device)[:, :rows])
 
     def prefix(self, rows: int) -> "DecodeBuffers":
         """Views of the first `rows` entries."""

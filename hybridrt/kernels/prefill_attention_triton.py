@@ -51,7 +51,8 @@ def _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N:
     return blocks * BLOCK_N
 
 
-@triton.jit
+# The rows of prompts stand behind those that decode: their integers are aligned for some numbers of rows only.
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
     k_cache_ptr, v_cache_ptr, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, k_ptr, v_ptr, table_sr, total,
     HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
@@ -107,7 +108,7 @@ def _softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-unty
     return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _extend_kernel(  # type: ignore[no-untyped-def]
     q_ptr, keys, values, ropes, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, out_ptr, q_st, q_sh, table_sr, total,
     scale_log2,

@@ -36,7 +36,7 @@ def _pages_kernel(  # type: ignore[no-untyped-def]
     tl.store(table_ptr + row * table_sr + index * PAGE + offset, slots.to(tl.int32), mask=offset < PAGE)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows_ptr"])
 def _tokens_kernel(rows_ptr, tokens_ptr, last_tokens_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count

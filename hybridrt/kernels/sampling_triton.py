@@ -3,6 +3,8 @@
 A row's vocabulary is split among programs. Filters are a threshold on the logits (`sampling_filters_triton.py`).
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -131,13 +133,13 @@ def _reduce_kernel(best_ptr, candidates_ptr, tokens_ptr, splits, BLOCK_S: tl.con
 
 
 def greedy_triton(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
-    return _argmax(logits, bitmask=bitmask)
+    return _argmax(logits, bitmask)
 
 
 def sample_triton(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor) -> Tensor:
     """Prepare, threshold (where a filter is on), draw."""
     prepared, threshold = _filtered(logits, filters)
-    return _argmax(prepared, threshold=threshold, temperature=filters.temperature, seeds=seeds, indices=indices)
+    return _argmax(prepared, None, threshold, (filters.temperature, seeds, indices))
 
 
 def filtered_logits_triton(logits: Tensor, filters: LogitFilters) -> Tensor:
@@ -166,14 +168,9 @@ def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | N
 
 
 def _argmax(
-    logits: Tensor,
-    *,
-    bitmask: Tensor | None = None,
-    threshold: Tensor | None = None,
-    temperature: Tensor | None = None,
-    seeds: Tensor | None = None,
-    indices: Tensor | None = None,
+    logits: Tensor, bitmask: Tensor | None, threshold: Tensor | None = None, draw: Sequence[Tensor | None] = (None,) * 3
 ) -> Tensor:
+    """The best of each row's allowed entries from the threshold on. `draw`: temperature, seeds and indices of draws."""
     batch, vocabulary = logits.shape
     if batch == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
@@ -185,7 +182,7 @@ def _argmax(
     best = torch.empty(batch, splits, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(batch, splits, dtype=torch.int64, device=logits.device)
     _argmax_kernel[(batch, splits)](
-        logits, bitmask, threshold, temperature, seeds, indices, best, tokens, logits.stride(0),
+        logits, bitmask, threshold, *draw, best, tokens, logits.stride(0),
         0 if bitmask is None else bitmask.stride(0), vocabulary, per_split, splits,
         STREAM=STREAM_TOKEN, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip

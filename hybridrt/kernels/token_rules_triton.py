@@ -41,7 +41,7 @@ def _behind_prefix(  # type: ignore[no-untyped-def]
     return holds
 
 
-@triton.jit(do_not_specialize=["path_sr"])
+@triton.jit(do_not_specialize=["path_sr"], do_not_specialize_on_alignment=["rows_ptr", "indices_ptr", "known_ptr"])
 def _token_rules_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, out_ptr, rows_ptr, indices_ptr, known_ptr, path_ptr, counts_ptr, columns_ptr, prefixes_ptr, allowed_ptr,
     history_ptr, path_sr, logits_sr, plane, words, V, M: tl.constexpr, P: tl.constexpr, H: tl.constexpr,

@@ -217,8 +217,7 @@ class DenseMethod(LinearMethod):
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         if not is_skinny(x, self.weight, activation):
-            h, residual = norm(x, residual)
-            return self.apply(h, bias, activation), residual
+            return super().apply_normed(norm, x, residual, bias, activation)
         before = InputNorm(norm.weight, norm.eps, residual)
         y, total = skinny_linear(x, self.weight, bias, norm=before, activation=activation)
         return y, x if total is None else total

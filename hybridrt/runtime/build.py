@@ -175,12 +175,6 @@ def pool_spec(config: EngineConfig, target: RunTarget) -> MambaPoolSpec:
     return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, tree)
 
 
-def page_demand(config: EngineConfig, model_config: ModelConfig) -> PageDemand:
-    """How many KV pages the model's requests hold at a time."""
-    window, chunk = model_config.sliding_window, config.chunked_prefill_size
-    return PageDemand(config.page_size, window, chunk, config.num_verify_tokens)
-
-
 def kv_groups(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, list[int]]:
     """Layers with keys and values by their spec: the model's attention layers, then those of its drafter."""
     mc = target.model_config
@@ -219,7 +213,7 @@ def make_plan(
     plan = plan_memory(
         budget_bytes=budget_bytes,
         costs=costs,
-        demand=page_demand(config, mc),
+        demand=PageDemand(config.page_size, mc.sliding_window, config.chunked_prefill_size, config.num_verify_tokens),
         max_running_requests=config.max_running_requests,
         default_rows=DEFAULT_ROWS[target.device.type],
         max_model_len=config.max_model_len,

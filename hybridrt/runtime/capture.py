@@ -4,7 +4,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from hybridrt.runtime.build import keeps_prefixes, step_widths
-from hybridrt.runtime.graph_runner import CudaGraphRecorder, GraphRunner, Recorder
+from hybridrt.runtime.graph_runner import GraphRunner, Recorder, make_recorder
 from hybridrt.runtime.prompt_graphs import PromptGraphs
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def capture_graphs(runner: "StepRunner", progress: bool = False) -> None:
     asked, rows = runner.config.cuda_graph_max_bs, runner.memory_plan.num_rows
     if asked is not None and asked > rows:
         logger.warning("graphs end at batch %d, not at cuda_graph_max_bs=%d: no more requests have state", rows, asked)
-    recorder = CudaGraphRecorder() if runner.device.type == "cuda" else None
+    recorder = make_recorder(runner.device)
     runner.prompt_graphs = _capture_prompts(runner, progress, recorder)
     runner.graphs.update(
         {tokens: capture_decode(runner, tokens, progress, recorder) for tokens in step_widths(runner.config)}
@@ -32,7 +32,7 @@ def capture_graphs(runner: "StepRunner", progress: bool = False) -> None:
     logger.info("graphs of up to %d rows take %.2f GiB", min(asked or rows, rows), taken / 2**30)
 
 
-def _capture_prompts(runner: "StepRunner", progress: bool, recorder: Recorder | None) -> PromptGraphs | None:
+def _capture_prompts(runner: "StepRunner", progress: bool, recorder: Recorder) -> PromptGraphs | None:
     """None if the configuration does not want them, or the backend cannot."""
     config = runner.config
     if not config.cuda_graph_prompts:

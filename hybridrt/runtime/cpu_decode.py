@@ -13,9 +13,8 @@ import torch
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
-from hybridrt.mem_cache.bounds import DEBUG
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step import DecodeRows, StepPlan
+from hybridrt.runtime.step import DecodeRows
 from hybridrt.runtime.step_batch import make_batch
 
 
@@ -47,16 +46,6 @@ class CPUDecode:
         self._last_tokens, self._table = last_tokens.numpy(), req_to_token_pool.req_to_token.numpy()
         self._view = backend.init_cuda_graph_state(req_to_token_pool.num_rows, req_to_token_pool.num_rows)
         self._made: dict[int, _Rows] = {}
-
-    @staticmethod
-    def serves(device: torch.device) -> bool:
-        """A CPU, unless HYBRIDRT_DEBUG=1 asks the backends to look at all numbers of a step: then it is eager."""
-        return device.type == "cpu" and not DEBUG
-
-    @staticmethod
-    def takes(plan: StepPlan) -> bool:
-        """Steps of decode rows alone, which copy no states of other workers."""
-        return len(plan.decode) > 0 and not (plan.extend or plan.imports or plan.exports)
 
     def prepare(self, decode: DecodeRows) -> tuple[ForwardBatch, torch.Tensor]:
         """The batch of a step without drafts, which the backends have prepared, and its output indices [n] int32. The

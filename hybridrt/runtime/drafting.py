@@ -44,15 +44,14 @@ class DeviceDrafter(Protocol):
         self,
         batch: ForwardBatch,
         hidden: torch.Tensor,
-        last_tokens: torch.Tensor,
         accepted: Accepted | None,
         sections: Sections | None,
     ) -> None:
-        """Behind a step that the model has run and whose tokens are drawn. Nothing may wait for the host.
+        """Behind a step that the model has run and whose tokens are drawn (`StepRunner.last_tokens`). Nothing may wait
+        for the host.
 
         Args:
             batch, hidden: the step and the model's hidden states [T, hidden].
-            last_tokens: [R + 1] int32, last token drawn for each row.
             accepted: of a verify step.
             sections: of a step with extend rows, packed with `following`.
         """

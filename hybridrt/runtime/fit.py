@@ -26,14 +26,14 @@ def plan_ahead(config: EngineConfig, target: RunTarget, weights: int, budget_byt
         MemoryBudgetError: the weights do not fit, or the pools do not fit beside them.
     """
     free = free_bytes(config, target)
-    if weights + table_bytes(config, target) > free:
+    if weights + rotary_table_bytes(config, target) > free:
         raise MemoryBudgetError(_too_large(config, target, weights, free))
     if budget_bytes is None:
         budget_bytes = (free - weights) // (CPU_SHARE if target.device.type == "cpu" else 1)
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weights)
 
 
-def table_bytes(config: EngineConfig, target: RunTarget) -> int:
+def rotary_table_bytes(config: EngineConfig, target: RunTarget) -> int:
     """Bytes at the peak of making the table of rotary embeddings, which has a row for each position."""
     mc = target.model_config
     positions = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
@@ -48,10 +48,10 @@ def _too_large(config: EngineConfig, target: RunTarget, weights: int, free: int)
     if target.device.type == "cuda":
         hints.insert(0, f"a memory_fraction above {config.memory_fraction}")
         hints.append("more ranks (tp_size)")
-    if 3 * table_bytes(config, target) > weights:
+    if 3 * rotary_table_bytes(config, target) > weights:
         hints.insert(0, "a smaller max_model_len")
     ranks = f", each of {target.tp.size} ranks" if target.tp.size > 1 else ""
-    needed = (weights + table_bytes(config, target)) / GIB
+    needed = (weights + rotary_table_bytes(config, target)) / GIB
     return (
         f"the weights need {needed:.2f} GiB{ranks}, and {target.device} has {max(free, 0) / GIB:.2f} GiB for them; use "
         f"{', or '.join(hints)}"

@@ -169,6 +169,11 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def make_recorder(device: torch.device) -> Recorder:
+    """How steps are recorded on a device of this kind."""
+    return CudaGraphRecorder() if device.type == "cuda" else ClosureRecorder()
+
+
 def free_device_bytes(device: torch.device) -> int:
     """Memory that the device has left; 0 where graphs take none of it."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
@@ -215,7 +220,7 @@ class GraphRunner:
         self.tokens, self.tree, device = tokens, tree, model.device
         self.max_bs = min(max_bs, req_to_token_pool.num_rows)
         self.poisoned = device.type != "cuda"
-        self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
+        self.recorder = recorder or make_recorder(device)
         self.buffers = StaticBuffers(model, self.max_bs, tokens, backend.seq_len_fill, tree, keep_hidden)
         self.spec_info = self.buffers.spec_info
         self._staging = StagingRing(device)
@@ -277,18 +282,16 @@ class GraphRunner:
 
     def rows(self, n: int) -> GraphRows:
         """The first n rows of a step. They are made once for each n: that costs the host 20 microseconds."""
-        rows = self._rows.get(n)
-        if rows is None:
-            rows = self._rows[n] = self._make_rows(n)
-        return rows
-
-    def _make_rows(self, n: int) -> GraphRows:
+        if n in self._rows:
+            return self._rows[n]
         buffers, total = self.buffers, n * self.tokens
         lines, lens = buffers.sections["rows"][:n], buffers.sections["seq_lens"][:n]
         batch = make_batch(
             self.backend, lines, lens, self._starts[: n + 1], buffers.inputs.first(total), n, self.spec_info
         )
-        return GraphRows(batch, buffers.sections["output_indices"][:n], buffers.logits[:total], buffers.hidden[:total])
+        indices = buffers.sections["output_indices"][:n]
+        self._rows[n] = GraphRows(batch, indices, buffers.logits[:total], buffers.hidden[:total])
+        return self._rows[n]
 
     def _bind(self, bs: int) -> Callable[[], None]:
         """The step of one bucket, over views of the static buffers."""

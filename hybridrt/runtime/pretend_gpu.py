@@ -36,9 +36,10 @@ class GPUFacts:
 
     @classmethod
     def of(cls, device: torch.device) -> "GPUFacts":
-        """Those of a device of this machine."""
+        """Those of a device of this machine. Memory that torch keeps without using it is free."""
         found: Any = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         capability = (found.major, found.minor)
         shared = int(found.shared_memory_per_block_optin)
         return cls(found.name, capability, found.multi_processor_count, shared, total, free)

@@ -23,7 +23,7 @@ from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.graph_runner import POISON, ClosureRecorder, CudaGraphRecorder, Recorder, free_device_bytes
+from hybridrt.runtime.graph_runner import POISON, Recorder, free_device_bytes, make_recorder
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, StateSaves, pack_padded
 from hybridrt.runtime.sampler import SampledLines
 from hybridrt.runtime.saved_states import saved_states
@@ -78,7 +78,7 @@ class PromptGraphs:
         if saves:
             self.saves = StateSaves.AT_CHUNKS if backend.saves_at_chunks else StateSaves.SECOND_PASS
         self.exact = self.poisoned  # the host knows each step's own numbers: reference operations need them
-        self.recorder: Recorder = recorder or (ClosureRecorder() if self.poisoned else CudaGraphRecorder())
+        self.recorder = recorder or make_recorder(model.device)
         self.buckets = make_buckets(sizes, min(max_bs, req_to_token_pool.num_rows), max_tokens, req_to_token_pool)
         most = max((bucket.decode_rows for bucket in self.buckets), default=0)
         self._logits = torch.zeros(most + PROMPT_ROWS, model.config.vocab_size, dtype=model.dtype, device=model.device)

@@ -140,7 +140,11 @@ def torchrun_ranks(world: World, kind: str) -> Ranks:
     """
     key, timeout = _torchrun_key(world), rank_timeout()
     store = _torchrun_store()
-    place, listener = _open_here() if key is None else _open_to_hosts(store, key)
+    if key is None:
+        place, listener = _open_here()
+    else:
+        listener = Listener((master_host(), 0), key)
+        place = Place(master_host(), listener.port, key, store)
     store.set(_PLACE, place.directory or str(place.port))
     links = _await(listener, world.size)
     listener.close()
@@ -186,12 +190,6 @@ def _open_here() -> tuple[Place, Listener]:
     listener = Listener((LOOPBACK, 0), key)
     Path(directory, "key").write_text(f"{listener.port} {key.hex()}")
     return find_place(directory), listener
-
-
-def _open_to_hosts(store: dist.Store, key: bytes) -> tuple[Place, Listener]:
-    host = master_host()
-    listener = Listener((host, 0), key)
-    return Place(host, listener.port, key, store), listener
 
 
 def _start(rank: int, size: int, directory: str, kind: str) -> "subprocess.Popen[bytes]":

@@ -172,7 +172,7 @@ class Ranks:
         self._end_processes(0.0)
         self.comm.abort()
         if not self._processes:
-            self.comm.forsake()  # a rank that cannot be ended from here may never leave a collective
+            self.comm.disown()  # a rank that cannot be ended from here may never leave a collective
 
     def _end_processes(self, grace_s: float) -> None:
         for process in self._processes:

@@ -356,26 +356,22 @@ class Sampler:
         int64, and how often each counts, [n, k] int32."""
         if filters.takes_best:
             return greedy(logits, bitmask)
-        table = self.table
+        table, penalties = self.table, None
         constants = dict(zip(FLOATS, table.floats.index_select(1, rows)))
+        if filters.penalties:
+            counts = table.output_counts[rows]
+            if earlier is not None:
+                counts.scatter_add_(1, *earlier)
+            penalties = Penalties(
+                constants["repetition_penalty"], constants["presence_penalty"], constants["frequency_penalty"],
+                counts, table.prompt_mask[rows],
+            )  # fmt: skip
         logit_filters = LogitFilters(
             constants["temperature"],
             top_k=table.top_k[rows] if filters.top_k else None,
             top_p=constants["top_p"] if filters.top_p else None,
             min_p=constants["min_p"] if filters.min_p else None,
-            penalties=self._penalties(rows, constants, earlier) if filters.penalties else None,
+            penalties=penalties,
             bitmask=bitmask,
         )
         return sample(logits, logit_filters, table.seeds[rows], output_indices.long())
-
-    def _penalties(
-        self, rows: Tensor, constants: dict[str, Tensor], earlier: tuple[Tensor, Tensor] | None
-    ) -> Penalties:
-        """What earlier output costs."""
-        counts = self.table.output_counts[rows]
-        if earlier is not None:
-            counts.scatter_add_(1, *earlier)
-        return Penalties(
-            constants["repetition_penalty"], constants["presence_penalty"], constants["frequency_penalty"],
-            counts, self.table.prompt_mask[rows],
-        )  # fmt: skip

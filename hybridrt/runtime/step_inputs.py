@@ -51,6 +51,7 @@ def pack_batch(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
     sampled); where a chunk follows a cached prefix, read_state_slots of all chunks; chunk plans.
     """
     extend, decoded = plan.extend, len(plan.decode) * tokens
+    read_slots = int32s(r.read_state_slot for r in extend)
     new = int32s(len(r.tokens) for r in extend)
     computed = int32s(r.computed for r in extend)
     ends = decoded + np.cumsum(new, dtype=np.int32)
@@ -67,7 +68,7 @@ def pack_batch(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
         "extend_rows": np.repeat(extend_rows, new),
         "extend_positions": np.arange(decoded, decoded + new.sum(), dtype=np.int32) + starts,
         **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if packing.following else {}),
-        **_read_slots(plan),
+        **({"read_state_slots": read_slots} if read_slots.any() else {}),
         **pack_chunks(computed, new, packing.chunk_sizes),
     }
 
@@ -110,11 +111,6 @@ def tree_nodes(decode: DecodeRows, width: int) -> Columns:
     return {"parents": parents, "ancestors": ancestors}
 
 
-def _read_slots(plan: StepPlan) -> Columns:
-    slots = [row.read_state_slot for row in plan.extend]
-    return {"read_state_slots": int32s(slots)} if any(slots) else {}
-
-
 def chunk_names(size: int) -> dict[str, str]:
     """The tensors of a ChunkPlan of a chunk size, and the names that they are packed under."""
     return {name: f"{name} of {size}" for name in CHUNK_COLUMNS}
@@ -141,8 +137,8 @@ def chunk_plans(columns: Columns, sections: Sections, new: Sequence[int], sizes:
 
 def pack_bookkeeping(plan: StepPlan) -> Columns:
     """What changes in the tables before a step computes: the constants of admitted requests; admit_rows,
-    admit_state_slots and admit_phases; page-table entries (page_rows, page_indices, pages); copy_sources and
-    copy_targets, if pages are copied."""
+    admit_state_slots and admit_phases; page-table entries (page_rows, page_indices, pages); copies of pages
+    (copy_sources, copy_targets)."""
     return {
         **SamplingTable.pack(plan.admissions),
         "admit_rows": int32s(a.row for a in plan.admissions),
@@ -151,14 +147,6 @@ def pack_bookkeeping(plan: StepPlan) -> Columns:
         "page_rows": _flat([np.full(len(w.pages), w.row, np.int32) for w in plan.page_writes]),
         "page_indices": _flat([np.arange(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
         "pages": _flat([w.pages for w in plan.page_writes]),
-        **_page_copies(plan),
-    }
-
-
-def _page_copies(plan: StepPlan) -> Columns:
-    if not plan.page_copies:
-        return {}
-    return {
         "copy_sources": int32s(copy.source for copy in plan.page_copies),
         "copy_targets": int32s(copy.target for copy in plan.page_copies),
     }

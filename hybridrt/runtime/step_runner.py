@@ -11,6 +11,7 @@ from hybridrt.errors import ConfigError, EngineError
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.kernels.row_tables import enter_tokens
+from hybridrt.mem_cache.bounds import DEBUG
 from hybridrt.runtime.build import Runtime
 from hybridrt.runtime.capture import capture_graphs
 from hybridrt.runtime.constrained_step import ConstrainedStep, LaunchSampling
@@ -66,13 +67,14 @@ class StepRunner:
         self.last_tokens = torch.zeros(self.memory_plan.num_rows + 1, dtype=torch.int32, device=self.device)
         self._staging = StagingRing(self.device)
         self._required = RowRequirements(self.memory_plan.num_rows)
-        self._prompts = PromptRequirements()
+        self._prompt_scores = PromptRequirements()
         self.arena: StateArena | None = None
         self.host: HostCopies | None = None
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._unsampled: ConstrainedStep | None = None
         self._packing = Packing(self.trees, self.drafter is not None, self.backend.chunk_sizes)
-        kept = CPUDecode.serves(self.device) and self.drafter is None
+        # With HYBRIDRT_DEBUG=1 the backends look at all numbers of a step: then it is eager.
+        kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
         self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
 
     def capture(self, progress: bool = False) -> None:
@@ -90,7 +92,7 @@ class StepRunner:
         decode = plan.decode
         self._check(plan)
         self._required.admit(plan.admissions)
-        self._prompts.admit(plan.admissions)
+        self._prompt_scores.admit(plan.admissions)
         # `step_widths` has all widths; where no row has drafts, a plain step serves.
         tokens = self.config.num_verify_tokens if len(decode.drafts) else 1
         if self._unsampled is not None:
@@ -152,17 +154,19 @@ class StepRunner:
         found = self._graph_of(plan, tokens)
         if found is not None:
             return partial(self._launch_graph, plan, *found)
-        if self._cpu_decode is not None and tokens == 1 and self._cpu_decode.takes(plan):
+        plain = plan.decode and not (plan.extend or plan.imports or plan.exports)
+        if self._cpu_decode is not None and tokens == 1 and plain:
             return partial(self._launch_cpu_decode, plan, self._cpu_decode)
         return partial(self._launch_eager, plan, tokens)
 
     def _prompt_bucket(self, plan: StepPlan, tokens: int) -> Bucket | None:
         """The graph of a step with prompts; None if it runs without."""
         # These graphs verify no drafts, and keep no hidden states: drafters and log-probabilities of prompts need them.
-        if self.prompt_graphs is None or tokens > 1 or self.drafter is not None or self._prompts.of(plan.extend, 0)[0]:
+        if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
             return None
+        scored, _ = self._prompt_scores.of(plan.extend, 0)
         # States of other workers are copied between the changes of the tables and the model.
-        return None if plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
+        return None if scored or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
     def _launch_prompts(self, plan: StepPlan, bucket: Bucket) -> LaunchSampling:
         self._apply_bookkeeping(plan)
@@ -223,11 +227,11 @@ class StepRunner:
         else:
             launched, accepted = self._verify(decode, batch, graphs.buffers.sections, logits, bitmask)
         if self.drafter is not None:
-            self.drafter.follow(batch, hidden, self.last_tokens, accepted, None)
+            self.drafter.follow(batch, hidden, accepted, None)
         return launched
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> LaunchSampling:
-        scored, scored_columns = self._prompts.of(plan.extend, len(plan.decode) * tokens)
+        scored, scored_columns = self._prompt_scores.of(plan.extend, len(plan.decode) * tokens)
         columns = pack_step(plan, tokens, self._packing) | scored_columns
         columns |= pack_saves(plan.extend, self._packing.chunk_sizes, self.backend.saves_at_chunks)
         sections = self._staging.upload(columns)
@@ -247,7 +251,7 @@ class StepRunner:
         def sampling(bitmask: torch.Tensor | None) -> StepHandle:
             launched, accepted = self._sample_or_verify(plan, columns, sections, batch, hidden, bitmask)
             if self.drafter is not None:
-                self.drafter.follow(batch, hidden, self.last_tokens, accepted, sections)
+                self.drafter.follow(batch, hidden, accepted, sections)
             if not scored:
                 return launched
             on_device = sections["scored_at"], sections["scored_tokens"]
@@ -305,7 +309,7 @@ class StepRunner:
             self.sampling_table.admit(sections["admit_rows"].long(), sections)
         if sections["pages"].numel():
             table.write_pages(sections["page_rows"], sections["page_indices"], sections["pages"])
-        if "copy_sources" in sections:
+        if sections["copy_sources"].numel():
             self.pools.kv.copy_pages(*(sections[name].long() for name in ("copy_sources", "copy_targets")))
 
     def _batch(self, plan: StepPlan, columns: Columns, sections: Sections, tokens: int) -> ForwardBatch:

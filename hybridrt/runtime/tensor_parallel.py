@@ -46,33 +46,29 @@ class TensorParallelExecutor:
         RankError: a rank was lost; the text names it.
 
     Attributes:
+        ranks: the other ranks.
         runner: rank 0's part.
     """
 
     def __init__(self, config: EngineConfig, *, progress: bool = False, ranks: Ranks | None = None) -> None:
         kind = check_split(config)
         started = ranks is None and world() is None
-        self._ranks = ranks or _find_ranks(config.tp_size, kind)
-        comm = self._ranks.comm
-        self._ranks.begin(config)
+        self.ranks = ranks or _find_ranks(config.tp_size, kind)
+        comm = self.ranks.comm
+        self.ranks.begin(config)
         try:
-            with self._ranks.together():
+            with self.ranks.together():
                 config = replace(config, device=str(comm.device))
                 self.runner = ModelRunner(config, tp=TPGroup(0, comm.size, comm), progress=progress)
         except BaseException:
-            _end(self._ranks, lambda: None, started)
+            _end(self.ranks, lambda: None, started)
             raise
-        self._finalizer = weakref.finalize(self, _end, self._ranks, self.runner.drop_graphs, started)
-
-    @property
-    def host(self) -> str:
-        """Where the other ranks reach this process."""
-        return self._ranks.host
+        self._finalizer = weakref.finalize(self, _end, self.ranks, self.runner.drop_graphs, started)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """As ModelRunner.launch, on all ranks. Ctrl-C is raised before or after it: ranks that stop in the middle of a
         step cannot go on."""
-        return self._on_all(plan, lambda: _WatchedStep(self.runner.launch(plan), self._ranks))
+        return self._on_all(plan, lambda: _WatchedStep(self.runner.launch(plan), self.ranks))
 
     def sample(self, masks: np.ndarray) -> None:
         """As ModelRunner.sample, on all ranks."""
@@ -82,7 +78,7 @@ class TensorParallelExecutor:
     def everywhere(self, task: Callable[[ModelRunner], StepHandle]) -> StepHandle:
         """Has every rank call `task`, of a type in hybridrt.runtime.messages, with its runner, between two steps.
         Returns rank 0's result."""
-        return self._on_all(task, lambda: _WatchedStep(task(self.runner), self._ranks))
+        return self._on_all(task, lambda: _WatchedStep(task(self.runner), self.ranks))
 
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended on rank 0. On other ranks it may still run."""
@@ -92,20 +88,16 @@ class TensorParallelExecutor:
         """As ModelRunner.copy_prefix, on all ranks."""
         return self._on_all(task, lambda: task.run(self.runner, data))
 
-    def call(self, task: Callable[[ModelRunner], None]) -> None:
+    def call_others(self, task: Callable[[ModelRunner], None]) -> None:
         """As `everywhere`, on the other ranks alone."""
         self._on_all(task, lambda: None)
 
     def _on_all(self, task: object, here: Callable[[], T]) -> T:
         """Sends a task to the other ranks, then does rank 0's part."""
         message = encode(task)
-        with Interrupts(), self._ranks.together():
-            self._ranks.send(message)
+        with Interrupts(), self.ranks.together():
+            self.ranks.send(message)
             return here()
-
-    def check(self) -> None:
-        """Raises RankError if a rank was lost."""
-        self._ranks.check()
 
     def close(self) -> None:
         """Lets the other ranks go. Closing again does nothing."""

@@ -4,7 +4,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -26,26 +25,28 @@ from hybridrt.server.structured import own_names
 from hybridrt.server.tracing import Tracing
 from hybridrt.version import __version__
 
+# For the OpenAPI document. FastAPI would list 422 instead, which this server does not send.
+_ERROR = {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": {}}}}}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request is refused.", "content": _ERROR},
+    "5XX": {"description": "The request has failed, or the server takes none.", "content": _ERROR},
+}
+_EITHER: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, or a stream of it.", "content": {"application/json": {}, "text/event-stream": {}}}
+}
 # By path: fields of SamplingParams or of a chat request, by the names that errors of the endpoint give them.
 _NAMES = {"/v1/chat/completions": CHAT_NAMES, "/v1/responses": RESPONSE_NAMES, "/v1/messages": MESSAGE_NAMES}
 
 
 def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     """All endpoints over a service, guarded."""
-    app = FastAPI(title="hybridrt", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="hybridrt", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
     _add_openai(app, service)
     _add_anthropic(app, service)
     _add_text(app, service)
     _add_operations(app, service, metrics)
     for kind in (HybridrtError, APIError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
-    if service.config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(service.config.allowed_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-        )
     traced = Tracing(app, service.config.otlp_endpoint) if service.config.otlp_endpoint else app
     return Guard(traced, service.config)
 
@@ -56,21 +57,21 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", response_class=Response)
+    @app.post("/v1/completions", response_class=Response, responses=_EITHER)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts."""
         with own_names(body):
             answer = await start_completions(service, body, request.scope)
         return await respond(answer, request)
 
-    @app.post("/v1/chat/completions", response_class=Response)
+    @app.post("/v1/chat/completions", response_class=Response, responses=_EITHER)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation."""
         with own_names(body):
             answer = await start_chat(service, body, request.scope)
         return await respond(answer, request)
 
-    @app.post("/v1/responses", response_class=Response)
+    @app.post("/v1/responses", response_class=Response, responses=_EITHER)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """Answers a conversation, in OpenAI's newer form."""
         return await respond(await start_response(service, body, request.scope), request)
@@ -82,13 +83,15 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """One of these."""
+        """One of these; without a name, all."""
+        if not name:
+            return await models()
         service.check_model(name)
         return _model(service, name)
 
 
 def _add_anthropic(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/messages", response_class=Response)
+    @app.post("/v1/messages", response_class=Response, responses=_EITHER)
     async def messages(body: MessageRequest, request: Request) -> Response:
         """Answers a conversation, in Anthropic's form."""
         return await respond(await start_message(service, body, request.scope), request)

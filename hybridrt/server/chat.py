@@ -20,7 +20,7 @@ from hybridrt.server.service import Service, refuse_unsupported
 from hybridrt.server.sse import event as sse_event
 
 # Fields of SamplingParams, by the names that errors of this endpoint give them.
-CHAT_NAMES = {"logprobs": "top_logprobs"}
+CHAT_NAMES = {"logprobs": "top_logprobs", "prompt": "messages"}
 
 
 class ChatAnswer(Answer):

@@ -32,6 +32,7 @@ class CompletionAnswer(Answer):
         self._echoes, self._scored, self._echo_alone = echoes, scored, echo_alone
         self._offsets: dict[int, int] = {}
         self._opened = set[int]()  # choices whose prompt's tokens were told
+        self._waiting: dict[str, list[Delta]] = {}  # by request: deltas that came before the prompt's log-probabilities
 
     def count(self, delta: Delta) -> None:
         """As Reply.count."""
@@ -40,6 +41,14 @@ class CompletionAnswer(Answer):
             delta.logprobs = None if delta.logprobs is None else []
             delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
         super().count(delta)
+
+    def gain(self, delta: Delta) -> bytes:
+        """As Reply.gain. Every sample of a scored prompt waits for its log-probabilities, which come with sample 0."""
+        request = delta.request_id
+        if self._scored and delta.prompt_logprobs is None and request not in self._scores:
+            self._waiting.setdefault(request, []).append(delta)
+            return b""
+        return b"".join(map(super().gain, (delta, *self._waiting.pop(request, ()))))
 
     def _first_choice(self, index: int) -> dict[str, Any] | None:
         if self._echoes is None or self._scored:
@@ -114,8 +123,6 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
     scored = bool(body.echo) and body.logprobs is not None
     if scored:
         params = replace(params, prompt_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0))
-        if body.stream and params.n > 1:
-            raise APIError(400, "echo with logprobs and n > 1 is not streamed: set stream or echo to false", "echo")
     prompts = _prompts(body)
     service.check_count(len(prompts), params)
     bare = body.add_special_tokens is False
@@ -132,8 +139,7 @@ async def _bare(service: Service, prompt: Prompt, params: SamplingParams) -> Pro
     """The tokens of a text without the special ones that its tokenizer adds."""
     if not isinstance(prompt, str):
         return prompt
-    longest = service.llm.llm.plan.max_model_len - 1 if params.truncate_prompt_tokens is None else len(prompt)
-    return await service.encode(prompt, bare=True, longest=longest)
+    return await service.encode(prompt, bare=True, truncated=params.truncate_prompt_tokens is not None)
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:

@@ -75,7 +75,7 @@ def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> A
             code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
             return APIError(400, str(error), ".".join([(names or {}).get(first, first), *rest]) or None, code)
         case MemoryBudgetError():
-            return APIError(400, str(error), "max_tokens")
+            return APIError(400, str(error), (names or {}).get("max_tokens", "max_tokens"))
         case QueueFullError():
             return APIError(429, str(error), code="queue_full")
         case UnavailableError():
@@ -118,8 +118,9 @@ def error_response(error: APIError, path: str) -> Response:
 
 def _as_field_error(error: RequestValidationError) -> APIError:
     """The first thing that is wrong about a body. Where a field may have one of several types, there is a complaint
-    for each; the one that is most deeply inside the body belongs to the type that was meant."""
-    found = max(error.errors(), key=lambda complaint: len(complaint["loc"]), default=None)
+    for each; the one that is most deeply inside the body, or that is not about a type, belongs to the type that was
+    meant."""
+    found = max(error.errors(), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")), default=None)
     if found is None:
         return APIError(400, "the body cannot be used")
     if found["type"] == "json_invalid":
@@ -133,7 +134,7 @@ def _as_field_error(error: RequestValidationError) -> APIError:
 def _path(place: tuple[str | int, ...]) -> str:
     """("body", "messages", 0, "content") as messages.0.content. The names of types, which stand in the place where a
     field may have several, are left out."""
-    is_type = ("list[", "function-", "constrained-", "tagged-", "union")
+    is_type = ("list[", "dict[", "function-", "constrained-", "tagged-", "union")
     kept = [str(part) for part in place[1:] if not str(part).startswith(is_type)]
     while len(kept) > 1 and kept[-1] in ("str", "int", "float", "bool", "dict"):
         kept.pop()

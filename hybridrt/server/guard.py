@@ -10,6 +10,7 @@ import uuid
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridrt.server.config import ServerConfig
@@ -20,6 +21,7 @@ from hybridrt.server.service import RECORD
 OPEN_PATHS = ("/health", "/ready")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
+_SENT = "hybridrt.sent"  # where a request's scope keeps what has been sent
 _SEND_SECONDS = 5.0  # for the end of an answer that ran out of time, to a client that may not read
 access_log = logging.getLogger("hybridrt.access")
 log = logging.getLogger("hybridrt.server")
@@ -30,6 +32,7 @@ class Guard:
     ends, and the server goes on.
 
     - `X-Request-Id` is taken from the request, or made, and sent back.
+    - Web pages of the allowed origins can read every answer, errors included (CORS).
     - Without a valid key only OPEN_PATHS answer. Keys are compared in constant time.
     - A body that is too long is refused, where possible before it is read.
     - A request that takes too long, its body and its answer included, ends: with 504, or with an error event in a
@@ -40,6 +43,15 @@ class Guard:
         self._app = app
         self._config = config
         self._keys = [key.encode() for key in config.api_keys]
+        self._entry: ASGIApp = self._answer
+        if config.allowed_origins:
+            self._entry = CORSMiddleware(
+                self._answer,
+                allow_origins=config.allowed_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("Retry-After", "X-Request-Id"),
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,38 +60,41 @@ class Guard:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        answer = _Sent(send, request_id)
+        answer = scope[_SENT] = _Sent(send, request_id)
         scope[RECORD] = {}
         began = time.monotonic()
         try:
-            await self._answer(scope, headers, receive, answer)
+            await self._entry(scope, receive, answer)
         finally:
             if self._config.access_log:
                 _write_line(scope, request_id, answer.status, time.monotonic() - began)
 
-    async def _answer(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, answer: "_Sent") -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, answer = dict(scope["headers"]), scope[_SENT]
         try:
             self._check(scope, headers)
             async with asyncio.timeout(self._seconds(headers)):
-                await self._app(scope, _limited(receive, self._config.max_body_bytes), answer)
+                await self._app(scope, _limited(receive, self._config.max_body_bytes), send)
         except ClientGone:
             answer.status = CLIENT_GONE
         except APIError as e:
-            await error_response(e, scope["path"])(scope, receive, answer)
+            await error_response(e, scope["path"])(scope, receive, send)
         except asyncio.CancelledError:
             # The event loop closes, after a second signal. uvicorn would write a traceback for every request.
             log.info("request %s is cut off", answer.request_id.decode())
         except TimeoutError:
-            await answer.end(APIError(504, "the request has taken longer than it may", code="timeout"), scope, receive)
+            error = APIError(504, "the request has taken longer than it may", code="timeout")
+            await answer.end(error, scope, receive, send)
         except Exception:
             log.exception("request %s failed", answer.request_id.decode())
-            await answer.end(APIError(500, "the server has failed on this request; its log says why"), scope, receive)
+            error = APIError(500, "the server has failed on this request; its log says why")
+            await answer.end(error, scope, receive, send)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and len(length) < 19 and int(length) > self._config.max_body_bytes:
             raise _too_long(self._config.max_body_bytes)
-        if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if not self._keys or scope["path"] in OPEN_PATHS:
             return
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scope["path"].startswith(ANTHROPIC_PATH) and b"x-api-key" in headers:
@@ -116,10 +131,10 @@ class _Sent:
             self.ended = not message.get("more_body", False)
         await self._send(message)
 
-    async def end(self, error: APIError, scope: Scope, receive: Receive) -> None:
-        """Ends the answer with an error, in the form that is still possible."""
+    async def end(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Ends the answer with an error, in the form that is still possible. `send` leads here."""
         if not self.status:
-            await error_response(error, scope["path"])(scope, receive, self)
+            await error_response(error, scope["path"])(scope, receive, send)
         elif self.is_stream and not self.ended:
             self.status = error.status
             event = stream_end(error, scope["path"])

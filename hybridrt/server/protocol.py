@@ -6,7 +6,7 @@ Values are checked where they are used: SamplingParams says what a temperature m
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag
 
 from hybridrt.sampling_params import MAX_BIASES
 
@@ -134,10 +134,25 @@ class Sampling(Body):
     user: str | None = None
 
 
+def _prompt_tag(prompt: Any) -> str:
+    """Which of `Prompts` is meant, by the first entry: an error then says what is wrong about that one."""
+    if not isinstance(prompt, list):
+        return "tagged-text"
+    return "tagged-ids" if prompt and isinstance(prompt[0], (int, float)) else "tagged-list"
+
+
+Prompts = Annotated[
+    Annotated[str, Tag("tagged-text")]
+    | Annotated[TokenIds, Tag("tagged-ids")]
+    | Annotated[list[str | TokenIds], Field(max_length=2**16), _FirstError(), Tag("tagged-list")],
+    Discriminator(_prompt_tag),
+]
+
+
 class CompletionRequest(Sampling):
     """/v1/completions"""
 
-    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(max_length=2**16), _FirstError()]
+    prompt: Prompts
     echo: bool | None = False
     logprobs: int | None = None
     add_special_tokens: bool | None = True

@@ -76,13 +76,6 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class NamedFunction(Body):
-    """The tool choice "this function"."""
-
-    type: Literal["function"]
-    name: str
-
-
 class ReasoningOptions(Body):
     """How much to think."""
 
@@ -112,7 +105,7 @@ class ResponseRequest(Sampling):
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: ListOf[FunctionTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
+    tool_choice: Any = None  # hybridrt.chat.conversation checks it
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     thinking_token_budget: int | None = None

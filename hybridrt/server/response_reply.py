@@ -50,9 +50,7 @@ def _asked(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
         "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)}
         if body.text and body.text.format
         else {"format": {"type": "text"}},
-        "tool_choice": body.tool_choice.model_dump()
-        if body.tool_choice and not isinstance(body.tool_choice, str)
-        else body.tool_choice or "auto",
+        "tool_choice": body.tool_choice or "auto",
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_p": params.top_p,
         "user": body.user,

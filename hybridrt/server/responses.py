@@ -23,7 +23,7 @@ from hybridrt.server.service import Service
 # Fields of a chat request, by the names that errors of this endpoint give them.
 RESPONSE_NAMES = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text", "structured_outputs": "text",
-    "reasoning_effort": "reasoning", "logprobs": "top_logprobs",
+    "reasoning_effort": "reasoning", "logprobs": "top_logprobs", "prompt": "input",
 }  # fmt: skip
 _NO_STORE = "this server stores no responses: send the whole conversation as input"
 _REFUSED = {
@@ -59,13 +59,12 @@ def _refuse(body: ResponseRequest) -> None:
 
 
 def _as_chat(body: ResponseRequest) -> ChatRequest:
-    choice = body.tool_choice
     return as_chat_request(
         body,
         messages=_messages(body),
         max_completion_tokens=body.max_output_tokens,
         tools=[function_tool(t.name, t.description, t.parameters, t.strict) for t in body.tools or ()] or None,
-        tool_choice=choice if choice is None or isinstance(choice, str) else function_tool(choice.name),
+        tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning and body.reasoning.effort,
         thinking_token_budget=body.thinking_token_budget,

@@ -7,6 +7,8 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -71,6 +73,9 @@ class Server(uvicorn.Server):
         self._tasks = [asyncio.create_task(self._end_when_drained())]
         if self._service.config.stats_interval:
             self._tasks.append(asyncio.create_task(write_statistics(self._service)))
+        for listener in sockets or ():  # uvloop says nothing if this fails: another server may have begun to listen
+            with _address_errors(self._service.config):
+                listener.listen(self.config.backlog)
         await super().startup(sockets)
         if self.started:
             self._service.ready = not self._service.llm.draining
@@ -145,12 +150,22 @@ def bind(config: ServerConfig) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((config.host, config.port))
-    except OSError as e:
+        with _address_errors(config):
+            listener.bind((config.host, config.port))
+    except OSError:
         listener.close()
+        raise
+    return listener
+
+
+@contextmanager
+def _address_errors(config: ServerConfig) -> Iterator[None]:
+    """Within it, an OSError says which option to change."""
+    try:
+        yield
+    except OSError as e:
         text = f"cannot listen on {config.host}:{config.port} ({e.strerror or e}); choose another --host or --port"
         raise OSError(e.errno, text) from e
-    return listener
 
 
 def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:

@@ -105,18 +105,16 @@ class Service:
         record(scope, id=name)
         return name, self.llm.submit(prompts, name, stream=bool(body.stream))
 
-    async def encode(self, text: str, *, bare: bool, longest: int | None = None) -> list[int]:
-        """Token ids of a text. `bare` as in `encode_prompt`.
-
-        Args:
-            longest: tokens at most; None: the model's length.
+    async def encode(self, text: str, *, bare: bool, truncated: bool = False) -> list[int]:
+        """Token ids of a text. `bare` and `truncated` as in `encode_prompt`.
 
         Raises:
             APIError: the model has no tokenizer.
             RequestError: the text is too long, or no Unicode text.
         """
-        longest = self.llm.llm.plan.max_model_len if longest is None else longest
-        found: list[int] = await self.llm.in_thread(partial(encode_prompt, self.tokenizer, text, longest, bare=bare))
+        longest = self.llm.llm.plan.max_model_len - 1
+        work = partial(encode_prompt, self.tokenizer, text, longest, bare=bare, truncated=truncated)
+        found: list[int] = await self.llm.in_thread(work)
         return found
 
     def check_model(self, name: str | None) -> None:
@@ -145,15 +143,14 @@ class Service:
         return replace(self.llm.llm.default_sampling_params, **{**given, **changes})
 
     def check_count(self, prompts: int, params: SamplingParams) -> None:
-        """Raises APIError for more prompts or samples than one request may have."""
+        """Raises APIError for more prompts or samples than one request may have: more than may ever run and wait at a
+        time, too."""
         if prompts > self.config.max_prompts:
             raise APIError(400, f"{prompts} prompts; at most {self.config.max_prompts} at a time", "prompt")
-        if prompts * params.n > self.config.max_samples:
-            raise APIError(
-                400,
-                f"{prompts} prompts with n = {params.n} samples each; at most {self.config.max_samples} in all",
-                "n",
-            )
+        most = min(self.config.max_samples, self.llm.llm.plan.num_rows + self.config.max_waiting)
+        if prompts * params.n > most:
+            text = f"{prompts} prompts with n = {params.n} samples each; at most {most} in all"
+            raise APIError(400, text, "n" if params.n > 1 else "prompt")
 
 
 def _seed(seed: int | None) -> int | None:

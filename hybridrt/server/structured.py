@@ -31,13 +31,16 @@ def structured_outputs(body: Sampling) -> StructuredOutputs | None:
 
 @contextmanager
 def own_names(body: Sampling) -> Iterator[None]:
-    """Within it, errors about structured outputs name the field that the body sets."""
+    """Within it, errors about structured outputs and about the output's length name the field that the body sets."""
     try:
         yield
     except RequestError as e:
-        if e.field != "structured_outputs":
-            raise
-        raise APIError(400, str(e), next(iter(_given(body)), e.field)) from e
+        longest = "max_completion_tokens"
+        if e.field == "structured_outputs":
+            raise APIError(400, str(e), next(iter(_given(body)), e.field)) from e
+        if e.field == "max_tokens" and getattr(body, longest, None) is not None:
+            raise APIError(400, str(e), longest) from e
+        raise
 
 
 def _given(body: Sampling) -> dict[str, dict[str, Any]]:

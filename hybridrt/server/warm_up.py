@@ -53,8 +53,8 @@ async def _compile(llm: AsyncLLM, max_prompt: int) -> None:
 
 async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], constrained: list[_Work]) -> None:
     """Requests of up to `max_prompt` tokens: alone, because a step runs the kernels that any of its rows needs, with a
-    prompt that the prefix cache lacks and with one that it has; then together, more of them than the graphs of prompts
-    hold; then all kinds in one step."""
+    prompt that the prefix cache lacks and with one that it has; beside a few that decode; together, more of them than
+    the graphs of prompts hold; then all kinds in one step."""
     chunk = min(llm.llm.config.chunked_prefill_size, max_prompt)
     lengths = sorted({min(n, max_prompt) for n in (*_LENGTHS, chunk, chunk + 1)} - {0})
     rows, firsts = llm.llm.plan.num_rows, count()
@@ -62,9 +62,13 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
     def run(length: int, params: SamplingParams) -> Coroutine[Any, Any, RequestOutput]:
         return llm.complete([next(firsts) % llm.llm.model_config.vocab_size] * length, params)
 
-    for length in lengths:
-        await run(length, draws[0])
-        await llm.complete([0] * length, draws[0])
+    for beside in (0, min(3, rows - 1)):
+        longer = replace(draws[0], max_tokens=min(_DECODED, llm.llm.plan.max_model_len - 2))
+        decoding = [asyncio.ensure_future(run(1, longer)) for _ in range(beside)]
+        for length in lengths:
+            await run(length, draws[0])
+            await llm.complete([0] * length, draws[0])
+        await asyncio.gather(*decoding)
     for length, params in [*product([1], draws[1:]), *constrained]:
         await run(length, params)
     for prompts, length in _TOGETHER:

@@ -104,12 +104,10 @@ class DraftModelDrafter(Drafter):
 
     def __init__(self, config: EngineConfig, plan: MemoryPlan, vocab_size: int) -> None:
         assert config.speculative is not None
-        self._slack, self._topk = config.speculative.num_draft_tokens, config.speculative.topk
-        draft = replace(draft_config(config), max_running_requests=plan.num_rows)
-        self._page_size = plan.page_size
-        self.runner = ModelRunner(draft, plan=draft_plan(plan, self._slack))
+        self._topk, own_plan = config.speculative.topk, draft_plan(plan, config.speculative.num_draft_tokens)
+        self.runner = ModelRunner(replace(draft_config(config), max_running_requests=plan.num_rows), plan=own_plan)
         attends = bool(self.runner.model_config.full_attention_layer_ids)
-        self._pages = -(-(plan.max_model_len + self._slack) // plan.page_size) if attends else 0
+        self._pages = own_plan.num_pages // plan.num_rows if attends else 0  # of a row
         if self.runner.model_config.vocab_size != vocab_size:
             raise ConfigError(
                 f"the draft model's vocabulary has {self.runner.model_config.vocab_size} tokens and the target's "
@@ -157,7 +155,8 @@ class DraftModelDrafter(Drafter):
         launched = self._start([tenant for tenant, _ in behind])
         for step in range(1, max((steps for _, steps in behind), default=0)):
             going = [tenant for tenant, steps in behind if steps > step]
-            plan = StepPlan(decode=DecodeRows.of(_decode_row(tenant, step) for tenant in going))
+            rows = (DecodeRow(t.row, t.held + step - 1, len(t.request.output) + step) for t in going)
+            plan = StepPlan(decode=DecodeRows.of(rows))  # draws draft number `step`, 0 being the first
             launched.append(_Launched(self.runner.launch(plan), going))
         for part in launched:
             part.read(self._topk - 1)
@@ -167,7 +166,10 @@ class DraftModelDrafter(Drafter):
         """Takes the states from the tokens of the last proposal to the tokens known now, and draws the first drafts."""
         fresh = [tenant for tenant in tenants if not tenant.admitted]
         for tenant in fresh:
-            self._admit(tenant)
+            row, pages, tenant.admitted = tenant.row, self._pages, True
+            own = int32s(range(1 + (row - 1) * pages, 1 + row * pages))
+            self._pending.admissions.append(self._admission(tenant))
+            self._pending.page_writes.append(PageWrite(row, 0, own))
         if any(tenant.held for tenant in fresh):  # their states are restored once their slots have been zeroed
             plan, self._pending = self._pending, StepPlan()
             self.runner.launch(plan)
@@ -177,11 +179,6 @@ class DraftModelDrafter(Drafter):
         launched = self._catch_up(tenants)
         self._copy_state(tenants, to_backup=True)
         return launched
-
-    def _admit(self, tenant: _Tenant) -> None:
-        row, pages, tenant.admitted = tenant.row, self._pages, True
-        self._pending.admissions.append(self._admission(tenant))
-        self._pending.page_writes.append(PageWrite(row, 0, int32s(range(1 + (row - 1) * pages, 1 + row * pages))))
 
     def _admission(self, tenant: _Tenant) -> Admission:
         request, row = tenant.request, tenant.row
@@ -229,11 +226,6 @@ class DraftModelDrafter(Drafter):
             pool.snapshot(rows, rows + self._backup_offset)
         else:
             pool.restore(rows + self._backup_offset, rows)
-
-
-def _decode_row(tenant: _Tenant, step: int) -> DecodeRow:
-    """Draws draft number `step`, 0 being the first, from the one before."""
-    return DecodeRow(tenant.row, tenant.held + step - 1, len(tenant.request.output) + step)
 
 
 def draft_plan(plan: MemoryPlan, slack: int) -> MemoryPlan:

@@ -97,6 +97,19 @@ class Draft:
             return self
         return Draft(self.tokens[:max_drafts], None if self.parents is None else self.parents[:max_drafts])
 
+    def until(self, ends: frozenset[int]) -> "Draft":
+        """Without what follows a token of `ends`: such a token ends the request, if it stays."""
+        if ends.isdisjoint(self.tokens):
+            return self
+        tokens, parents, places, goes_on = list[int](), list[int](), [0], [True]
+        for token, parent in zip(self.tokens, range(len(self)) if self.parents is None else self.parents, strict=True):
+            if goes_on[parent]:
+                tokens.append(token)
+                parents.append(places[parent])
+            places.append(len(tokens))
+            goes_on.append(goes_on[parent] and token not in ends)
+        return Draft.of_tree(tokens, parents)
+
 
 NO_DRAFT = Draft()
 

@@ -67,7 +67,7 @@ class HeadRunner:
         self.hidden = torch.zeros_like(self.ahead.hidden)
         self.tokens = torch.zeros(runner.memory_plan.num_rows + 1, dtype=torch.int32, device=runner.device)
         self._first_page, self._pages = runner.memory_plan.num_pages + 1, own_pages
-        self._staging = StagingRing(runner.device)
+        self._staging, self._last_tokens = StagingRing(runner.device), runner.last_tokens
         self._graphs = runner.graphs  # by tokens of a row; the head's own steps get the number AHEAD among them
 
     def capture(self, max_bs: int, progress: bool = False) -> None:
@@ -83,13 +83,12 @@ class HeadRunner:
         self,
         batch: ForwardBatch,
         hidden: torch.Tensor,
-        last_tokens: torch.Tensor,
         accepted: Accepted | None,
         sections: Sections | None,
     ) -> None:
         """As DeviceDrafter.follow."""
         n, split = batch.num_decode_rows, batch.num_decode_tokens
-        rows, ids = batch.req_pool_indices[:n], last_tokens[batch.req_pool_indices[:n]]
+        rows, ids = batch.req_pool_indices[:n], self._last_tokens[batch.req_pool_indices[:n]]
         ends = torch.arange(n, device=rows.device)
         if accepted is not None:
             ids, ends = accepted.tokens.flatten().int(), accepted.ends()
@@ -97,7 +96,7 @@ class HeadRunner:
                 batch, hidden = _along_path(batch, hidden, accepted.path)
         if sections is not None:
             behind, at = sections["following_ids"], sections["sample_at"][split:]
-            behind[at - split] = last_tokens[sections["sample_rows"][n:]]
+            behind[at - split] = self._last_tokens[sections["sample_rows"][n:]]
             ids, ends, rows = torch.cat((ids, behind)), torch.cat((ends, at)), sections["sample_rows"]
         # -1, of logits that were not finite, is no input.
         ids = ids.clamp(min=0)

@@ -65,10 +65,10 @@ class NgramDrafter(Drafter):
         self._indices.pop(request.arrival, None)
 
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
-        return [self._lookup(request, n) for request, n in zip(requests, max_drafts, strict=True)]
-
-    def _lookup(self, request: DraftRequest, max_drafts: int) -> Draft:
-        return merge([_continue(request, after, max_drafts) for after in self._matches(request)], max_drafts)
+        return [
+            merge([_continue(request, after, n) for after in self._matches(request)], n)
+            for request, n in zip(requests, max_drafts, strict=True)
+        ]
 
     def _matches(self, request: DraftRequest) -> list[int]:
         """Positions after at most `topk` earlier occurrences of what ends the text."""

@@ -8,7 +8,7 @@ from itertools import count
 
 import numpy as np
 
-from hybridrt.distributed.channel import TIMEOUT_S, Channel
+from hybridrt.distributed.channel import TIMEOUT_S, SocketChannel
 from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.errors import ConfigError, MessageError, OutOfSlotsError, PeerGoneError, TransferError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
@@ -76,7 +76,7 @@ class _Attempt:
 class _Peer:
     """A prefill worker: when its last message came, and when a `Ping` was sent that it has not answered."""
 
-    channel: Channel
+    channel: SocketChannel
     received: float
     pinged: float | None = None
 
@@ -138,7 +138,7 @@ class DecodeWorker:
         self._totals = DecodeCounters()
         side.engine.prefill_source = self
 
-    def connect(self, channel: Channel) -> str:
+    def connect(self, channel: SocketChannel) -> str:
         """Adds a prefill worker, if both sides agree on what they run. Returns its name.
 
         Raises:
@@ -271,7 +271,7 @@ class DecodeWorker:
                 self._release(attempt)
             elif attempt.error is not None:
                 self._fail_attempt(attempt, attempt.error)
-            elif self._engine.prefixes.held(attempt.pull.tokens, attempt.pull.salt) < attempt.start:
+            elif self._engine.prefixes.touch(attempt.pull.tokens, attempt.pull.salt) < attempt.start:
                 self._fail_attempt(attempt, TransferError("the cached part of the prompt was evicted meanwhile"))
             else:
                 self._arrived(attempt, attempt.pull)
@@ -360,7 +360,7 @@ class DecodeWorker:
                     raise TransferError("no prefill worker is connected")
                 if self._load(name) >= MAX_JOBS:
                     return
-                start = self._engine.prefixes.held(pull.tokens, pull.salt)
+                start = self._engine.prefixes.touch(pull.tokens, pull.salt)
                 offset = self.regions.alloc(self._layout.image_bytes(len(pull.tokens), start))
             except (TransferError, OutOfSlotsError) as e:
                 if name is not None and (self._arriving or any(a.pull for a in self._attempts.values())):

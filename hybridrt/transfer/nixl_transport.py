@@ -18,7 +18,8 @@ from hybridrt.errors import ConfigError, ProviderNotInstalledError, TransferErro
 
 
 class NixlTransport:
-    """One NIXL agent and the arena that it has registered.
+    """One NIXL agent and the arena that it has registered: a rank's access to the arenas of other workers' ranks. Reads
+    are one-sided: the other side need not help.
 
     Args:
         serve: others read the arena. NIXL then runs a thread, which keeps a core busy, to answer over networks whose
@@ -48,10 +49,12 @@ class NixlTransport:
         self._peers: dict[str, tuple[int, int, str]] = {}
 
     def describe(self) -> str:
+        """What a peer must know to read our arena; text that travels in a message."""
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
         return json.dumps([metadata, self._base, self._device, self._memory])
 
     def connect(self, description: str) -> str:
+        """Makes a peer's arena readable and returns the peer's name. Raises TransferError."""
         metadata, base, device, memory = _described(description)
         try:
             name = self._agent.add_remote_agent(metadata)
@@ -62,10 +65,16 @@ class NixlTransport:
         return peer
 
     def disconnect(self, peer: str) -> None:
+        """Forgets a peer, dead or alive."""
         if self._peers.pop(peer, None) is not None:
             self._agent.remove_remote_agent(peer)
 
     def read(self, peer: str, reads: Sequence[RangeRead]) -> "NixlRead":
+        """Starts copying. `source` counts from the start of the peer's arena, `destination` from ours.
+
+        Raises:
+            TransferError: the peer is not connected or gone.
+        """
         if peer not in self._peers:
             raise TransferError(f"{peer!r} is not connected")
         base, device, memory = self._peers[peer]
@@ -86,7 +95,8 @@ class NixlTransport:
 
 
 class NixlRead:
-    """A posted transfer; its handle is released when it is over."""
+    """Reads into our arena that have been started. They cannot be stopped: until `done` returns True or raises, they
+    may write there. The transfer's handle is released then."""
 
     def __init__(self, agent: Any, handle: Any) -> None:
         self._agent, self._handle = agent, handle
@@ -94,6 +104,11 @@ class NixlRead:
         self._state = self._call(agent.transfer)
 
     def done(self) -> bool:
+        """True once every byte is there; then and after an error the arena is ours again.
+
+        Raises:
+            TransferError: the peer is gone, or the network failed.
+        """
         if self._state == "PROC":
             self._state = self._call(self._agent.check_xfer_state)
         if self._state == "PROC":

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hybridrt.distributed.channel import Channel
+from hybridrt.distributed.channel import SocketChannel
 from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.distributed.channel_listener import Listener
 from hybridrt.engine.limits import PreparedPrompt
@@ -42,7 +42,7 @@ _IDLE_SECONDS = 0.0005
 class _Peer:
     """A decode worker, its prompts by key, and when it is dropped if it has not agreed with us by then."""
 
-    channel: Channel
+    channel: SocketChannel
     deadline: float
     agreed: bool = False
     jobs: dict[str, "_Job"] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class PrefillWorker:
         )  # when a region of a lost connection is freed, and its offset
         self._totals = PrefillCounters()
 
-    def attach(self, channel: Channel) -> None:
+    def attach(self, channel: SocketChannel) -> None:
         """Adds a decode worker and tells it what this one runs. Above MAX_PEERS its channel is closed instead."""
         try:
             if len(self._peers) >= MAX_PEERS:

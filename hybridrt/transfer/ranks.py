@@ -44,13 +44,13 @@ def _join(side: WorkerSide, serve: bool, devices: str) -> list["RemoteReader"]:
     """The readers of the other ranks, in order."""
     if side.split is None:
         return []
-    host, key = side.split.host, secrets.token_bytes(32)
+    host, key = side.split.ranks.host, secrets.token_bytes(32)
     listener, joined = Listener((host, 0), key), dict[int, RemoteReader]()
     try:
-        side.split.call(JoinTransfer(host, listener.port, key, serve, devices))
+        side.split.call_others(JoinTransfer(host, listener.port, key, serve, devices))
         deadline = time.monotonic() + _JOIN_SECONDS
         while len(joined) < side.layout.tp_size - 1:
-            side.split.check()
+            side.split.ranks.check()
             if time.monotonic() > deadline:
                 found = len(joined) + 1
                 raise RankError(f"{found} of {side.layout.tp_size} ranks joined in {_JOIN_SECONDS:.0f} seconds")
@@ -126,13 +126,13 @@ def _handle(channel: SocketChannel, reader: Reader, message: ToRank) -> None:
 
 class RemoteReader:
     """The ImageReader of another rank of this worker, reached over a channel. Every method raises RankError if the rank
-    is gone or does not answer within `timeout` seconds."""
+    is gone or does not answer within ANSWER_S seconds."""
 
-    def __init__(self, channel: SocketChannel, timeout: float = ANSWER_S) -> None:
-        self._channel, self._timeout = channel, timeout
+    def __init__(self, channel: SocketChannel) -> None:
+        self._channel = channel
         self._ended: dict[str, TransferError | None] = {}
         try:
-            joined: Joined = unpack(channel.expect(timeout), Joined)
+            joined: Joined = unpack(channel.expect(ANSWER_S), Joined)
         except PeerGoneError as e:
             channel.close()
             raise RankError(f"a tensor-parallel rank did not join the transfer: {e}") from e
@@ -180,10 +180,10 @@ class RemoteReader:
         return answer
 
     def _answer(self) -> Connected:
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + ANSWER_S
         while (answer := self._receive()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise RankError(f"tensor-parallel rank {self.rank} has not answered for {self._timeout:g} seconds")
+                raise RankError(f"tensor-parallel rank {self.rank} has not answered for {ANSWER_S:g} seconds")
             self._channel.wait(left)
         return answer

@@ -8,14 +8,14 @@ from hybridrt.distributed.conv_transfer import RangeRead
 from hybridrt.errors import TransferError
 from hybridrt.runtime.state_arena import ImageLayout
 from hybridrt.transfer.messages import Order
+from hybridrt.transfer.nixl_transport import NixlRead, NixlTransport
 from hybridrt.transfer.reads import image_reads
-from hybridrt.transfer.transport import Read, Transport
 
 
 @dataclass(slots=True)
 class _Fetch:
     worker: str
-    reads: list[Read] = field(default_factory=list)
+    reads: list[NixlRead] = field(default_factory=list)
     error: TransferError | None = None
 
 
@@ -47,7 +47,7 @@ class Reader(Protocol):
 class ImageReader:
     """Reads that this process makes. No method waits."""
 
-    def __init__(self, transport: Transport, layout: ImageLayout, rank: int = 0) -> None:
+    def __init__(self, transport: NixlTransport, layout: ImageLayout, rank: int = 0) -> None:
         self.description = transport.describe()
         self._transport, self._layout, self._rank = transport, layout, rank
         self._peers: dict[str, list[str]] = {}

@@ -69,6 +69,12 @@ def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path) -> None:
         read(tmp_path / "trace", 50)
 
 
+def test_a_trace_without_a_request_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("\n\n")
+    with pytest.raises(ConfigError, match="holds no request"):
+        read(tmp_path / "trace", 50)
+
+
 def test_a_small_run(tmp_path: Path) -> None:
     model = str(write_tiny(tmp_path, tokenizer=False))
     args = bench_prefix.parse([

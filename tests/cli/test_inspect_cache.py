@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrt import LLM, CacheDumpError, SamplingParams
-from hybridrt.cli.cache_picture import as_svg, as_text
-from hybridrt.engine.cache_dump import read_dump
+from hybridrt.cli.cache_picture import as_svg, as_text, label
+from hybridrt.engine.cache_dump import DumpedNode, read_dump
 from tests.cli.test_inspect import run
+from tests.engine.test_prefix_states import TEXT, rig_with_cache
 from tests.support.tiny import write_tiny
 
 
@@ -51,6 +53,27 @@ def test_texts_are_data(dump: Path, tmp_path: Path) -> None:
     found = read_dump(tmp_path / "dump")
     assert "<script>" not in as_svg(found) and "\x1b" not in as_text(found) + as_svg(found)
     ElementTree.fromstring(as_svg(found))
+
+
+def test_prompts_without_a_salt_have_number_0() -> None:
+    """Whichever salt comes first in the tree."""
+    rig = rig_with_cache(grid=4, slots=8)
+    for end, salt in ((9, None), (10, "a"), (11, "b")):
+        rig.finish(TEXT[:end], max_tokens=1, seed=1, cache_salt=salt)
+    ends = {salt: [node.end for node in rig.engine.cache_dump().nodes if node.salt == salt] for salt in range(4)}
+    assert ends[0] == [8, 9] and sorted([ends[1], ends[2]]) == [[8, 10], [8, 11]] and not ends[3]
+
+
+def test_deep_nodes_and_long_labels_are_drawn_whole(dump: Path) -> None:
+    """Lines of deep nodes have no indentation of their own: a drawing grows with the nodes, not with their square."""
+    found = read_dump(dump)
+    deep = [DumpedNode(i - 1, i, i + 1, 1, True, False, 0, 1, 0, "x" * 100) for i in range(500)]
+    found = replace(found, nodes=tuple(deep))
+    lines = as_text(found).split("\n")[3:]
+    assert len(lines) == 500 and max(map(len, lines)) < 250 and "level 499: 499..500" in lines[-1]
+    drawing = ElementTree.fromstring(as_svg(found))
+    right = max(int(text.get("x", "0")) for text in drawing.findall("{*}text")) + 7 * len(label(deep[-1], 499))
+    assert int(drawing.get("width", "0")) >= right
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "other"}', "[" * 100_000, "\xff"])

@@ -187,6 +187,7 @@ def test_a_model_without_recurrent_layers_needs_no_slots(models: Models) -> None
     runtime.write_pages([0, 0], [0, 1], [0, 1])
     batch = runtime.batch(input_ids=PROMPT, rows=[0], seq_lens=[5], query_lens=[5])
     assert continuation(runtime, run(runtime, batch)[-1], 5, 3).isfinite().all()
+    assert decode(runtime, 3, 6).isfinite().all()  # without a state a step may begin anywhere
     with pytest.raises(PoolError, match="no state to snapshot"):
         runtime.snapshot([0], [0])
 

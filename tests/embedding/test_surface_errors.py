@@ -16,6 +16,9 @@ GOOD: dict[str, Any] = {"input_ids": [1, 2, 3, 4], "rows": [0, 1], "seq_lens": [
                         "num_decode_rows": 1}  # fmt: skip
 WRONG: dict[str, tuple[dict[str, Any], type[HybridrtError], str]] = {
     "a token too few": ({"input_ids": [1, 2, 3]}, BackendError, "input_ids has 3 tokens; the rows have 4"),
+    "rows in bfloat16": ({"rows": torch.tensor([0, 1], dtype=torch.bfloat16)}, BackendError, "dtype torch.bfloat16"),
+    "sparse rows": ({"rows": torch.tensor([0, 1]).to_sparse()}, BackendError, "layout torch.sparse_coo"),
+    "rows with a gradient": ({"rows": torch.tensor([0.0, 1.0], requires_grad=True)}, BackendError, "torch.float32"),
     "tokens on the device, one too few": (
         {"input_ids": torch.zeros(3, dtype=torch.int32)}, BackendError, r"input_ids has shape \(3,\)"),
     "a token outside the vocabulary": ({"input_ids": [1, 2, 3, 10**6]}, BackendError, r"input_ids\[3\] is 1000000"),
@@ -92,6 +95,8 @@ CALLS: dict[str, tuple[Callable[[EmbeddedRuntime], object], type[HybridrtError],
     "lists for a device table": (lambda r: r.write_tokens([0], [0], [0]), BackendError, "rows must be a tensor"),  # type: ignore[arg-type]
     "places that are no integers": (
         lambda r: r.write_tokens(*torch.tensor([[0.0], [0.0], [0.0]])), BackendError, "dtype torch.float32"),
+    "places that are sparse": (
+        lambda r: r.write_tokens(*[torch.tensor([1]).to_sparse()] * 3), BackendError, "layout torch.sparse_coo"),
     "places of two shapes": (
         lambda r: r.write_tokens(torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([0])), BackendError, "shape"),
     "a snapshot of a row not admitted": (lambda r: r.snapshot([2], [4]), PoolError, "row 2 was not admitted"),
@@ -135,8 +140,9 @@ def test_a_step_that_was_not_committed_stops_what_depends_on_it(mode: str, model
     runtime = running(models, state_mode=mode)
     graphs = runtime.capture(max_rows=1)
     batch = runtime.batch(**GOOD)
-    with pytest.raises(BackendError, match="commit is for the batch that forward ran last"):
-        runtime.commit(batch)
+    for other in (batch, None):
+        with pytest.raises(BackendError, match="commit is for the batch that forward ran last"):
+            runtime.commit(other)  # type: ignore[arg-type]
     runtime.prepare(batch)
     runtime.forward(batch)
     following = runtime.batch(**GOOD | {"seq_lens": [7, 6]})
@@ -153,6 +159,60 @@ def test_a_step_that_was_not_committed_stops_what_depends_on_it(mode: str, model
     with pytest.raises(BackendError, match="commit is for"):
         runtime.commit(batch)
     runtime.forward(following)
+
+
+@pytest.mark.parametrize("mode", ["intermediate", "replay"])
+def test_a_step_continues_where_the_state_stands(mode: str, models: Models) -> None:
+    """Lengths that are off by one and agree with each other: behind a prompt, in a graph, behind a snapshot, at the
+    first token, and behind drafts."""
+    runtime = running(models, speculative=SpeculativeConfig(num_draft_tokens=2, state_mode=mode))
+    graphs = runtime.capture(max_rows=1)
+    runtime.snapshot([0], [4])
+    before = everything(runtime)
+    wrong: list[dict[str, Any]] = [
+        {"input_ids": [1], "rows": [0], "seq_lens": [5]}, {"input_ids": [1], "rows": [0], "seq_lens": [7]},
+        {"input_ids": [1, 2], "rows": [0], "seq_lens": [6], "query_lens": [2]},
+        {"input_ids": [1, 2], "rows": [1], "seq_lens": [3], "query_lens": [2]},
+        {"input_ids": [1, 2], "rows": [1], "seq_lens": [6], "query_lens": [2], "read_state_slots": [4]},
+        {"input_ids": [1, 2, 3], "rows": [0, 1], "seq_lens": [6, 3], "query_lens": [1, 2], "num_decode_rows": 1},
+    ]  # fmt: skip
+    for step in wrong:
+        with pytest.raises(BackendError, match=r"row \d would continue at position \d, but its state includes \d"):
+            run(runtime, runtime.batch(**step))
+    with pytest.raises(BackendError, match="row 0 would continue at position 4, but its state includes 5 tokens"):
+        graphs.replay(input_ids=[1], rows=[0], seq_lens=[5])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in everything(runtime).items())
+    graphs.replay(input_ids=[1], rows=[0], seq_lens=[6])
+    run(runtime, runtime.batch(input_ids=[1, 2, 3], rows=[0], seq_lens=[9], spec_info=SpecInfo(3)), [2])
+    with pytest.raises(BackendError, match="row 0 would continue at position 9, but its state includes 8 tokens"):
+        decode(runtime, 3, 10)
+    runtime.restore([4], [1])
+    with pytest.raises(BackendError, match="row 1 would continue at position 4, but its state includes 5 tokens"):
+        decode(runtime, 3, 5, row=1)
+    decode(runtime, 3, 9)
+    decode(runtime, 3, 6, row=1)
+
+
+def test_where_a_state_stands_may_be_unknown(models: Models) -> None:
+    """In a slot that the host engine has filled by other means, in one that was copied while a step was prepared ahead,
+    and behind a step that was dropped. A step may be prepared again."""
+    runtime = running(models)
+    tail: dict[str, Any] = {"input_ids": [1, 2], "rows": [1], "seq_lens": [6], "query_lens": [2]}
+    run(runtime, runtime.batch(**tail, read_state_slots=[3]))
+    runtime.restore([3], [1])
+    run(runtime, runtime.batch(**tail))
+    runtime.snapshot([0], [4])
+    decode(runtime, 1, 6)
+    ahead = runtime.batch(input_ids=[1], rows=[0], seq_lens=[7])
+    runtime.prepare(ahead)
+    runtime.snapshot([0], [4])
+    run(runtime, ahead)
+    runtime.admit([1], [1])
+    runtime.write_pages([1, 1], [0, 1], [8, 9])
+    run(runtime, runtime.batch(**tail | {"seq_lens": [8]}, read_state_slots=[4]))
+    runtime.prepare(runtime.batch(input_ids=[1], rows=[0], seq_lens=[8]))
+    runtime.drop()
+    decode(runtime, 1, 8)
 
 
 def test_a_step_that_was_not_prepared_is_refused(models: Models) -> None:

@@ -162,19 +162,19 @@ def test_a_step_counts_from_the_end_of_the_one_before() -> None:
     target = ItlTarget(1.0, cost=cost, clock=lambda: now)
     plan, chunk = StepPlan(decode=decoding(2)), StepPlan(extend=[ExtendRow(9, 0, [1] * 50, 0, False)])
     one, part = StepWork.of(plan), StepWork.of(chunk)
-    first = target.launched()
+    first = target.clock()
     now = 1.0
-    second = target.launched()
+    second = target.clock()
     now = 3.0
     target.ended(plan, first, 2)
     now = 4.5
     target.ended(plan, second, 2)
     assert cost.seen == [([one], 3.0), ([one], 1.5)]
     now = 10.0
-    third = target.launched()
+    third = target.clock()
     now = 10.5
     target.ended(chunk, third, 0)
-    fourth = target.launched()
+    fourth = target.clock()
     now = 12.0
     target.ended(plan, fourth, 2)
     assert cost.seen[2:] == [([part, one], 2.0)]

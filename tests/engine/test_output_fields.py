@@ -6,7 +6,7 @@ import pytest
 
 from hybridrt.engine.detokenizer import Detokenizer
 from hybridrt.engine.stop_strings import StopStrings
-from hybridrt.errors import RequestError
+from hybridrt.errors import PromptTooLongError, RequestError
 from hybridrt.sampling_params import SamplingParams
 from tests.support.engine_harness import ByteTokenizer, Rig, expected
 
@@ -76,6 +76,16 @@ def test_long_prompts_are_cut_to_their_end(text: bool, kept: int, left: int) -> 
     assert rig.engine.prepare(prompt if text else ids, params).tokens == ids[-left:]
     assert rig.engine.prepare([1, 2], params).tokens == [1, 2]
     assert rig.finish(prompt, max_tokens=1, truncate_prompt_tokens=kept).finish_reason is not None
+
+
+def test_a_text_that_is_too_long_to_be_cut_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(vocab=256, tokenizer=ByteTokenizer(), max_model_len=64)
+    params = SamplingParams(max_tokens=1, truncate_prompt_tokens=2)
+    assert rig.engine.prepare("a" * (2**20 - 1) + "b", params).tokens == list(b"ab")
+    monkeypatch.setattr(ByteTokenizer, "encode", None)
+    with pytest.raises(PromptTooLongError, match="takes up to 1048576 characters") as info:
+        rig.engine.prepare("a" * (2**20 + 1), params)
+    assert info.value.field == "prompt"
 
 
 @pytest.mark.parametrize(

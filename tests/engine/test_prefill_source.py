@@ -33,7 +33,8 @@ class Source:
 
     def deliver(self, request_id: str, offset: int = 0) -> None:
         tokens = self.prompts.pop(request_id)
-        self.elsewhere.engine.add_request(tokens, SamplingParams(max_tokens=1), export_to=range(offset, offset + 1))
+        engine = self.elsewhere.engine
+        engine.submit(engine.prepare(tokens, SamplingParams(max_tokens=1)), export_to=range(offset, offset + 1))
         self.elsewhere.run()
         self.rig.executor.arena[offset] = self.elsewhere.executor.arena[offset]
         self.rig.engine.start(request_id, PrefixMatch(len(tokens), staged=offset))

@@ -10,7 +10,7 @@ from hybridrt.engine import host_fetches
 from hybridrt.sampling_params import SamplingParams
 from tests.engine.test_schedules import Abort, Add, Step, run_history, schedules
 from tests.mem_cache.test_radix_cache import text_of
-from tests.support.engine_harness import VOCAB, Rig
+from tests.support.engine_harness import VOCAB, ByteTokenizer, Rig
 from tests.support.mock_executor import tokens_alone
 
 TEXT = tokens_alone([5, 1, 2], 77, 40, VOCAB)
@@ -80,16 +80,26 @@ def test_a_hit_does_not_wait_for_the_slot_that_it_has_locked_itself() -> None:
 
 
 def test_what_the_device_computed_behind_the_end_is_not_kept() -> None:
-    """Drafts behind a stop token are part of the state: no text of the request leads to it."""
+    """Drafts behind a stop string are part of the state: no text of the request leads to it."""
     for count in range(1, 12):
-        rig = rig_with_cache(drafts=4)
+        rig = rig_with_cache(drafts=4, tokenizer=ByteTokenizer())
         prompt = [2, 7, 1]
-        stop = tokens_alone(prompt, 3, 12, VOCAB)[count - 1]
-        text = [*prompt, *rig.finish(prompt, max_tokens=12, stop_token_ids=(stop,), ignore_eos=True, seed=3).token_ids]
+        stop = chr(tokens_alone(prompt, 3, 12, VOCAB)[count - 1])
+        text = [*prompt, *rig.finish(prompt, max_tokens=12, stop=stop, ignore_eos=True, seed=3).token_ids]
         for kept in map(text_of, rig.pools.prefixes.tree.nodes()):
             assert list(kept) == text[: len(kept)]
         rig.finish([*text, 5], max_tokens=3, seed=4, ignore_eos=True)
         assert list(rig.outputs.values())[-1].token_ids == tokens_alone([*text, 5], 4, 3, VOCAB)
+
+
+def test_drafts_never_go_on_behind_a_token_that_ends_their_request() -> None:
+    """So the state after the answer is always that of its text, and a next turn computes its own tokens alone."""
+    for count in range(1, 12):
+        rig, prompt = rig_with_cache(drafts=4), [2, 7, 1]
+        stop = tokens_alone(prompt, 3, 12, VOCAB)[count - 1]
+        answer = rig.finish(prompt, max_tokens=12, stop_token_ids=(stop,), ignore_eos=True, seed=3).token_ids
+        rig.finish([*prompt, *answer, 5], max_tokens=1, seed=4)
+        assert rig.pools.prefixes.counts.hit >= len(prompt) + len(answer) - 1
 
 
 @pytest.mark.parametrize("late", [0, 1])

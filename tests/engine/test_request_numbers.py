@@ -159,7 +159,7 @@ def test_candidates_beyond_the_vocabulary_are_all_of_it(llm: LLM) -> None:
 def test_names_and_places_of_a_request_are_checked(llm: LLM, argument: str, value: Any) -> None:
     before = llm.engine.counters()
     with pytest.raises(RequestError, match=argument):
-        llm.engine.add_request(PROMPT, NEIGHBOUR, **{argument: value})
+        llm.engine.submit(llm.engine.prepare(PROMPT, NEIGHBOUR), **{argument: value})
     assert llm.engine.counters() == before
 
 

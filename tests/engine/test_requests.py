@@ -229,7 +229,7 @@ def test_a_reader_that_lags_gets_the_gains_of_several_steps_in_one_delta() -> No
     rig = Rig(tokenizer=ByteTokenizer(), vocab=128)
     queue = DeltaQueue()
     params = SamplingParams(max_tokens=9, ignore_eos=True, seed=0, logprobs=1, n=2)
-    name = rig.engine.add_request([1], params, queue=queue)
+    name = rig.engine.submit(rig.engine.prepare([1], params), queue=queue)
     taken = []
     while rig.engine.has_unfinished():
         rig.engine.run_step()

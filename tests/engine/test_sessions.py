@@ -184,9 +184,9 @@ def put(tensors: dict[str, torch.Tensor], name: str, at: int, value: float) -> N
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut in the data": (lambda f: f.write_bytes(f.read_bytes()[:-1]), "damaged"),
-    "cut in the header": (lambda f: f.write_bytes(f.read_bytes()[:99]), "damaged"),
-    "empty": (lambda f: f.write_bytes(b""), "damaged"),
-    "a header of exabytes": (lambda f: f.write_bytes(b"\xff" * 7 + b"\x10" + f.read_bytes()[8:]), "damaged"),
+    "cut in the header": (lambda f: f.write_bytes(f.read_bytes()[:99]), "cut off"),
+    "empty": (lambda f: f.write_bytes(b""), "cut off"),
+    "a header of exabytes": (lambda f: f.write_bytes(b"\xff" * 7 + b"\x10" + f.read_bytes()[8:]), "cut off"),
     "no safetensors": (lambda f: f.write_bytes(struct.pack("<Q", 40) + b"x" * 400), "no safetensors file"),
     "a flipped bit": (lambda f: f.write_bytes(f.read_bytes()[:-9] + b"\x7f" + f.read_bytes()[-8:]), "checksum"),
     "a shape of terabytes": (lie_about_a_shape, "damaged"),

@@ -159,7 +159,7 @@ def test_the_interrupted_reader_of_a_stream_leaves_nothing(monkeypatch: pytest.M
 def test_requests_of_a_queue_that_has_gone_end_with_the_next_step() -> None:
     rig = Rig()
     queue = DeltaQueue()
-    rig.engine.add_request([1], LONG, queue=queue)
+    rig.engine.submit(rig.engine.prepare([1], LONG), queue=queue)
     assert rig.step() == [] and rig.engine.counters().running == 1
     del queue
     assert rig.step() == rig.engine.drain() == [], "what it gave goes nowhere"

@@ -52,7 +52,7 @@ def test_drafts_and_a_killed_rank(checkpoints: CheckpointStore) -> None:
     assert isinstance(executor, TensorParallelExecutor) and llm.engine.counters().proposed > 0
     stream = llm.stream(prompts[0], greedy(120))
     next(stream)
-    executor._ranks._processes[0].kill()
+    executor.ranks._processes[0].kill()
     with pytest.raises(EngineError, match="tensor-parallel rank 1 was lost: its process was killed by SIGKILL"):
         list(stream)
     llm.close()

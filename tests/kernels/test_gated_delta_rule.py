@@ -211,6 +211,21 @@ def test_a_tree_starts_each_node_from_its_parent():
             assert relative_error(stored[rows[b], node], expected_states[-1]) < 2e-6
 
 
+def test_raw_gates_beside_weights_are_made_within():
+    torch.manual_seed(0)
+    (q, k, v, *_), (a, b) = random_tokens(7).tensors, torch.randn(7, 8).half().chunk(2, -1)
+    weights, slot = GateWeights(torch.randn(4) - 4, torch.randn(4), 2.0), int32(3)
+    made, raw = DeltaInputs(q, k, v, *gdn_gates(a, b, weights)), DeltaInputs(q, k, v, a, b)
+    prompts = Prompts(int32(0, 7), torch.tensor([True]), plan_chunks([1], [7], 4))
+    for rule, more in ((chunk_gated_delta_rule, (prompts,)), (recurrent_gated_delta_rule, ())):
+        states, found = make_states(), []
+        for tokens, given in ((made, ()), (raw, (weights,))):
+            after = StateSlots(states.clone(), slot, slot)
+            tokens = tokens if more else DeltaInputs(*(t[None] for t in tokens))
+            found.append((rule(tokens, after, *more, *given), after.states))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
 def test_keys_and_queries_of_zero_stay_finite():
     tokens, states, slot = random_tokens(1, 2), make_states(), int32(3)
     tokens.q.zero_(), tokens.k.zero_()

@@ -216,7 +216,7 @@ def test_a_large_message_arrives_while_the_sender_does_something_else(links: tup
 
 
 def leader(link: Link, timeout: float = 30) -> Ranks:
-    nothing: Any = SimpleNamespace(abort=lambda: None, forsake=lambda: None)
+    nothing: Any = SimpleNamespace(abort=lambda: None, disown=lambda: None)
     return Ranks(nothing, [link], timeout=timeout)
 
 

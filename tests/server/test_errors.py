@@ -2,18 +2,13 @@
 
 import gzip
 import json
-import socket
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from hybridrt.engine.llm import LLM
-from hybridrt.server import http_limits
-from tests.support.http_server import Served, serving
+from tests.support.http_server import Served
 from tests.support.lazily import lazily
 
 if TYPE_CHECKING:
@@ -85,6 +80,11 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
         "response_format",
         "thing",
     ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}}},
+        "response_format.json_schema.schema",
+        "",
+    ),
     ({"response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "structured_outputs"),
 ]
@@ -104,22 +104,31 @@ def test_a_field_that_is_wrong_is_named(
 @pytest.mark.parametrize(
     ("change", "field", "text"),
     [
-        ({"prompt": ""}, None, "the prompt is empty"),
+        ({"prompt": ""}, "prompt", "the prompt is empty"),
         ({"prompt": []}, "prompt", "empty list"),
-        ({"prompt": [[]]}, None, "the prompt is empty"),
+        ({"prompt": [[]]}, "prompt", "the prompt is empty"),
         ({"prompt": None}, "prompt", ""),
         ({"prompt": {"prompt": "x"}}, "prompt", ""),
-        ({"prompt": [1, "a"]}, "prompt.0", ""),
-        ({"prompt": [10**6]}, None, "outside the vocabulary"),
-        ({"prompt": [5] * 300}, None, "the prompt has 300 tokens"),
-        ({"prompt": "x" * 10**6}, None, "the prompt has 1000000 characters"),
+        ({"prompt": [1, "a"]}, "prompt.1", "valid integer"),
+        ({"prompt": [-1]}, "prompt.0", "greater than or equal to 0"),
+        ({"prompt": [5.5]}, "prompt.0", "valid integer"),
+        ({"prompt": ["a", 5]}, "prompt.1", ""),
+        ({"prompt": [[5], ["a"]]}, "prompt.1.0", "valid integer"),
+        ({"prompt": [10**6]}, "prompt", "outside the vocabulary"),
+        ({"prompt": [5] * 300}, "prompt", "the prompt has 300 tokens"),
+        ({"prompt": "x" * 10**6}, "prompt", "the prompt has 1000000 characters"),
         ({"prompt": [[5]] * 1025}, "prompt", "1025 prompts"),
         ({"prompt": [[5]] * 600, "n": 2}, "n", "1024 in all"),
         ({"suffix": "end"}, "suffix", "suffix is not supported"),
         ({"best_of": 3}, "best_of", "best_of is not supported"),
         ({"logprobs": 65}, "logprobs", "0 to 64"),
         ({"logprobs": True}, "logprobs", "valid integer"),
-        ({"echo": True, "logprobs": 1, "stream": True, "n": 2}, "echo", "is not streamed"),
+        ({"prompt": "x" * (2**20 + 1), "truncate_prompt_tokens": 2}, "prompt", "takes up to 1048576 characters"),
+        (
+            {"prompt": "x" * (2**20 + 1), "truncate_prompt_tokens": 2, "add_special_tokens": False},
+            "prompt",
+            "takes up to 1048576 characters",
+        ),
     ],
 )
 def test_completions_name_what_is_wrong(change: dict[str, Any], field: str | None, text: str, served: Served) -> None:
@@ -135,10 +144,18 @@ def test_completions_name_what_is_wrong(change: dict[str, Any], field: str | Non
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", ""),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "messages", "no role judge"),
-        ({"messages": [{"role": "user", "content": "x" * 9999}]}, None, "it may have at most 255"),
-        ({"chat_template_kwargs": {"tokenize": True}}, None, "tokenize"),
-        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, None, "chat_template"),
-        ({"continue_final_message": True}, None, "add_generation_prompt=false"),
+        ({"messages": [{"role": "user", "content": "x" * 9999}]}, "messages", "it may have at most 255"),
+        (
+            {"messages": [{"role": "user", "content": "x" * (2**20 + 1)}], "truncate_prompt_tokens": 2},
+            "messages",
+            "takes up to 1048576 characters",
+        ),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "chat_template"),
+        ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt=false"),
+        ({"chat_template_kwargs": {"x": 2**70}}, "chat_template_kwargs", "ints"),
+        ({"messages": [{"role": "user", "x": 2**70}]}, "messages", "ints"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "0"),
         ({"tools": [{"type": "function"}]}, "tools.0", "it must be"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "--tool-parser"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
@@ -163,8 +180,7 @@ def test_too_many_messages(served: Served) -> None:
         ("/v1/messages", {"messages": many, "max_tokens": 1}),
     ):
         answer = served.post(path, body)
-        text = "valid string" if "input" in body else "at most 16384 items"
-        assert answer.status_code == 400 and text in answer.text, (path, answer.text)
+        assert answer.status_code == 400 and "at most 16384 items" in answer.text, (path, answer.text)
 
 
 @pytest.mark.parametrize(
@@ -201,110 +217,6 @@ def test_the_client_library_raises_its_own_errors(served: Served) -> None:
     with pytest.raises(openai.BadRequestError) as info:
         served.client().completions.create(model="tested", prompt="x", temperature=-1)
     assert info.value.param == "temperature" and info.value.type == "invalid_request_error"
-
-
-@pytest.fixture(scope="module")
-def locked(embedded: LLM) -> Iterator[Served]:
-    """A server with keys and narrow limits."""
-    with serving(
-        embedded,
-        api_keys=("first-key", "second-key"),
-        max_body_bytes=2000,
-        request_timeout=1.0,
-        max_waiting=1,
-        allowed_origins=("https://page.example",),
-    ) as served:
-        yield served
-        served.wait_until_idle()
-
-
-KEY = {"authorization": "Bearer second-key"}
-
-
-def test_without_a_key_only_probes_answer(locked: Served) -> None:
-    with locked.http() as client:
-        paths = (
-            "/v1/models",
-            "/metrics",
-            "/version",
-            "/load",
-            "/openapi.json",
-            "/nowhere",
-            "//health",
-            "/health/../load",
-        )
-        for path in paths:
-            assert_error(client.get(path), 401, None, "API key")
-        for wrong in ("Bearer", "Bearer first", "Basic first-key", "Bearer first-keyy", "first-key"):
-            assert_error(client.get("/v1/models", headers={"authorization": wrong}), 401, None, "API key")
-        for path in ("/health", "/ready"):
-            assert client.get(path).status_code == 200
-        for right in ("Bearer first-key", "bearer second-key"):
-            assert client.get("/v1/models", headers={"authorization": right}).status_code == 200
-    assert locked.client(api_key="first-key").models.list().data
-    with pytest.raises(openai.AuthenticationError):
-        locked.client(api_key="wrong").models.list()
-
-
-def test_long_bodies_are_refused_with_and_without_a_length(locked: Served) -> None:
-    body = json.dumps(COMPLETION | {"user": "x" * 3000}).encode()
-    with locked.http() as client:
-        assert_error(client.post("/v1/completions", content=body, headers=KEY), 413, None, "2000 bytes")
-        headers = KEY | {"content-type": "application/json"}
-        parts = (body[i : i + 500] for i in range(0, len(body), 500))
-        assert_error(client.post("/v1/completions", content=parts, headers=headers), 413, None, "2000 bytes")
-
-
-def test_a_request_that_takes_too_long_ends(locked: Served) -> None:
-    endless = COMPLETION | {"max_tokens": 250, "ignore_eos": True, "n": 33}
-    assert_error(locked.post("/v1/completions", endless, headers=KEY), 504, None, "longer than it may")
-    locked.wait_until_idle()
-    answer = locked.post("/v1/completions", endless | {"stream": True}, headers=KEY)
-    events = [line for line in answer.text.splitlines() if line]
-    assert events[-1] == "data: [DONE]" and "longer than it may" in events[-2]
-    locked.wait_until_idle()
-    short = KEY | {"x-request-timeout": "0.001"}
-    assert_error(locked.post("/v1/completions", endless, headers=short), 504, None, "longer than it may")
-
-
-def test_a_body_that_never_comes_ends_with_the_deadline(locked: Served) -> None:
-    host, port = locked.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\n"
-            b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
-        )
-        assert b" 504 " in connection.recv(4096)
-
-
-def test_connections_that_do_not_ask_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent ones, and heads that never come to their end, on a new connection and behind an answer. A body and an
-    answer may take longer."""
-    monkeypatch.setattr(http_limits, "HEAD_SECONDS", 0.3)
-    body = json.dumps(COMPLETION).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    host, port = served.url.removeprefix("http://").split(":")
-    with ExitStack() as stack:
-
-        def connect(sent: bytes) -> socket.socket:
-            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
-            connection.sendall(sent)
-            return connection
-
-        late = connect(head % len(body))
-        silent, half = connect(b""), connect(b"GET /health HTTP/1.1\r\nX: ")
-        again = connect(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert again.recv(4096).startswith(b"HTTP/1.1 200")
-        again.sendall(b"\r\n")
-        for connection in (silent, half, again):
-            assert connection.recv(4096) == b"", "ended by the server"
-        with served.llm.engine.turns:  # the answer takes its time, too
-            late.sendall(body)
-            late.settimeout(0.5)
-            with pytest.raises(TimeoutError):
-                late.recv(4096)
-        late.settimeout(30)
-        assert late.recv(4096).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize(
@@ -349,35 +261,3 @@ def test_an_overlong_prompt_has_the_code_that_clients_look_for(served: Served) -
     for path, body in (("/v1/completions", {"prompt": [5] * 300}), ("/v1/chat/completions", CHAT | {"messages": LONG})):
         error = served.post(path, body).json()["error"]
         assert error["code"] == "context_length_exceeded" and "maximum context length is 256 tokens" in error["message"]
-
-
-def test_a_full_queue_answers_429(locked: Served) -> None:
-    with locked.llm.engine.turns:  # nothing runs meanwhile
-        answer = locked.post("/v1/completions", COMPLETION | {"n": 40}, headers=KEY)
-    assert_error(answer, 429, None, "try again later")
-    assert int(answer.headers["retry-after"]) >= 1
-    with pytest.raises(openai.RateLimitError):
-        locked.client(api_key="first-key").completions.create(**COMPLETION | {"n": 40})  # type: ignore[call-overload]
-
-
-def test_pages_of_allowed_origins_alone_may_call(locked: Served, served: Served) -> None:
-    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-
-    def allowed(server: Served, origin: str) -> str | None:
-        with server.http() as client:
-            answer = client.options("/v1/completions", headers={"origin": origin, **asks})
-        return answer.headers.get("access-control-allow-origin")
-
-    assert allowed(locked, "https://page.example") == "https://page.example"
-    assert allowed(locked, "https://other.example") is None
-    assert allowed(served, "https://page.example") is None, "off by default"
-
-
-def test_request_ids_go_in_and_out(served: Served) -> None:
-    with served.http() as client:
-        assert client.get("/version", headers={"x-request-id": "mine-5"}).headers["x-request-id"] == "mine-5"
-        for bad in ("", "x" * 129, "with space"):
-            made = client.get("/version", headers={"x-request-id": bad}).headers["x-request-id"]
-            assert made and made != bad
-        answer = client.post("/v1/completions", json=COMPLETION | {"request_id": "my-run"})
-        assert answer.json()["id"] == "cmpl-my-run"

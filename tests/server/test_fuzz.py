@@ -135,6 +135,9 @@ def test_malformed_bodies_and_headers(examples: int, served: Served) -> None:
     fuzz(served, examples)
 
 
+CONFORM = ("status_code_conformance", "content_type_conformance", "response_schema_conformance")
+
+
 def schema_calls(served: Served, examples: int) -> None:
     schemathesis = pytest.importorskip("schemathesis")
     with served.http() as client:
@@ -148,6 +151,7 @@ def schema_calls(served: Served, examples: int) -> None:
                     case.body["max_tokens"] = 1
                 answer = case.call(base_url=served.url, timeout=120)
                 assert answer.status_code < 500, answer.text
+                case.validate_response(answer, checks=[getattr(schemathesis.specs.openapi.checks, n) for n in CONFORM])
 
             call()
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from hybridrt.engine.async_llm import DeltaStream
+from hybridrt.engine.outputs import Delta
 from hybridrt.sampling_params import SamplingParams
 from tests.support.http_server import Served
 
@@ -50,6 +52,38 @@ def test_echo_brings_the_log_probabilities_of_the_prompt(served: Served, stream:
     assert [len(found) >= 2 for found in logprobs["top_logprobs"][1:]] == [True] * (len(tokens) - 1)
     assert "".join(logprobs["tokens"][: len(want.prompt_token_ids)]) == PROMPT
     assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_echo_of_several_samples_with_log_probabilities_streams(
+    late: bool, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what the answer without a stream is, also if sample 0, which brings the prompt's, comes last."""
+    if late:
+        put, first = DeltaStream.put, dict[str, Delta]()
+
+        def later(stream: DeltaStream, delta: Delta) -> None:
+            if delta.prompt_logprobs is not None:
+                first[delta.request_id] = delta
+                return
+            held = [first.pop(delta.request_id)] if delta.request_id in first else []
+            for each in (delta, *held) if delta.index else (*held, delta):
+                put(stream, each)
+
+        monkeypatch.setattr(DeltaStream, "put", later)
+    asked = BODY | {"prompt": [PROMPT, "def "], "n": 3, "temperature": 1.0, "seed": 4, "echo": True, "logprobs": 1}
+    client = served.client()
+    want = client.completions.create(**asked)  # type: ignore[call-overload]
+    scores, tokens, text = dict[int, list[Any]](), dict[int, list[str]](), dict.fromkeys(range(6), "")
+    for chunk in client.completions.create(**asked, stream=True):  # type: ignore[call-overload]
+        (found,) = chunk.choices
+        text[found.index] += found.text
+        scores.setdefault(found.index, []).extend(found.logprobs.token_logprobs)
+        tokens.setdefault(found.index, []).extend(found.logprobs.tokens)
+    for each in want.choices:
+        assert text[each.index] == each.text and tokens[each.index] == each.logprobs.tokens
+        assert scores[each.index][0] is None
+        assert scores[each.index][1:] == pytest.approx(each.logprobs.token_logprobs[1:], abs=1e-4)
 
 
 def test_the_log_likelihood_of_a_continuation_as_lm_eval_requests_it(served: Served) -> None:

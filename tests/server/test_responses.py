@@ -156,6 +156,8 @@ def test_an_answer_that_is_cut_is_incomplete(talker: tuple[Served, Scripted]) ->
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"input": []}, "input"),
         ({"tool_choice": {"type": "function", "name": "none"}, "tools": FUNCTIONS}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": FUNCTIONS}, "tool_choice"),
+        ({"tool_choice": 5, "tools": FUNCTIONS}, "tool_choice"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["message.output_text.logprobs"], "top_logprobs": 65}, "top_logprobs"),
         ({"logprobs": True}, "logprobs"),

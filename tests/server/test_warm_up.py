@@ -19,8 +19,10 @@ class Requests:
     def __init__(self) -> None:
         self.steps: list[list[tuple[int, SamplingParams]]] = []
         self._waiting: list[tuple[int, SamplingParams]] = []
-        config, plan = SimpleNamespace(chunked_prefill_size=64), SimpleNamespace(num_rows=ROWS)
-        self.llm = SimpleNamespace(config=config, plan=plan, engine=self)
+        self.drafter = None
+        config, plan = SimpleNamespace(chunked_prefill_size=64), SimpleNamespace(num_rows=ROWS, max_model_len=64)
+        model_config = SimpleNamespace(vocab_size=1000)
+        self.llm = SimpleNamespace(config=config, model_config=model_config, plan=plan, engine=self)
 
     def prepare(self, *_: object) -> None:
         raise RequestError("this model has no tokenizer")

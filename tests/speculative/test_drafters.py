@@ -245,3 +245,18 @@ def test_continuations_share_what_they_begin_with() -> None:
     assert merge([[1, 2, 3], [1, 4], [5]], 3) == Draft([1, 5, 2], [0, 0, 1])
     assert with_siblings([1, 2], [[8], [9]], 4) == Draft([1, 8, 2, 9], [0, 0, 1, 1])
     assert merge([], 3) == merge([[]], 3) == Draft([])
+
+
+@pytest.mark.parametrize(
+    ("draft", "left"),
+    [
+        (Draft([4, 5, 6]), Draft([4, 5, 6])),
+        (Draft([4, 9, 6]), Draft([4, 9])),
+        (Draft([9]), Draft([9])),
+        (Draft([4, 9, 5, 6, 7], [0, 0, 1, 2, 3]), Draft([4, 9, 5, 7], [0, 0, 1, 3])),
+        (Draft([4, 9, 5], [0, 0, 2]), Draft([4, 9], [0, 0])),
+        (Draft([4, 5, 9, 6], [0, 1, 1, 3]), Draft([4, 5, 9], [0, 1, 1])),
+    ],
+)
+def test_a_draft_until_its_end(draft: Draft, left: Draft) -> None:
+    assert draft.until(frozenset({9})) == left

@@ -21,7 +21,7 @@ from tests.speculative.test_schedules import SCRIPTS, WITH_HEADS, Rigs, filters,
 from tests.support.checkpoints import VOCAB
 from tests.support.levels import drawn
 from tests.support.samples import Samples
-from tests.support.speculation import LENGTH, PAGE, Ask, Rig, assert_same, sample_seed
+from tests.support.speculation import LENGTH, PAGE, Ask, Letters, Rig, assert_same, sample_seed
 
 # (model, how states are kept, drafts at one place, drafter); None: no drafter.
 CELLS = [
@@ -61,9 +61,13 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
     arrival = 0
     for i in range(draw(st.integers(2, 7), "requests")):
         fields: dict[str, Any] = draw(filters, "filters")
+        stops = draw(st.lists(st.integers(0, 130), max_size=9), "stop")
+        if draw(st.booleans(), "of text"):
+            fields = fields | {"stop": [*Letters().decode(stops)]}
+        else:
+            fields = fields | {"stop_token_ids": stops}
         params = SamplingParams(
             max_tokens=draw(st.sampled_from([1, 3, 8, 13, 20]), "max_tokens"), seed=100 * i, ignore_eos=True,
-            stop_token_ids=tuple(draw(st.lists(st.integers(0, 130), max_size=9), "stop")),
             n=draw(st.sampled_from([1, 1, 1, 2]), "n"), **fields,
         )  # fmt: skip
         parent = draw(st.integers(0, i - 1), "parent") if i and draw(st.sampled_from([True, True, False])) else None

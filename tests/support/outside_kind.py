@@ -10,7 +10,6 @@ from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
 from hybridrt.config import LinearConfig
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kinds.base import LinearKind, StateShape, split_over
 from hybridrt.layers.weights import Build, parameter
 
@@ -46,10 +45,10 @@ class OutsideBackend(MambaAttnBackendBase):
     kind = "outside"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> Tensor:
-        return causal_conv1d_update(segment.by_row(inputs["x"]), **self.conv_rows(layer, segment)).flatten(0, 1)
+        return self.conv_rows(layer, segment, segment.by_row(inputs["x"])).flatten(0, 1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
-        return causal_conv1d_varlen(inputs["x"], **self.conv_chunks(layer, segment))
+        return self.conv_chunks(layer, segment, inputs["x"])
 
 
 class OutsideMixer(nn.Module):

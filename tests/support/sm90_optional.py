@@ -88,8 +88,9 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     yield "gdn_decode", qkv, {"bias": meta(2 * G * N + H * P)} | stored
     yield "gdn_decode", qkv | {"qkv": qkv["qkv"][:, :1]}, {"bias": meta(2 * G * N + H * P)}
     yield "gdn_decode", qkv | RING | CURSORS, {"bias": meta(2 * G * N + H * P)}
-    yield "recurrent_gated_delta_rule", delta(B, T) | SLOT_ARGS, stored | parents
-    yield "chunk_gated_delta_rule", delta(TOKENS) | PROMPTS, {}
+    per_head = {"A_log": f32(H), "dt_bias": f32(H)}
+    yield "recurrent_gated_delta_rule", delta(B, T) | SLOT_ARGS, stored | parents | per_head
+    yield "chunk_gated_delta_rule", delta(TOKENS) | PROMPTS, per_head
     raw = {"A_log": f32(H), "dt_bias": f32(H, N), "lower_bound": -5.0}
     yield "recurrent_gated_delta_rule", by_channel(B, T) | SLOT_ARGS, stored | parents | raw
     yield "chunk_gated_delta_rule", by_channel(TOKENS) | PROMPTS, raw

@@ -41,6 +41,21 @@ class Ask:
     abort: int | None = None
 
 
+class Letters:
+    """A token is a letter. Drafts go on behind a stop string, which the host alone knows; behind a stop token they do
+    not."""
+
+    characters_per_token = 1
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 1000 for letter in text]
+
+    encode_bare = encode
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(1000 + token) for token in token_ids)
+
+
 class Rig:
     """A runner whose engines come and go.
 
@@ -101,7 +116,8 @@ class Rig:
         if self.hosted:
             self.coordinator.add_tier(plan.host.num_pages, plan.host.num_states, self.runner.copied)
         limits = EngineLimits(self.runner.model_config.vocab_size, LENGTH, chunk)
-        return Engine(self.split or self.runner, self.coordinator, limits, overlap=overlap, drafter=drafter)
+        executor = self.split or self.runner
+        return Engine(executor, self.coordinator, limits, Letters(), overlap=overlap, drafter=drafter)
 
     def run(
         self, asks: Sequence[Ask], drafter: Drafter | None = None, chunk: int = 8192, overlap: bool = False
@@ -132,7 +148,7 @@ class Rig:
 
     def futures(self, asks: Sequence[Ask]) -> dict[Key, Sample]:
         """The samples of all requests as they would be without speculation, aborts and stops."""
-        forever = [Ask(a.prompt, replace(a.params, stop_token_ids=())) for a in asks]
+        forever = [Ask(a.prompt, replace(a.params, stop_token_ids=(), stop=())) for a in asks]
         return self.run(forever)
 
     def tied(self, ask: Ask, place: int) -> bool:
@@ -169,8 +185,9 @@ def sample_seed(ask: Ask, index: int) -> int:
 
 
 def until_stop(ask: Ask, tokens: list[int]) -> tuple[list[int], str]:
-    """What of an output is left, and why it ends, if the request's stop tokens count."""
-    end = next((i for i, token in enumerate(tokens) if token in ask.params.stop_token_ids), None)
+    """What of an output is left, and why it ends, if the request's stop tokens and stop letters count."""
+    stops = {*ask.params.stop_token_ids, *Letters().encode("".join(ask.params.stop))}
+    end = next((i for i, token in enumerate(tokens) if token in stops), None)
     return (tokens, "length") if end is None else (tokens[: end + 1], "stop")
 
 

@@ -102,7 +102,7 @@ def main() -> None:
     report = {
         "child": os.waitstatus_to_exitcode(ended[1]) if ended[0] else None,
         "before": before, "after": tokens(), "addresses": sorted(addresses),
-        "directory": llm.engine.executor._ranks._directory,  # type: ignore[attr-defined]
+        "directory": llm.engine.executor.ranks._directory,  # type: ignore[attr-defined]
     }  # fmt: skip
     llm.close()
     print(json.dumps(report))

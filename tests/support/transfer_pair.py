@@ -8,6 +8,7 @@ import torch
 
 from hybridrt import LLM, SamplingParams
 from hybridrt.distributed.conv_transfer import Section
+from hybridrt.engine.engine import Engine
 from hybridrt.runtime.state_arena import ImageLayout
 from hybridrt.transfer.decode import DecodeWorker
 from hybridrt.transfer.prefill import PrefillWorker
@@ -63,7 +64,7 @@ class Prefiller:
         self.worker.regions.check()
         counters = self.worker.counters()
         assert counters.jobs == counters.bytes_used == 0, counters
-        assert_no_leak(self.side)
+        assert_no_leak(self.side.engine)
 
 
 class Decoder:
@@ -91,12 +92,12 @@ class Decoder:
         self.worker.regions.check()
         counters = self.worker.counters()
         assert counters.under_way == counters.bytes_used == 0, counters
-        assert_no_leak(self.side)
+        assert_no_leak(self.side.engine)
 
 
-def assert_no_leak(side: WorkerSide) -> None:
-    side.engine.drain()
-    free, total = side.engine.counters(), side.engine._coordinator
+def assert_no_leak(engine: Engine) -> None:
+    engine.drain()
+    free, total = engine.counters(), engine._coordinator
     check_cache(total)
     left = free.free_rows, free.free_slots + free.cached_slots, free.free_pages + free.cached_pages
     assert left == (total.rows.total, total.slots.total, total.pages.total)

@@ -95,7 +95,7 @@ def test_same_tokens_as_one_process(model: Path, nursery: Nursery, expected: lis
         worker.regions.check()
         worker.close()
         assert worker.counters().bytes_used == 0
-        assert_no_leak(worker._side)
+        assert_no_leak(llm.engine)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -111,7 +111,7 @@ def test_other_numbers_of_ranks(name: str, prefill: int, decode: int, checkpoint
             assert worker.counters().fetched == 3
             worker.close()
             assert worker.counters().bytes_used == 0
-            assert_no_leak(worker._side)
+            assert_no_leak(llm.engine)
     finally:
         there.close()
     for prompt, output in zip(PROMPTS, outputs):
@@ -155,7 +155,7 @@ def test_the_prefill_worker_is_killed_at_random_moments(
         for output in llm.engine.step():
             done[output.request_id] += output.token_ids
     assert len(done[running]) == 90, "it decoded all the while"
-    assert_no_leak(worker._side)
+    assert_no_leak(llm.engine)
     worker.close()
 
 
@@ -181,7 +181,7 @@ def test_a_stopped_prefill_worker_is_dropped(
         assert counters.computed_here + counters.fetched == 3
         assert (counters.workers, counters.computed_here) == (0, 3) or phase == "reading"
         worker.close()
-        assert_no_leak(worker._side)
+        assert_no_leak(llm.engine)
     os.kill(pid, signal.SIGKILL)
 
 

@@ -34,10 +34,11 @@ from hybridrt.transfer.ranks import RemoteReader, serve_reads
 from hybridrt.transfer.reader import ImageReader, Reader
 from hybridrt.transfer.reads import _joined, image_reads
 from hybridrt.transfer.regions import RegionAllocator
-from hybridrt.transfer.transport import Transport
 from tests.support.in_process import InProcessTransport
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Images
+
+Transport = InProcessTransport | NixlTransport
 
 
 @given(data=st.data())

@@ -8,7 +8,7 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_chunk_gated_d
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 from torch import Tensor
 
-from hybridrt.kernels.gated_delta_rule import with_gates
+from hybridrt.kernels.gated_delta_rule import gdn_gates
 from hybridrt.kernels.libraries.common import refuse
 from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
 from hybridrt.kernels.slots import initial_states, live_tokens, pad_mask, read_rows, write_rows
@@ -23,8 +23,9 @@ def chunk_gated_delta_rule(
     (states, read_slots, write_slots, _), (query_start_loc, has_initial_state, plan, _) = state, prompts
     v, real = inputs.v, plan.num_tokens
     options = _gates(weights) if _by_channel(inputs) else {}
-    if not options:
-        inputs = with_gates(inputs, weights)
+    if weights is not None and not options:
+        g, beta = gdn_gates(inputs.g, inputs.beta, weights)
+        inputs = inputs._replace(g=g, beta=beta)
     chunks = chunk_kda if _by_channel(inputs) else fla_chunk_gated_delta_rule
     y, after = chunks(
         *(t[None, :real].contiguous() for t in inputs),

@@ -1,0 +1,124 @@
+"""Where the recurrent states stand: a step must continue exactly there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hybridrt.embedding.numbers import Array, Places, host_integers
+from hybridrt.errors import BackendError
+from hybridrt.forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """The real rows of a step, in the pools' numbers.
+
+    Attributes:
+        lines: [n] rows.
+        starts, ends: [n] tokens of each request before and after the step.
+        decodes: so many rows at the head decode or verify.
+        verifies: they verify drafts, some of which may not stay.
+        reads: slots from which the rows behind them start, 0 for their own; None: all from their own.
+    """
+
+    lines: list[int]
+    starts: list[int]
+    ends: list[int]
+    decodes: int
+    verifies: bool = False
+    reads: list[int] | None = None
+
+
+class Positions:
+    """How many tokens the state of each row will include once all prepared steps have run, and those of the slots that
+    `snapshot` has filled. Where nothing is known, a step may begin anywhere: behind drafts, before the host says how
+    many of them stay, and in slots that the host engine has filled by other means.
+
+    Args:
+        rows: the host engine's numbers of rows, for errors.
+    """
+
+    def __init__(self, rows: Places) -> None:
+        self._rows = rows
+        self._of_row: dict[int, int | StepRows] = {}  # a StepRows: its drafts are not committed yet
+        self._of_slot: dict[int, int] = {}
+        self._ahead: list[StepRows] = []  # prepared, and not run
+
+    def admit(self, lines: Sequence[int], slots: Sequence[int]) -> None:
+        """Rows begin with zeroed slots."""
+        self._of_row |= dict.fromkeys(lines, 0)
+        self._forget(self._of_slot, slots)
+
+    def snapshot(self, lines: Sequence[int], slots: Sequence[int]) -> None:
+        """Slots get the states of rows."""
+        self._forget(self._of_slot, slots)
+        ahead = {line for step in self._ahead for line in step.lines}
+        for line, slot in zip(lines, slots):
+            if line not in ahead and isinstance(held := self._of_row.get(line), int):
+                self._of_slot[slot] = held
+
+    def restore(self, slots: Sequence[int], lines: Sequence[int]) -> None:
+        """Rows get the states in slots."""
+        self._forget(self._of_row, lines)
+        self._of_row |= {line: self._of_slot[slot] for line, slot in zip(lines, slots) if slot in self._of_slot}
+
+    def note(
+        self, batch: ForwardBatch, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, reads: np.ndarray | None
+    ) -> None:
+        """Keeps with a batch which rows it has. All arrays are as in `StepRows`, with padding rows behind the real
+        ones."""
+        own, first, last = (values[: batch.num_real].tolist() for values in (lines, starts, ends))
+        slots = None if reads is None else reads.tolist()
+        batch.metadata[self] = StepRows(own, first, last, batch.num_decode_rows, batch.spec_info is not None, slots)
+
+    def of(self, batch: ForwardBatch) -> StepRows | None:
+        """What was noted of a batch; None if nothing was."""
+        step: StepRows | None = batch.metadata.get(self)
+        return step
+
+    def check(self, step: StepRows | None) -> None:
+        """BackendError unless each row continues where the state stands that it starts from. None: not known."""
+        if step is None or step in self._ahead:
+            return
+        for i, (line, start) in enumerate(zip(step.lines, step.starts)):
+            slot = step.reads[i - step.decodes] if step.reads is not None and i >= step.decodes else 0
+            held = self._of_slot.get(slot) if slot else self._of_row.get(line)
+            if isinstance(held, int) and held != start:
+                raise BackendError(
+                    f"row {self._rows.outside(line)} would continue at position {start}, but its state includes {held} "
+                    "tokens; seq_lens counts each request's tokens, those of the step among them"
+                )
+
+    def prepared(self, step: StepRows | None) -> None:
+        """A step was prepared: it will run."""
+        if step is not None and step not in self._ahead:
+            self._ahead.append(step)
+            self._of_row |= zip(step.lines, step.ends)
+            if step.verifies:
+                self._of_row |= dict.fromkeys(step.lines[: step.decodes], step)
+
+    def ran(self, step: StepRows | None) -> None:
+        """`forward` has run a step."""
+        if step in self._ahead:
+            self._ahead.remove(step)
+
+    def accepted(self, step: StepRows | None, accepted: Array) -> None:
+        """So many tokens of each row of a verify step stay. What is on a GPU is not read."""
+        if step is None or (isinstance(accepted, torch.Tensor) and accepted.device.type != "cpu"):
+            return
+        for line, start, kept in zip(step.lines, step.starts, host_integers("accepted", accepted).tolist()):
+            if self._of_row.get(line) is step:
+                self._of_row[line] = start + kept
+
+    def drop(self, step: StepRows | None) -> None:
+        """Steps that are ahead, and this one, will not be committed."""
+        for dropped in (*self._ahead, *([step] if step else ())):
+            self._forget(self._of_row, dropped.lines)
+        self._ahead.clear()
+
+    @staticmethod
+    def _forget(table: dict[int, int] | dict[int, int | StepRows], keys: Sequence[int]) -> None:
+        for key in keys:
+            table.pop(key, None)
