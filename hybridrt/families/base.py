@@ -1,12 +1,13 @@
 """What the runtime must know of a family of models: how its config.json is read, and which class builds it."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridrt.config import AttentionConfig, LatentConfig, LayerSpec, LinearConfig
-from hybridrt.config_fields import CHUNK, DT_LIMIT, SIZE, STATE, TAPS, FieldTypes
+from hybridrt.config_fields import CHUNK, DT_LIMIT, MULTIPLIER, SIZE, STATE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, FieldType, list_of, one_of
 from hybridrt.errors import ConfigError, shown
 from hybridrt.kinds.gdn import GDNConfig
@@ -90,15 +91,23 @@ def latent_attention(hf: Any, rotary: bool) -> AttentionConfig:
     if rope:
         # Published files have the share of a whole head that is rotated, and qk_rope_head_dim is that part already.
         rope.pop("partial_rotary_factor", None)
-    if rope and rope.get("rope_type", "default") != "default":
-        found = shown(rope["rope_type"])
-        raise ConfigError(f"rope_type is {found}; hybridrt runs latent attention with 'default' only")
     query_rank = getattr(hf, "q_lora_rank", None)
     latent = LatentConfig(rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim, query_rank)
-    scale = (latent.nope_dim + latent.rope_dim) ** -0.5
+    scale = (latent.nope_dim + latent.rope_dim) ** -0.5 * _yarn_scale(rope or {})
     return AttentionConfig(
         hf.num_attention_heads, 1, rank + latent.rope_dim, rope, v_head_dim=rank, scale=scale, latent=latent
     )
+
+
+def _yarn_scale(rope: Mapping[str, Any]) -> float:
+    """What scores are multiplied by where positions are stretched, if config.json asks for it (DeepSeek-V2, section
+    3.1.4)."""
+    weight, factor = rope.get("mscale_all_dim") or 0, rope.get("factor", 1)
+    if not weight or rope.get("rope_type", "default") == "default":
+        return 1.0
+    if not (MULTIPLIER.holds(weight) and MULTIPLIER.holds(factor)):
+        raise ConfigError(f"mscale_all_dim is {shown(weight)} and factor {shown(factor)}; both must be numbers")
+    return float(0.1 * weight * math.log(max(factor, 1)) + 1) ** 2
 
 
 def mamba2_config(hf: Any, head_dim: int) -> Mamba2Config:

@@ -47,9 +47,6 @@ def _check_longrope(attention: AttentionConfig, max_len: int) -> None:
 def _frequencies(config: ModelConfig, attention: AttentionConfig) -> tuple[torch.Tensor, float]:
     rope: Any = attention.rope
     rope_type, hf = rope.get("rope_type", "default"), config.hf
-    if attention is not config.attention:  # the formulas read a whole configuration
-        hf = copy(hf)
-        hf.rope_parameters, hf.head_dim = dict(rope), attention.rotary_dim
     if rope_type != "default":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -57,6 +54,8 @@ def _frequencies(config: ModelConfig, attention: AttentionConfig) -> tuple[torch
             raise ConfigError(
                 f"rope_type is {shown(rope_type)}; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
             )
+        hf = copy(hf)  # the formulas read a whole configuration
+        hf.rope_parameters, hf.head_dim = dict(rope), attention.rotary_dim
         try:
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](hf, torch.device("cpu"))
             return inv_freq, float(scaling)

@@ -205,13 +205,13 @@ def test_clamped_experts_of_ling(checkpoints: CheckpointStore, tmp_path: Path, m
     ("kimi-plain", "num_nextn_predict_layers", 1),
     ("ling-plain", "expert_swiglu_limit_list", [0, 0, 0, -4]), ("ling-plain", "mtp_use_kda", True),
     ("ling-plain", "moe_shared_expert_intermediate_size", 24),
-    ("ling-plain", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+    ("ling-plain", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": "4", "mscale_all_dim": 1.0}),
 ])  # fmt: skip
 def test_options_that_are_not_supported_are_refused_by_name(
     name: str, field: str, value: Any, checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:
     path = rewrite(checkpoints[name].path, tmp_path / "model", **{field: value})
-    with pytest.raises(ConfigError, match="rope_type is 'yarn'" if field == "rope_parameters" else f"{field} is"):
+    with pytest.raises(ConfigError, match="factor '4'" if field == "rope_parameters" else f"{field} is"):
         read_model_config(path)
 
 

@@ -217,7 +217,10 @@ KIMI: dict[str, Make] = {
 }  # fmt: skip
 LING: dict[str, Make] = {
     "plain": ling(),
-    "softplus_biases": ling(kda_safe_gate=False, attention_bias=True, num_hidden_layers=2),
+    "softplus_biases": ling(kda_safe_gate=False, attention_bias=True, num_hidden_layers=2, rope_parameters={
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+        "mscale_all_dim": 0.7,
+    }),
     "other_bound_tied": ling(kda_lower_bound=-2.5, n_group=1, topk_group=1, norm_topk_prob=False, n_shared_experts=3,
                              rope_parameters={"rope_type": "default", "rope_theta": 100.0}, num_hidden_layers=3,
                              tie_word_embeddings=True),
