@@ -92,7 +92,7 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
         (torch.cuda, "mem_get_info", "CUDA's context"), (runner, "empty_model", "model without weights"),
         (compile_ahead, "CompileAhead", "starting compilers"), (runner, "build_model", "weights"),
         (compile_ahead.KernelsAhead, "wait_for_start", "waiting for kernels"), (runner, "plan_pools", "memory plan"),
-        (compile_ahead, "_finish", "waiting for the rest"), (Runtime, "allocate", "pools"),
+        (compile_ahead.CompileAhead, "wait", "waiting for the rest"), (Runtime, "allocate", "pools"),
         (runner.ModelRunner, "capture", "graphs"), (llm, "load_tokenizer", "tokenizer"),
     ):  # fmt: skip
         setattr(module, name, clock.time(part, getattr(module, name)))
