@@ -137,10 +137,16 @@ class Engine:
         return self.intake.prepare(prompt, params)
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, stream: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        stream: bool = True,
+        export_to: range | None = None,
     ) -> str:
         """`prepare`, then `submit`. Raises what they raise; the engine is then unchanged."""
-        return self.submit(self.prepare(prompt, params), request_id, stream=stream)
+        return self.submit(self.prepare(prompt, params), request_id, stream=stream, export_to=export_to)
 
     def submit(
         self,

@@ -1,6 +1,7 @@
 """Runs requests of many shapes before the server takes any, so that no kernel is compiled while a client waits."""
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from itertools import count, product
@@ -15,6 +16,8 @@ from hybridrt.runtime.sampler import EVERY_DRAW
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import AdaptiveDrafter
 from hybridrt.structured_outputs import StructuredOutputs
+
+log = logging.getLogger(__name__)
 
 # Every draw of EVERY_DRAW is repeated with it, because bitmasks have kernels of their own.
 _FORM = StructuredOutputs(regex="[a-z]*")
@@ -90,7 +93,10 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
 def _keep_spare_memory(device: torch.device) -> None:
     """Torch keeps what is freed: steps that need some more than those above find it there. It hands out small and large
     blocks from memory of their own."""
-    _ = [torch.empty(size, dtype=torch.uint8, device=device) for size, count in _SPARE for _ in range(count)]
+    try:
+        _ = [torch.empty(size, dtype=torch.uint8, device=device) for size, count in _SPARE for _ in range(count)]
+    except torch.OutOfMemoryError:
+        log.warning("the device has no memory to spare; lower memory_fraction, or steps may wait for memory")
 
 
 def _constrained(llm: AsyncLLM, draws: list[SamplingParams]) -> list[_Work]:
