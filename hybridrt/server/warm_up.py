@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, product
 from typing import Any
@@ -65,11 +65,11 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
     the graphs of prompts hold; then all kinds in one step."""
     chunk = min(llm.llm.config.chunked_prefill_size, max_prompt)
     lengths = sorted({min(n, max_prompt) for n in (*_LENGTHS, chunk, chunk + 1)} - {0})
-    rows, firsts = llm.llm.plan.num_rows, count()
+    rows, tokens = llm.llm.plan.num_rows, _tokens(llm)
+    shared = next(tokens)
 
     def run(length: int, params: SamplingParams, cached: int = 0) -> Coroutine[Any, Any, RequestOutput]:
-        new = [next(firsts) % llm.llm.model_config.vocab_size] * length
-        return llm.complete([0] * min(cached, max_prompt - length) + new, params)
+        return llm.complete([shared] * min(cached, max_prompt - length) + [next(tokens)] * length, params)
 
     for _ in range(2):  # where two prompts part, the second one leaves a state
         await run(1, draws[0], _CACHED)
@@ -88,6 +88,12 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
     works = [*((length, params) for params, length in product(draws, lengths)), *constrained]
     for start in range(0, len(works), rows):
         await asyncio.gather(*(run(*work) for work in works[start : start + rows]))
+
+
+def _tokens(llm: AsyncLLM) -> Iterator[int]:
+    """The ids of the vocabulary, again and again, without those that stand for images: no prompt may hold them."""
+    model = llm.llm.model_config
+    return (token for i in count() if (token := i % model.vocab_size) not in model.image_tokens)
 
 
 def _keep_spare_memory(device: torch.device) -> None:
@@ -113,11 +119,11 @@ def _constrained(llm: AsyncLLM, draws: list[SamplingParams]) -> list[_Work]:
 async def _time_steps(llm: AsyncLLM, sizes: Sequence[int]) -> None:
     """Prompts of several sizes, twice each, alone and beside 1 and 8 requests that decode. No two prompts begin alike:
     none is found in the prefix cache."""
-    firsts = count()
+    tokens = _tokens(llm)
 
     def run(prompt: int, output: int) -> Coroutine[Any, Any, RequestOutput]:
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        return llm.complete([next(firsts) % llm.llm.model_config.vocab_size] * prompt, params)
+        return llm.complete([next(tokens)] * prompt, params)
 
     decoded = min(_DECODED, llm.llm.plan.max_model_len - 2)
     for rows in (0, 1, 8):

@@ -21,13 +21,14 @@ class Requests:
         self._waiting: list[tuple[int, SamplingParams]] = []
         self.drafter = None
         config, plan = SimpleNamespace(chunked_prefill_size=64), SimpleNamespace(num_rows=ROWS, max_model_len=64)
-        model_config = SimpleNamespace(vocab_size=1000)
+        model_config = SimpleNamespace(vocab_size=1000, image_tokens={2: "image_token_id"})
         self.llm = SimpleNamespace(config=config, model_config=model_config, plan=plan, engine=self)
 
     def prepare(self, *_: object) -> None:
         raise RequestError("this model has no tokenizer")
 
     async def complete(self, prompt: list[int], params: SamplingParams) -> None:
+        assert 2 not in prompt
         self._waiting.append((len(prompt), params))
         await asyncio.sleep(0)
         if self._waiting:
