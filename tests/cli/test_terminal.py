@@ -67,6 +67,7 @@ def test_a_full_disk_while_a_table_is_written_is_one_line() -> None:
     assert (done.returncode, done.stderr) == (1, b"error: No space left on device\n")
 
 
+@pytest.mark.slow
 def test_without_input_errors_and_characters_text_is_still_written(tiny: Path) -> None:
     """Standard input and error are closed, and the terminal lacks the characters. No file that is opened takes the
     number of a closed stream, and a model is read from files."""
@@ -178,6 +179,7 @@ def test_traceback_shows_where_a_stream_failed() -> None:
     assert done.returncode != 0 and b"Traceback" in done.stderr and b"No space left" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_without_standard_error_loads_and_generates(tiny: Path, tmp_path: Path) -> None:
     """Python sets sys.stderr to None there; the progress bars asked whether it is a terminal."""
     script, found = tmp_path / "script.py", tmp_path / "found"

@@ -77,6 +77,7 @@ def test_it_serves_and_drains(tmp_path: Path) -> None:
     assert "shutting down" in text and "Traceback" not in text and "two" not in text.replace("two ranks", "")
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     process, url = start("--drain-timeout", "600", log=tmp_path / "log")
     try:
