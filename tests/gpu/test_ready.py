@@ -59,13 +59,23 @@ def ready(request: pytest.FixtureRequest, checkpoints: CheckpointStore) -> Itera
         yield served
 
 
-async def one(client: httpx.AsyncClient, draw: random.Random, draws: tuple[dict[str, Any], ...], vocab: int) -> None:
-    """A request of any kind, read to its end, or left in the middle."""
+def draws_of(llm: LLM) -> tuple[dict[str, Any], ...]:
+    """Those of DRAWS that the model can serve."""
+    return DRAWS if llm.tokenizer is not None else tuple(each for each in DRAWS if not TEXTS & each.keys())
+
+
+def draw_body(draw: random.Random, draws: tuple[dict[str, Any], ...], vocab: int) -> dict[str, Any]:
+    """A request of any kind."""
     head, output = [draw.randrange(3, vocab) for _ in range(40)], draw.choice((1, 2, 7, 40))
     length = draw.choice((1, 2, 15, 16, 17, 64, 100, 127, 128, 129, LENGTH - output))
     prompt = (HEAD if draw.random() < 0.3 else head) * (LENGTH // 40 + 1)  # some prompts begin alike
     body = {"prompt": prompt[:length], "max_tokens": output, "ignore_eos": True, "seed": draw.randrange(99)}
-    body |= draw.choice(draws)
+    return body | draw.choice(draws)
+
+
+async def one(client: httpx.AsyncClient, draw: random.Random, draws: tuple[dict[str, Any], ...], vocab: int) -> None:
+    """A request of any kind, read to its end, or left in the middle."""
+    body = draw_body(draw, draws, vocab)
     if draw.random() < 0.5 or "n" in body:
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
@@ -83,7 +93,7 @@ HEAD = [random.Random(1).randrange(3, 60) for _ in range(40)]
 
 def load(served: Served, count: int) -> None:
     """`count` requests, AT_ONCE at a time, behind a burst that fills every row."""
-    draws = DRAWS if served.llm.tokenizer is not None else tuple(each for each in DRAWS if not TEXTS & each.keys())
+    draws = draws_of(served.llm)
     vocab, numbers = served.llm.model_config.vocab_size, iter(range(count))
 
     async def client_of(number: int) -> None:

@@ -26,9 +26,8 @@ from hybridrt.runtime.compile_trace import CompilingDriver, Kernel, _closure, no
 from hybridrt.runtime.graph_runner import CudaGraphRecorder
 from hybridrt.runtime.pretend_gpu import KNOWN, pretended
 from hybridrt.runtime.step import StepResult
-from hybridrt.sampling_params import SamplingParams as Params
 from hybridrt.server.warm_up import warm_up
-from tests.gpu.test_ready import AT_ONCE, DRAWS, LENGTH, ROWS, TEXTS
+from tests.gpu.test_ready import AT_ONCE, LENGTH, ROWS, draw_body, draws_of
 
 REQUESTS = 120
 GPU = KNOWN["h200"]
@@ -43,7 +42,7 @@ class OneThread:
         self._open: dict[str, int] = {}
         self._steps = False
 
-    async def complete(self, prompt: list[int], params: Params) -> None:
+    async def complete(self, prompt: list[int], params: SamplingParams) -> None:
         name = self.llm.engine.add_request(prompt, params)
         self._open[name] = params.n
         while name in self._open:
@@ -82,13 +81,12 @@ def random_results() -> Iterator[None]:
                 tokens += [draw.randrange(3, 60) for _ in range(draw.randint(1, most) - len(tokens))]
         check(step, result)
 
-    nothing: Any = lambda *_: None  # noqa: E731
     with (
         mock.patch.object(pretend_gpu._MetaTensors, "__torch_function__", copy),
         mock.patch.object(ScheduledStep, "check", gain),
         mock.patch.object(Matcher, "advance", lambda *_: False),
-        mock.patch.object(model_runner, "start_cuda", nothing),
-        mock.patch.object(build, "fill_dummy", nothing),
+        mock.patch.object(model_runner, "start_cuda", mock.Mock()),
+        mock.patch.object(build, "fill_dummy", mock.Mock()),
         mock.patch.object(CudaGraphRecorder, "__call__", _closure),
         mock.patch.dict("os.environ", {compile_ahead.WORKERS_VARIABLE: "0"}),
     ):
@@ -97,19 +95,17 @@ def random_results() -> Iterator[None]:
 
 async def load(engine: OneThread, count: int) -> None:
     """The requests of tests/gpu/test_ready.py, AT_ONCE at a time."""
-    draws = [each for each in DRAWS if engine.llm.tokenizer is not None or not TEXTS & each.keys()]
+    draws = draws_of(engine.llm)
     vocab, numbers = engine.llm.model_config.vocab_size, iter(range(count))
 
     async def client(number: int) -> None:
         draw = random.Random(number)
         for _ in numbers:
-            output, head = draw.choice((1, 2, 7, 40)), [draw.randrange(3, vocab) for _ in range(40)]
-            length = draw.choice((1, 2, 15, 16, 17, 64, 100, 127, 128, 129, LENGTH - output))
-            fields = {name: value for name, value in draw.choice(draws).items() if name not in HTTP_ALONE}
+            fields = {name: value for name, value in draw_body(draw, draws, vocab).items() if name not in HTTP_ALONE}
+            prompt = fields.pop("prompt")
             if "logit_bias" in fields:
                 fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
-            prompt = ((list(range(3, 43)) if draw.random() < 0.3 else head) * (LENGTH // 40 + 1))[:length]
-            await engine.complete(prompt, SamplingParams(**{"max_tokens": output, "ignore_eos": True} | fields))
+            await engine.complete(prompt, SamplingParams(**fields))
 
     await asyncio.gather(*map(client, range(AT_ONCE)))
 
