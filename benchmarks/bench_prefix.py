@@ -93,7 +93,7 @@ class Player:
         heapq.heapify(self._due)
         self._sent: dict[str, tuple[Item, list[int], float]] = {}
         self._answers: dict[str, list[int]] = {}
-        self._whole: dict[str, tuple[str | None, np.ndarray]] = {}  # salts and whole prompts of what was sent
+        self._whole: dict[str, tuple[str | None, np.ndarray]] = {}  # salts and whole prompts of what was sent alone
 
     def play(self, limit: float = math.inf) -> tuple[list[Ran], float]:
         """Runs everything; returns what has run, in order of its end, and the seconds until the last end. Nothing
@@ -119,20 +119,22 @@ class Player:
         return ran, time.monotonic() - start
 
     def _send(self, item: Item, due: float) -> None:
-        whole = item.prompt(self._answers)
-        prompt = whole[self._known(item, whole) :] if self._alone else whole
+        prompt = item.prompt(self._answers)
+        if self._alone:
+            whole = np.array(prompt, np.int32)
+            prompt = prompt[self._known(item, whole) :]
+            self._whole[item.id] = item.salt, whole
         params = SamplingParams(
             max_tokens=item.max_tokens, temperature=self._temperature, ignore_eos=True, seed=self._numbers[item.id],
             cache_salt=item.salt,
         )  # fmt: skip
         self._engine.add_request(prompt, params, item.id)
         self._sent[item.id], self._answers[item.id] = (item, prompt, due), []
-        self._whole[item.id] = item.salt, np.array(whole, np.int32)
 
-    def _known(self, item: Item, prompt: list[int]) -> int:
+    def _known(self, item: Item, prompt: np.ndarray) -> int:
         """Tokens that `prompt` begins with and that stand in an earlier request's prompt and answer, all but one at
         most."""
-        ids, longest = np.array(prompt[:-1], np.int32), 0
+        ids, longest = prompt[:-1], 0
         for name, (salt, whole) in self._whole.items():
             if salt == item.salt:
                 same = in_common(ids, whole)

@@ -27,6 +27,7 @@ from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.registry import model_class
 from hybridrt.runtime.drafting import draft_needs
 from hybridrt.runtime.host_memory import free_host_memory
+from hybridrt.runtime.pretend_gpu import GPUFacts
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS
 from hybridrt.runtime.prompt_logprobs import prompt_logprob_bytes
 from hybridrt.runtime.sampler import SamplingTable
@@ -309,9 +310,8 @@ def host_budget(tp: TPGroup) -> int:
 def device_budget(device: torch.device, fraction: float) -> int:
     """Bytes that pools and activations may take on a GPU: `fraction` of its memory less what is in use (weights,
     other processes)."""
-    free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(total * fraction) - (total - free - cached)
+    gpu = GPUFacts.of(device)
+    return int(gpu.total_bytes * fraction) - (gpu.total_bytes - gpu.free_bytes)
 
 
 def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
