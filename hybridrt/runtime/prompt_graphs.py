@@ -106,10 +106,9 @@ class PromptGraphs:
         self.captured_bytes = free - free_device_bytes(self.model.device)
 
     @property
-    def largest(self) -> tuple[int, int]:
-        """Prompts, and tokens of all of them, beyond which no graph holds a step."""
-        prompts = max((bucket.prompts for bucket in self._graphs), default=0)
-        return prompts, max((bucket.tokens for bucket in self._graphs), default=0)
+    def captured(self) -> list[Bucket]:
+        """The buckets that have a graph."""
+        return list(self._graphs)
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
         """The captured bucket of the fewest tokens that holds a step (`Bucket.holds`). None: it runs eagerly."""
