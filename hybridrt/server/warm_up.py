@@ -87,7 +87,7 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
     for prompts, length in _TOGETHER:
         if prompts <= rows:
             await asyncio.gather(*(run(length, draws[0]) for _ in range(prompts)))
-    for length, cached in product(lengths, (0, _CACHED)):  # the longest prompt of a step decides some of its tiles
+    for cached, length in product((0, _CACHED), lengths):  # the longest prompt of a step decides some of its tiles
         others = (run(1, draws[0], cached) for _ in range(min(rows, _MANY) - 1))
         await asyncio.gather(*others, run(length, draws[0], cached))
     works = [*((length, params) for params, length in product(draws, lengths)), *constrained]
