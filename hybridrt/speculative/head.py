@@ -19,7 +19,7 @@ from hybridrt.models.base import CausalLM
 from hybridrt.runtime.drafting import DraftRow
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.launched_step import LaunchedStep
-from hybridrt.runtime.sampler import Accepted, Filters
+from hybridrt.runtime.sampler import Accepted, used_parts
 from hybridrt.runtime.step import DecodeRow, DecodeRows, StepHandle
 from hybridrt.runtime.step_batch import make_batch
 from hybridrt.runtime.step_inputs import Sections, StagingRing
@@ -114,7 +114,7 @@ class HeadRunner:
         sections = self._staging.upload(_pack(rows, steps, self.table.page_size, self._first_page, self._pages))
         if sections["page_rows"].numel():
             self.table.write_pages(sections["page_rows"], sections["page_indices"], sections["pages"])
-        index, filters = sections["rows"], Filters.of([r.params for r in rows])
+        index, parts = sections["rows"], used_parts(r.params for r in rows)
         self.ahead.hidden[index] = self.hidden[index]
         logits = self.model.logits(self.hidden[index])
         drafts = torch.empty(len(rows), 0, dtype=torch.int64, device=logits.device)
@@ -122,7 +122,7 @@ class HeadRunner:
         for step in range(steps):
             if step:
                 logits = self._advance(rows, sections, step)
-            drawn = self.sampler.draft(logits, index, sections["output_indices"] + step, filters, drafts)
+            drawn = self.sampler.draft(logits, index, sections["output_indices"] + step, parts, drafts)
             self.tokens[index] = drawn.int()
             drafts = torch.cat((drafts, drawn[:, None]), 1)
             places += [drawn[:, None], logits.topk(topk).indices]
