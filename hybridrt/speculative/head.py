@@ -61,7 +61,6 @@ class HeadRunner:
         self.model, self.table, self.sampler = runner.model, runner.pools.req_to_token, runner.sampler
         self.backend = create_backend(
             runner.config, runner.model_config, layers={}, kv_pool=runner.pools.kv, req_to_token_pool=self.table,
-            device=runner.device,
         )  # fmt: skip
         self.ahead = HeadStep(self.model, runner.memory_plan.num_rows)
         self.hidden = torch.zeros_like(self.ahead.hidden)
