@@ -60,12 +60,12 @@ class EventStream(Response):
         scope[FAILURE] = self._answer.failure
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _while_connected(receive, self._write(send, scope["path"]))
+            await _while_connected(receive, self._write(send, scope))
         finally:
             self._answer.deltas.close()
             record(scope, **self._answer.facts())
 
-    async def _write(self, send: Send, path: str) -> None:
+    async def _write(self, send: Send, scope: Scope) -> None:
         answer = self._answer
         if opening := answer.opening():
             await send(_part(opening))
@@ -75,7 +75,9 @@ class EventStream(Response):
                     await send(_part(gain))
             last = answer.closing()
         except HybridrtError as e:
-            last = answer.failure(as_api_error(e), path)
+            error = as_api_error(e)
+            record(scope, status=error.status)
+            last = answer.failure(error, scope["path"])
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
