@@ -105,16 +105,12 @@ class Received(asyncio.Protocol):
         if (b"[DONE]" in data and _DONE.search(data)) or (
             self._status[8:13] != b" 200 " and data.partition(_HEAD_END)[2]
         ):
-            self._end()
+            _finish(self.ended)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The server has closed the connection, as the request asks it to, or it has failed."""
         self.failure = exc
-        self._end()
-
-    def _end(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
+        _finish(self.ended)
 
 
 Send = Callable[[Work, Callable[[], float]], Awaitable[Received]]
@@ -187,7 +183,7 @@ def _ringing(arrivals: Sequence[float], now: Callable[[], float]) -> Iterator[li
         for arrival, future in sorted(zip(arrivals, due), key=lambda each: each[0]):
             if stopped.wait(max(arrival - now(), 0)):
                 return
-            loop.call_soon_threadsafe(lambda future: future.done() or future.set_result(None), future)
+            loop.call_soon_threadsafe(_finish, future)
 
     thread = threading.Thread(target=ring, name="arrivals", daemon=True)
     thread.start()
@@ -196,6 +192,11 @@ def _ringing(arrivals: Sequence[float], now: Callable[[], float]) -> Iterator[li
     finally:
         stopped.set()
         thread.join()
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 async def _request(target: Target, work: Work, now: Callable[[], float]) -> Received:
