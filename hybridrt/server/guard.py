@@ -14,8 +14,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridrt.server.config import ServerConfig
-from hybridrt.server.errors import ANTHROPIC_PATH, APIError, error_response, stream_end
-from hybridrt.server.respond import CLIENT_GONE, ClientGone
+from hybridrt.server.errors import ANTHROPIC_PATH, APIError, error_response
+from hybridrt.server.respond import CLIENT_GONE, FAILURE, ClientGone
 from hybridrt.server.service import RECORD
 
 OPEN_PATHS = ("/health", "/ready")
@@ -127,9 +127,8 @@ class _Sent:
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id)]
             message = {**message, "headers": headers}
             self.is_stream = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
-        elif message["type"] == "http.response.body":
-            self.ended = not message.get("more_body", False)
-        await self._send(message)
+        await self._send(message)  # what the deadline interrupts here, for a client that does not read, is not sent
+        self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def end(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
         """Ends the answer with an error, in the form that is still possible. `send` leads here."""
@@ -137,10 +136,10 @@ class _Sent:
             await error_response(error, scope["path"])(scope, receive, send)
         elif self.is_stream and not self.ended:
             self.status = error.status
-            event = stream_end(error, scope["path"])
+            last = scope[FAILURE](error, scope["path"])
             try:
                 async with asyncio.timeout(_SEND_SECONDS):
-                    await self._send({"type": "http.response.body", "body": event, "more_body": False})
+                    await self._send({"type": "http.response.body", "body": last, "more_body": False})
             except TimeoutError:
                 log.info("request %s: the client does not read", self.request_id.decode())
 

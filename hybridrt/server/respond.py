@@ -19,6 +19,7 @@ from hybridrt.server.service import record
 from hybridrt.server.sse import encode
 
 CLIENT_GONE = 499  # as in nginx's logs; it is never sent
+FAILURE = "hybridrt.failure"  # where a stream's scope keeps what makes its end of an error: Reply.failure
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -59,6 +60,7 @@ class EventStream(Response):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[FAILURE] = self._answer.failure
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await _while_connected(receive, self._write(send, scope))

@@ -56,10 +56,6 @@ class Tracing:
             finally:
                 span.set_attributes(_attributes(scope[RECORD]))
 
-    def close(self) -> None:
-        """Sends what has not been sent."""
-        self._provider.shutdown()
-
 
 def _attributes(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: record[fact] for fact, name in _ATTRIBUTES.items() if record.get(fact) is not None}
