@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.mamba2_common_triton import silu, strides
+from hybridrt.kernels.mamba2_common_triton import bias_of, silu, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import ConvState, ConvWeights, IntermediateStates, SavedStates
 
@@ -46,9 +46,7 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
     c_mask = channel < C
     x = x_ptr + start * x_st + channel
     ring = conv_ptr + read * conv_ss + channel * WC
-    bias = tl.zeros([BLOCK_C], tl.float32)
-    if bias_ptr is not None:
-        bias += tl.load(bias_ptr + channel, mask=c_mask, other=0.0).to(tl.float32)
+    bias = bias_of(bias_ptr, channel, c_mask)
     y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32) + bias[None, :]
     if block == 0:
         # The row's first tokens get the terms of inputs that stand in the ring. They are a sum's first terms, so sums
@@ -137,9 +135,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     if windows_ptr is not None:
         window = windows_ptr + tl.load(rows_ptr + b).to(tl.int64) * windows_sr + channel * (TAPS - 1)
     for t in range(T):
-        y = tl.zeros([BLOCK_C], tl.float32)
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+        y = bias_of(bias_ptr, channel, mask)
         # Node -1 is the committed token before the root, -2 the one before that.
         node = tl.zeros([BLOCK_C], tl.int32) + t
         for age in tl.static_range(TAPS):

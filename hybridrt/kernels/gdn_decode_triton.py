@@ -63,9 +63,7 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     mask = j_mask[:, None] & i_mask[None, :]
     initial = tl.load(states_ptr + read * states_ss + tile, mask=mask, other=0.0).to(tl.float32)
     state = initial
-    stored = stored_ptr
-    if stored_ptr is not None:
-        stored = stored_ptr + tl.load(rows_ptr + row).to(tl.int64) * stored_sr + tile
+    stored = None if stored_ptr is None else stored_ptr + tl.load(rows_ptr + row).to(tl.int64) * stored_sr + tile
     for t in range(T):
         if parents_ptr is not None:
             state = state_of_parent(parents_ptr + row * parents_sb, stored, stored_st, t, initial, mask)
