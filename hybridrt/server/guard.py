@@ -66,8 +66,10 @@ class Guard:
         try:
             await self._entry(scope, receive, answer)
         finally:
+            scope[RECORD].setdefault("status", answer.status)
+            scope.pop(FAILURE, None)  # uvicorn keeps the scope, and this the stream, until the next request
             if self._config.access_log:
-                _write_line(scope, request_id, answer.status, time.monotonic() - began)
+                _write_line(scope, request_id, time.monotonic() - began)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, answer = dict(scope["headers"]), scope[_SENT]
@@ -163,7 +165,7 @@ def _too_long(max_bytes: int) -> APIError:
     return APIError(413, f"the body has more than {max_bytes} bytes: send less, or serve with more --max-body-bytes")
 
 
-def _write_line(scope: Scope, request_id: bytes, status: int, seconds: float) -> None:
+def _write_line(scope: Scope, request_id: bytes, seconds: float) -> None:
     """One JSON object. It holds nothing of headers, query or body but lengths: secrets and texts are not logged."""
     line: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -171,7 +173,6 @@ def _write_line(scope: Scope, request_id: bytes, status: int, seconds: float) ->
         "client": (scope.get("client") or ("",))[0],
         "method": scope["method"],
         "path": scope["path"][:200],
-        "status": status,
         "seconds": round(seconds, 6),
         **scope[RECORD],
     }

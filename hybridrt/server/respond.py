@@ -80,7 +80,9 @@ class EventStream(Response):
                     await send(_part(gain))
             last = answer.closing()
         except HybridrtError as e:
-            last = answer.failure(as_api_error(e), scope["path"])
+            error = as_api_error(e)
+            record(scope, status=error.status)
+            last = answer.failure(error, scope["path"])
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _write_now(self, writer: BodyWriter, delta: Delta) -> bool:
