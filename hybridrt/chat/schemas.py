@@ -1,4 +1,4 @@
-"""JSON schemas of tools, as parts of larger schemas."""
+"""JSON schemas of tools: as parts of larger schemas, and what they say of single arguments."""
 
 import json
 import re
@@ -12,6 +12,11 @@ from hybridrt.structured_outputs import MAX_CHARACTERS
 
 # White space that llguidance allows between the tokens of a JSON text: models write calls in one or few lines.
 LITTLE_SPACE = {"whitespace_pattern": r"[\x20\x0A]{1,2}"}
+_TYPES: dict[str, Any] = {
+    "string": str, "object": dict, "array": list, "integer": int, "number": (int, float), "boolean": bool,
+    "null": type(None),
+}  # fmt: skip
+_MAX_PARTS = 256  # of a schema, that tell its types
 _MAX_REFERENCES = 8
 _DESCRIBE = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}  # what may describe properties elsewhere
 # What a schema may say about an object as a whole. Formats that write arguments one by one do not enforce it.
@@ -122,6 +127,43 @@ def limited(rules: Iterable[str]) -> list[str]:
         if length > MAX_CHARACTERS:
             raise RequestError("the strict schemas of the tools are too large: leave strict out of some", "tools")
     return found
+
+
+def types_of(schema: object, root: Mapping[str, Any]) -> set[str]:
+    """Types that a part of the schema `root` names, in its alternatives, too. Empty: nothing is known. Alternatives may
+    refer to each other: at most _MAX_PARTS are looked at."""
+    parts, found = [schema], set[str]()
+    for part in parts:
+        part = resolved(part, root)
+        if not isinstance(part, Mapping):
+            continue
+        found |= _named_types(part)
+        for key in ("anyOf", "oneOf", "allOf"):
+            options = part.get(key)
+            parts += options[: _MAX_PARTS - len(parts)] if isinstance(options, list) else ()
+    return found
+
+
+def _named_types(schema: Mapping[str, Any]) -> set[str]:
+    named, options = schema.get("type"), options_of(schema)
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    found = {name for name in names[:_MAX_PARTS] if isinstance(name, str)}
+    if not found and options is not None:
+        found = {name for name in _TYPES for value in options[:_MAX_PARTS] if is_of(value, name)}
+    return found
+
+
+def options_of(schema: Any) -> list[Any] | None:
+    """The values that a schema allows; None: it does not name them."""
+    if not isinstance(schema, Mapping):
+        return None
+    options = [schema["const"]] if "const" in schema else schema.get("enum")
+    return options if isinstance(options, list) and options else None
+
+
+def is_of(value: object, name: str) -> bool:
+    """Whether a value has the JSON type of a name. True is no number, though it is one in Python."""
+    return isinstance(value, _TYPES.get(name, ())) and not (isinstance(value, bool) and name in ("integer", "number"))
 
 
 def json_text(value: Any) -> str:

@@ -20,19 +20,24 @@ from typing import Any
 
 from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
-from hybridrt.chat.schemas import check_names, json_text, limited, named_arguments, resolved, with_definitions
+from hybridrt.chat.schemas import (
+    check_names,
+    is_of,
+    json_text,
+    limited,
+    named_arguments,
+    options_of,
+    resolved,
+    types_of,
+    with_definitions,
+)
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import MAX_NAME, escaped, read_value
 from hybridrt.errors import RequestError
 
 # Each ends a value. The line break before a tag belongs to the tag.
 _ENDS = tuple(space + tag for tag in ("</parameter>", "<parameter=", "</function>") for space in ("\n", ""))
-_TYPES: dict[str, Any] = {
-    "string": str, "object": dict, "array": list, "integer": int, "number": (int, float), "boolean": bool,
-    "null": type(None),
-}  # fmt: skip
 _NAME = re.compile(r"(?!\s)[^>\n]+(?<!\s)")  # of a function or a parameter
-_MAX_PARTS = 256  # of a schema, that tell its types
 _QUOTE_OR_ESCAPED = re.compile(r'\\.|"', re.DOTALL)
 # Rules of grammars: what a function without a strict schema holds, and text as a parameter.
 _FREE = ('free: ("<parameter=" KEY ">\\n" value)* "</function>"', r"KEY: /[^\s<>]{1,256}/")
@@ -71,7 +76,7 @@ class Qwen3Coder(ToolParser):
         while found == "<parameter=":
             key = yield from scanner.name(">", MAX_NAME)
             sink.arguments(f'{before}"{escaped(key)}": ')
-            found = yield from _parameter(scanner, sink, _types(properties.get(key), schema))
+            found = yield from _parameter(scanner, sink, types_of(properties.get(key), schema))
             before = ", "
             if found == "</parameter>":
                 yield from scanner.space()
@@ -121,7 +126,7 @@ def _converted(text: str, types: set[str]) -> str:
     found = _python_as_json(text.strip())
     if found is not None:
         value = json.loads(found)
-        if any(_is(value, name) for name in types - {"string"}):
+        if any(is_of(value, name) for name in types - {"string"}):
             return found
         if "integer" in types and isinstance(value, float) and value.is_integer():
             return str(int(value))
@@ -143,10 +148,6 @@ def _python_as_json(text: str) -> str | None:
     return None if scanner.num_ready else "".join(pieces)
 
 
-def _is(value: object, name: str) -> bool:
-    return isinstance(value, _TYPES.get(name, ())) and not (isinstance(value, bool) and name in ("integer", "number"))
-
-
 def _call_rule(tool: Tool, rule: str) -> str:
     if not tool.strict:
         return f"{rule}: {json_text(f'<function={tool.name}>' + chr(10))} free"
@@ -160,7 +161,7 @@ def _call_rule(tool: Tool, rule: str) -> str:
 def _parameter_rule(key: str, schema: Any, tool: Tool) -> str:
     root = tool.parameters
     schema = resolved(schema, root)
-    options, types = _options(schema), _types(schema, root)
+    options, types = options_of(schema), types_of(schema, root)
     end = json_text("\n</parameter>\n")
     if options is not None and (not types or "string" in types):
         texts = [text for text in map(_as_text, options) if not any(tag in text for tag in _ENDS)]
@@ -180,38 +181,6 @@ def _as_text(option: Any) -> str:
     return option if isinstance(option, str) else json_text(option)
 
 
-def _options(schema: Any) -> list[Any] | None:
-    """The values that a schema allows; None: it does not name them."""
-    if not isinstance(schema, Mapping):
-        return None
-    options = [schema["const"]] if "const" in schema else schema.get("enum")
-    return options if isinstance(options, list) and options else None
-
-
 def _properties(schema: Any) -> Mapping[str, Any]:
     found = schema.get("properties") if isinstance(schema, Mapping) else None
     return found if isinstance(found, Mapping) else {}
-
-
-def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
-    """Types that a part of the schema `root` names, in its alternatives, too. Empty: nothing is known. Alternatives may
-    refer to each other: at most _MAX_PARTS are looked at."""
-    parts, found = [schema], set[str]()
-    for part in parts:
-        part = resolved(part, root)
-        if not isinstance(part, Mapping):
-            continue
-        found |= _named_types(part)
-        for key in ("anyOf", "oneOf", "allOf"):
-            options = part.get(key)
-            parts += options[: _MAX_PARTS - len(parts)] if isinstance(options, list) else ()
-    return found
-
-
-def _named_types(schema: Mapping[str, Any]) -> set[str]:
-    named, options = schema.get("type"), _options(schema)
-    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    found = {name for name in names[:_MAX_PARTS] if isinstance(name, str)}
-    if not found and options is not None:
-        found = {name for name in _TYPES for value in options[:_MAX_PARTS] if _is(value, name)}
-    return found
