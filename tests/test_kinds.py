@@ -115,7 +115,6 @@ class Stack(ByHand):
         mixers = {i: layer.mixer for i, layer in enumerate(layers) if layer}
         self.backend = create_backend(
             self.config, config, layers=mixers, kv_pool=self.pools.kv, req_to_token_pool=self.pools.req_to_token,
-            device=CPU,
         )  # fmt: skip
         spoil(self.pools)
         self._slots, self._pages = torch.tensor([3, 1, 4, 2]), torch.zeros(ROWS, 0, dtype=torch.int64)

@@ -18,7 +18,7 @@ from hybridrt.forward_batch import ExtendPass, ForwardBatch, GraphView
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.providers import needs_host
-from hybridrt.kernels.records import ConvState, ConvWeights, FusedStep, IntermediateStates, RowTables, SavedStates
+from hybridrt.kernels.records import ConvState, ConvWeights, FusedStep, IntermediateStates, SavedStates
 from hybridrt.kernels.views import take_tokens
 from hybridrt.mem_cache.bounds import check_range
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
@@ -287,10 +287,9 @@ class MambaAttnBackendBase(AttentionBackend):
 
     def _decode_segment(self, batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
         """The decode rows, with slots, positions and ring cursors as they are on the device now."""
-        split, tokens, spec, pool = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info, self.mamba_pool
+        split, tokens, spec = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info
         rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
-        tables = RowTables(self.pools.req_to_state_slot, pool.ring_start, pool.ring_length)
-        fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, tables)
+        fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)
         parents = spec.parents[:split] if spec and spec.parents is not None else None
         return DecodeSegment(rows, buffers, tokens, parents)
 

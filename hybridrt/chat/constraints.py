@@ -54,7 +54,7 @@ class Constraints:
         if forces_calls(conversation):
             given, body = None, _forced(conversation)
         elif given is not None:
-            body = _body(given)
+            body, more = _body(given)
         elif tools is not None and _is_strict(conversation):
             body, more = self._strict(conversation, tools)
         if reasoning is None and budget is not None:
@@ -148,15 +148,15 @@ def _forced(conversation: Conversation) -> str:
     return f"%json {calls(tools, schema)}"
 
 
-def _body(given: StructuredOutputs) -> str:
-    """The caller's own constraints on the content, within a larger grammar."""
+def _body(given: StructuredOutputs) -> tuple[str, list[str]]:
+    """The caller's own constraints on the content, within a larger grammar, and the rules that they need."""
     if given.regex is not None:
-        return f"/{_ESCAPED_OR_MARK.sub(_marked, given.regex)}/"
+        return f"/{_ESCAPED_OR_MARK.sub(_marked, given.regex)}/", []
     if given.choice is not None:
-        return f"({' | '.join(map(json_text, given.choice))})"
+        return "CHOICE", [f"CHOICE: {' | '.join(map(json_text, given.choice))}"]
     if given.grammar is not None:
-        return f"%lark {{\n{given.grammar}\n}}"
-    return f"%json {json_text({'x-guidance': {'whitespace_pattern': WHITESPACE}} | given.schema)}"
+        return f"%lark {{\n{given.grammar}\n}}", []
+    return f"%json {json_text({'x-guidance': {'whitespace_pattern': WHITESPACE}} | given.schema)}", []
 
 
 def _marked(found: re.Match[str]) -> str:

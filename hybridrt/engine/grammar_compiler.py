@@ -274,8 +274,9 @@ def _grammar(outputs: StructuredOutputs) -> str:
     if outputs.regex is not None:
         return LLMatcher.grammar_from_regex(outputs.regex)
     if outputs.choice is not None:
+        # One terminal: as alternatives of a rule they would be as many items of the parser, which takes 2000.
         texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     if outputs.grammar is not None:
         return LLMatcher.grammar_from_lark(outputs.grammar)
     schema = outputs.schema

@@ -306,6 +306,12 @@ CASES: list[tuple[dict[str, Any], StructuredOutputs | None, str, bool]] = [
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(regex="[a/]+"), "so</think>a/a", True),
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(regex="a\\/\nb"), "so</think>a/\nb", True),
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(choice=["é"]), "so</think>é", True),
+    (
+        {"tools": None, "chat_template_kwargs": THINKING},
+        StructuredOutputs(choice=[f"{i}, so" for i in range(3000)]),
+        "so</think>2999, so",
+        True,
+    ),
     ({"tools": None, "chat_template_kwargs": THINKING}, StructuredOutputs(grammar='start: "x"'), "so</think>x", True),
 ]
 
