@@ -112,7 +112,7 @@ class Guard:
         asked = headers.get(b"x-request-timeout")
         if asked is None:
             return self._config.request_timeout
-        if not _SECONDS.fullmatch(asked):
+        if not _SECONDS.fullmatch(asked.strip()):
             raise APIError(400, "X-Request-Timeout must be a number of seconds, such as 2.5")
         return min(float(asked), self._config.request_timeout)
 
