@@ -42,7 +42,7 @@ class LimitedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
-        self._answers: list[RequestResponseCycle] = []  # that are not complete: several if requests do not wait for them
+        self._answers: list[RequestResponseCycle] = []  # not complete; several if requests do not wait
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
