@@ -16,7 +16,7 @@ from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 if TYPE_CHECKING:
-    from hybridrt.kernels.libraries.flashinfer import GraphBuffers, PagedAttention
+    from hybridrt.kernels.libraries.flashinfer import GraphBuffers, HeadLayout, PagedAttention
 
 
 @dataclass
@@ -25,16 +25,16 @@ class Segment:
 
     Attributes:
         rows: [n] request rows, on the device. query_lens, seq_lens: on the host.
-        plans: by the layers' spec; kept from step to step.
-        current: specs planned for this step, and the layer that each met first: it looks up the pages.
+        plans: by head layout; kept from step to step.
+        current: layouts planned for this step, and the layer that each met first: it looks up the pages.
         graph: (bs, buffers) of a graph's decode segment.
     """
 
     rows: Tensor
     query_lens: Sequence[int]
     seq_lens: Sequence[int]
-    plans: "dict[AttentionSpec, PagedAttention]"
-    current: dict[AttentionSpec, int]
+    plans: "dict[HeadLayout, PagedAttention]"
+    current: "dict[HeadLayout, int]"
     graph: "tuple[int, GraphBuffers] | None" = None
 
 
@@ -50,7 +50,7 @@ class FlashinferAttnBackend(PagedKVBackend):
         # Imported once it is known to be installed: what this class says of itself needs no library.
         self._library = import_module("hybridrt.kernels.libraries.flashinfer")
         self._workspace = torch.zeros(self._library.WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
-        self._eager: dict[str, dict[AttentionSpec, PagedAttention]] = {"decode": {}, "extend": {}}
+        self._eager: dict[str, dict[HeadLayout, PagedAttention]] = {"decode": {}, "extend": {}}
         self._copied: torch.cuda.Event | None = None
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
@@ -76,22 +76,25 @@ class FlashinferAttnBackend(PagedKVBackend):
     def _run(self, segment: Segment, q: Tensor, layer: Any) -> Tensor:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         spec: AttentionSpec = layer.spec
-        if spec not in segment.plans:
-            segment.plans[spec] = self._library.PagedAttention(self._workspace, *(segment.graph or ()))
-        attention = segment.plans[spec]
-        if spec not in segment.current:
-            self._plan(segment, spec)
-            segment.current[spec] = layer.layer_id
-        if segment.current[spec] == layer.layer_id:
-            attention.fill_pages(self.req_to_token_pool.req_to_token, segment.rows, self.kv_pool.page_size)
+        layout = self._library.HeadLayout(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, k_cache.shape[1], spec.scale, spec.sliding_window, q.dtype
+        )
+        if layout not in segment.plans:
+            segment.plans[layout] = self._library.PagedAttention(self._workspace, *(segment.graph or ()))
+        attention = segment.plans[layout]
+        if layout not in segment.current:
+            self._plan(segment, layout)
+            segment.current[layout] = layer.layer_id
+        if segment.current[layout] == layer.layer_id:
+            attention.fill_pages(self.req_to_token_pool.req_to_token, segment.rows, layout.page_size)
         out = attention.run(q.view(-1, spec.num_heads, spec.head_dim), k_cache, v_cache)
         return out.view(q.shape[0], -1)
 
-    def _plan(self, segment: Segment, spec: AttentionSpec) -> None:
+    def _plan(self, segment: Segment, layout: "HeadLayout") -> None:
         """A plan is copied from pinned memory that the next plan overwrites: it must have arrived by then."""
         if self._copied is not None:
             self._copied.synchronize()
-        segment.plans[spec].plan(segment.query_lens, segment.seq_lens, spec, self.kv_pool.page_size)
+        segment.plans[layout].plan(segment.query_lens, segment.seq_lens, layout)
         if self._workspace.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
@@ -103,7 +106,7 @@ class FlashinferAttnBackend(PagedKVBackend):
 
     def _graph_segment(self, batch: ForwardBatch, view: GraphView) -> Segment:
         """The decode segment of a graph. In a capture, the first pass over the layers, before the recording, plans it
-        for padding rows; a replay plans it here for the specs that the capture met."""
+        for padding rows; a replay plans it here for the layouts that the capture met."""
         bs, real, tokens = batch.batch_size, batch.num_real, view.tokens_per_row
         buffers, segments = view.buffers[self]
         lens = [*(batch.seq_lens_cpu or ()), *[self.seq_len_fill + tokens - 1] * (bs - real)]
@@ -113,6 +116,6 @@ class FlashinferAttnBackend(PagedKVBackend):
             segments[bs] = Segment(batch.req_pool_indices, [tokens] * bs, lens, {}, {}, (bs, buffers))
         segment: Segment = segments[bs]
         segment.seq_lens = lens
-        for spec in segment.current:
-            self._plan(segment, spec)
+        for layout in segment.current:
+            self._plan(segment, layout)
         return segment

@@ -25,7 +25,7 @@ from hybridrt.kernels.views import by_head
 
 
 def _check(qkv: Tensor, a: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
-    check_step(qkv, step=step)
+    check_step(qkv, step)
     if step.ring is not None and (kept := step.ring.gates.ndim) != a.ndim:
         raise ConfigError(
             f"a state ring whose gates have {kept} dimensions, beside raw gates of {a.ndim}: both have a gate for each "

@@ -10,6 +10,8 @@ layer without a conv gives weights without taps, and conv rings without channels
 Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and `selective_state_update`.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +26,11 @@ from hybridrt.kernels.slots import neighbours
 from hybridrt.kernels.state_ring import check_step
 
 
-@operation(By("triton"), check=check_step)
+def _check(xBC: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
+    check_step(xBC, step)
+
+
+@operation(By("triton"), check=_check)
 def mamba2_decode(
     xBC: Tensor, dt: Tensor, z: Tensor | None, *, weights: SSMWeights, step: FusedStep, out: Tensor | None = None
 ) -> Tensor:

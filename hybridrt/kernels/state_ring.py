@@ -61,10 +61,10 @@ def check_ring_width(width: int, tokens: int) -> None:
                           f"tokens_per_step={tokens}")  # fmt: skip
 
 
-def check_step(inputs: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
+def check_step(inputs: Tensor, step: FusedStep) -> None:
     """Raises ConfigError unless the conv ends in SiLU, and its rings and the state ring, if there is one, take `inputs`
     [B, T, C]."""
-    weight, _bias, activation = step.conv_weights
+    weight, _, activation = step.conv_weights
     if activation != "silu":
         raise ConfigError(f"a fused step's conv ends in SiLU, not in {activation!r}")
     check_ring(step.conv_state.conv, weight.shape[1], inputs.shape[1])

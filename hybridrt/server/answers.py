@@ -129,7 +129,7 @@ class Answer(Reply):
         behind = self._behind
         if facts or self._usage_always:
             usage = {"usage": self.usage() if self._usage_always else None} if self._usage_at_end else {}
-            behind = b",%b\n\n" % encode(usage | facts)[1:]
+            behind = b",%b\n\n" % encode({**usage, **facts})[1:]
         return b"".join((self._before, encode(choices), behind))
 
     def _with_facts(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from flashinfer.mamba import selective_state_update as flashinfer_state_update
 from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 from torch import Tensor
 
-from hybridrt.config import AttentionSpec
 from hybridrt.kernels.libraries.common import broadcast_heads, clamped, page_numbers, refuse
 from hybridrt.kernels.records import AttentionPrompts, PagedKV, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.sampling import MIN_TEMPERATURE, LogitFilters
@@ -20,6 +19,19 @@ from hybridrt.kernels.slots import pad_mask
 
 LIBRARY = "flashinfer"
 WORKSPACE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """What a plan must know of the attention layers that it serves. `window`: keys that a query sees, None for all."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    scale: float
+    window: int | None
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -63,9 +75,10 @@ class PagedAttention:
             paged_kv_last_page_len_buf=buffers.last_page[:bs],
         )  # fmt: skip
 
-    def plan(self, query_lens: Sequence[int], seq_lens: Sequence[int], spec: AttentionSpec, page: int) -> None:
-        """For rows of `query_lens` new tokens that end at `seq_lens`, in pages of `page` tokens. The pages are filled
-        in later: a graph finds the newest of them only when it runs."""
+    def plan(self, query_lens: Sequence[int], seq_lens: Sequence[int], heads: HeadLayout) -> None:
+        """For rows of `query_lens` new tokens that end at `seq_lens`. The pages are filled in later: a graph finds the
+        newest of them only when it runs."""
+        page = heads.page_size
         counts = [max(-(-length // page), 1) for length in seq_lens]  # a row without keys reads one of page 0
         last_page = [max(length - (count - 1) * page, 1) for length, count in zip(seq_lens, counts, strict=True)]
         query_starts, page_starts = (self._staged([0, *accumulate(each)]) for each in (query_lens, counts))
@@ -74,8 +87,8 @@ class PagedAttention:
             self._page_starts = page_starts.to(self._device, non_blocking=True)
         self._wrapper.plan(
             query_starts, page_starts, self._pages[:0] if self._static else self._pages, self._staged(last_page),
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, page, causal=True, sm_scale=spec.scale,
-            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1, q_data_type=spec.dtype,
+            heads.query_heads, heads.kv_heads, heads.head_dim, page, causal=True, sm_scale=heads.scale,
+            window_left=-1 if heads.window is None else heads.window - 1, q_data_type=heads.dtype,
             max_token_per_sequence=max(query_lens),
         )  # fmt: skip
 
@@ -101,9 +114,9 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
     if real == 0:
         return out
     _, page_size, kv_heads, _ = kv.k_cache.shape
-    spec = AttentionSpec(q.shape[1], kv_heads, q.shape[2], q.shape[2], kv.sliding_window, kv.scale, q.dtype)
+    layout = HeadLayout(q.shape[1], kv_heads, q.shape[2], page_size, kv.scale, kv.sliding_window, q.dtype)
     attention = PagedAttention(torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device))
-    attention.plan(batch.query_lens, batch.seq_lens_host, spec, page_size)
+    attention.plan(batch.query_lens, batch.seq_lens_host, layout)
     attention.fill_pages(kv.req_to_token, batch.rows, page_size)
     out[:real] = attention.run(q[:real], kv.k_cache, kv.v_cache)
     return out
