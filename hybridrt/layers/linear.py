@@ -146,7 +146,7 @@ class RowLinear(_SegmentedLinear):
     def places(self, like: torch.Tensor) -> list[torch.Tensor]:
         """[T, size] for each segment, T and dtype as `like`: neighbouring columns of one tensor. What branches leave
         there need not be copied together."""
-        return list(like.new_empty(like.shape[0], sum(self.sizes)).split(self.sizes, dim=-1))
+        return list(like.new_empty(like.shape[0], sum(self.sizes)).split_with_sizes(self.sizes, dim=-1))
 
     def targets(self, key: str, name: str, *, bias: bool = False, scale: float = 1.0) -> CheckpointMap:
         """Targets of `key`.weight (and .bias), the matrix that reads segment `name`. `scale` scales its output."""
