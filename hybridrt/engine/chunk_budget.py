@@ -8,7 +8,7 @@ from hybridrt.engine.step_cost import StepCost, StepWork
 from hybridrt.runtime.step import DecodeRows, StepPlan
 
 LEAST_TOKENS = 16  # prompt tokens that a step may take with any predicted time
-LATE_SECONDS, LATE_FACTOR = 0.15, 2.0  # a longer wait raises the target in proportion, up to so many times
+LATE_SECONDS, LATE_FACTOR = 0.25, 2.0  # a longer wait raises the target in proportion, up to so many times
 # Of a target, in median errors of the prediction, and at most: left free for these errors. A step ends in time more
 # often than two medians say (91 of 100): buckets seldom fill the time, and steps without prompts take less.
 MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
