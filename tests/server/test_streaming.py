@@ -39,7 +39,12 @@ class Client:
         self.deltas.running = 1
         self.gain = lambda delta: delta.text.encode()
         reply = SimpleNamespace(
-            deltas=self.deltas, opening=lambda: b"", gain=lambda d: self.gain(d), closing=lambda: b"end", facts=dict
+            deltas=self.deltas,
+            failure=None,
+            opening=lambda: b"",
+            gain=lambda d: self.gain(d),
+            closing=lambda: b"end",
+            facts=dict,
         )
         scope = {"type": "http", "path": "/", "extensions": {BODY_WRITER: BodyWriter(self.cycle)}}
         answer = EventStream(cast(Reply, reply))
