@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -134,7 +135,8 @@ def test_first_tokens_are_handed_out_first(monkeypatch: pytest.MonkeyPatch) -> N
     async def main() -> None:
         with AsyncLLM(llm) as served:
             served.watchers.append(lambda message: steps.append([]))
-            early = served.submit(await served.prepare([1], FIVE), "early")
+            long = replace(FIVE, max_tokens=60)  # it has not ended when the other one begins
+            early = served.submit(await served.prepare([1], long), "early")
             await anext(early)
             late = served.submit(await served.prepare([2], FIVE), "late")
             await anext(late)
