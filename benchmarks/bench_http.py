@@ -3,8 +3,13 @@
     python -m benchmarks.bench_http                                        a double of a device, on any machine
     python -m benchmarks.bench_http --model benchmarks/configs/falcon-h1-7b   a model with random weights, on a GPU
 
-Both run the same closed loop of requests, and a Poisson process at 80% of the engine's rate. The client is a process of
-its own. The double waits as a device would, `--step-ms` a step, and its host does the work of a real step.
+Both run the same closed loop of requests, and a Poisson process at 80% of the engine's rate. `--tokens-per-second`
+gives that rate and leaves the closed loop out. The client is a process of its own. The double waits as a device would,
+`--step-ms` a step, and its host does the work of a real step.
+
+The output has times, the CPU time of each thread for a token (waiting for a device may count), the share of its time
+that the client computed, and the time from `submit` until the first token is written. The client's time to the first
+token has the connection, the request's parsing and the client itself in addition.
 """
 
 import argparse
@@ -26,6 +31,7 @@ from hybridrt.bench.engine_load import run_engine
 from hybridrt.bench.timing import summary
 from hybridrt.bench.workload import WorkloadConfig, make_work
 from hybridrt.engine.async_llm import AsyncLLM
+from hybridrt.engine.engine_loop import StepMessage
 from hybridrt.server.app import make_app
 from hybridrt.server.config import ServerConfig
 from hybridrt.server.metrics import Metrics
@@ -52,17 +58,42 @@ class Device:
         return handle
 
 
+class Watch:
+    """Sees what a server does: seconds to each first token, and the CPU time of its threads."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.firsts: list[float] = []
+        self._llm, self._begun = llm, set[str]()
+        llm.watchers.append(self._note)
+
+    def _note(self, message: StepMessage) -> None:
+        now = time.monotonic()
+        for delta in message.deltas:
+            if delta.request_id not in self._begun and (stream := self._llm.stream_of(delta.request_id)) is not None:
+                self._begun.add(delta.request_id)
+                self.firsts.append(now - stream.arrival)
+
+    @staticmethod
+    def cpu_seconds() -> dict[str, float]:
+        """Of the event loop's thread and the engine's."""
+        threads = {thread.name: thread.ident for thread in threading.enumerate() if thread.ident is not None}
+        of = {"loop": "event-loop", "engine": "hybridrt-engine"}
+        return {key: time.clock_gettime(time.pthread_getcpuclockid(threads[name])) for key, name in of.items()}
+
+
 @contextmanager
-def serving(llm: LLM) -> Iterator[str]:
-    """A server over an LLM, in a thread; its URL."""
+def serving(llm: LLM) -> Iterator[tuple[str, Watch]]:
+    """A server over an LLM, in a thread: its URL, and what it does."""
     with AsyncLLM(llm) as served:
+        watch = Watch(served)
         service = Service(served, ServerConfig(port=0, served_model_names=("m",), access_log=False, stats_interval=0))
         server = Server(make_app(service, Metrics(served, "m")), service)
-        thread = threading.Thread(target=server.run)
+        thread = threading.Thread(target=server.run, name="event-loop")
         thread.start()
         while not service.ready:
             time.sleep(0.01)
-        yield server.addresses()[0]
+        watch.firsts.clear()  # those of the warm-up
+        yield server.addresses()[0], watch
         server.handle_exit(15, None)
         thread.join()
 
@@ -91,13 +122,33 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def alone(llm: LLM, config: WorkloadConfig, concurrency: int | None) -> dict[str, float]:
+    """The load on the engine of this process."""
+    cpu = time.thread_time()
+    found = summary(run_engine(llm, make_work(config), concurrency, temperature=1.0))
+    return figures(found) | {"engine_us_per_token": 1e6 * (time.thread_time() - cpu) / found["output_tokens"]}
+
+
+def served(llm: LLM, config: WorkloadConfig, concurrency: int | None) -> dict[str, float]:
+    """The load on a server."""
+    with serving(llm) as (url, watch):
+        before = watch.cpu_seconds()
+        found = over_http(url, config, concurrency, llm.tokenizer is not None)
+        spent = {name: end - before[name] for name, end in watch.cpu_seconds().items()}
+    return (
+        figures(found)
+        | {f"{name}_us_per_token": 1e6 * seconds / found["output_tokens"] for name, seconds in spent.items()}
+        | {"first_p50_in_server_ms": 1e3 * statistics.median(watch.firsts)}
+        | {"client_cpu_share": found["client_cpu_share"]}
+    )
+
+
 def compare(llm: LLM, config: WorkloadConfig, concurrency: int | None, rounds: int) -> list[dict[str, Any]]:
     """Medians over rounds in turns."""
     found: dict[str, list[dict[str, float]]] = {"engine": [], "http": []}
     for _ in range(rounds):
-        found["engine"].append(figures(summary(run_engine(llm, make_work(config), concurrency, temperature=1.0))))
-        with serving(llm) as url:
-            found["http"].append(figures(over_http(url, config, concurrency, llm.tokenizer is not None)))
+        found["engine"].append(alone(llm, config, concurrency))
+        found["http"].append(served(llm, config, concurrency))
     rows = []
     for way, each in found.items():
         medians = {name: statistics.median(row[name] for row in each) for name in each[0]}
@@ -113,6 +164,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens-per-second", type=float, help="of the closed loop, which is then left out")
     parser.add_argument("--switch-ms", type=float, default=1000 * SWITCH_SECONDS, help="of the interpreter lock")
     args = parser.parse_args()
     sys.setswitchinterval(args.switch_ms / 1000)
@@ -128,8 +180,8 @@ def main() -> None:
         closed = WorkloadConfig(
             requests=4 * args.streams, prompt_tokens=args.prompt, output_tokens=args.output, vocab=VOCAB
         )
-        rows = compare(llm, closed, args.streams, args.rounds)
-        rate = 0.8 * rows[0]["tokens_per_second"] / args.output
+        rows = [] if args.tokens_per_second else compare(llm, closed, args.streams, args.rounds)
+        rate = 0.8 * (args.tokens_per_second or rows[0]["tokens_per_second"]) / args.output
         open_loop = WorkloadConfig(
             requests=4 * args.streams, prompt_tokens=args.prompt, output_tokens=args.output, vocab=VOCAB, rate=rate
         )

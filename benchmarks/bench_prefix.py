@@ -194,7 +194,7 @@ def show(row: dict[str, Any]) -> None:
 def build(args: argparse.Namespace, *, prefix_cache: bool) -> LLM:
     embedded, drafter = args.model == "embedded", None
     if args.drafter:
-        drafter = SpeculativeConfig(method=args.drafter, num_draft_tokens=args.drafts, draft_model=args.draft_model)
+        drafter = SpeculativeConfig(args.drafter, args.drafts, args.draft_model, topk=args.topk)
     llm = LLM(
         args.model, load_format="auto" if embedded else "dummy", device=args.device,
         max_running_requests=args.max_running, max_model_len=args.max_model_len, chunked_prefill_size=args.chunk,
@@ -295,6 +295,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--drafter", help="method of speculative decoding, e.g. ngram")
     parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--topk", type=int, default=1, help="drafts of a level: 2 and more make trees")
     parser.add_argument("--draft-model", help="directory of the draft model, for --drafter draft")
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])

@@ -47,7 +47,7 @@ class Rig:
         table = pools.req_to_token
         self.backend = create_backend(
             config, target.model_config, layers=model.mixers(), kv_pool=pools.kv, req_to_token_pool=table,
-            device=target.device, composite=model.composite,
+            composite=model.composite,
         )  # fmt: skip
         rows = torch.arange(1, plan.num_rows + 1, device=self.device)
         share = plan.num_pages // plan.num_rows

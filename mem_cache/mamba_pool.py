@@ -154,6 +154,7 @@ class MambaPool:
         req_to_state_slot: [R + 1] int32, the slot of each row.
         ring_start, ring_length: [R + 1] int32 ring cursors of each row, shared by all layers: every layer sees the same
             tokens.
+        tables: these three.
         stacks: layers of equal shape, their tensors with a leading dimension for them.
     """
 
@@ -162,9 +163,8 @@ class MambaPool:
         self.num_slots = num_slots
         self.num_rows = num_rows
         self.width = ring_width(spec.tokens_per_step)
-        self.req_to_state_slot, self.ring_start, self.ring_length = torch.zeros(
-            (3, num_rows + 1), dtype=torch.int32, device=device
-        )
+        self.tables = RowTables(*torch.zeros((3, num_rows + 1), dtype=torch.int32, device=device))
+        self.req_to_state_slot, self.ring_start, self.ring_length = self.tables
         self.stacks: list[tuple[Sequence[int], LayerCache]] = []
         self._caches: dict[int, LayerCache] = {}
         self._shapes: dict[int, StateShape] = {}
@@ -215,8 +215,7 @@ class MambaPool:
         for _, cache in self.stacks:
             for tensor in (cache.conv, cache.temporal):
                 _as_words(tensor).index_fill_(1, index, 0)
-        tables = RowTables(self.req_to_state_slot, self.ring_start, self.ring_length)
-        enter_rows(rows, state_slots, phases, self.spec.phases_apart, tables)
+        enter_rows(rows, state_slots, phases, self.spec.phases_apart, self.tables)
 
     def donate(self, rows: torch.Tensor) -> torch.Tensor:
         """Takes the slots from `rows`, each with the row's whole state in it, and returns them: [n] int32. The rows own

@@ -115,7 +115,6 @@ class Stack(ByHand):
         mixers = {i: layer.mixer for i, layer in enumerate(layers) if layer}
         self.backend = create_backend(
             self.config, config, layers=mixers, kv_pool=self.pools.kv, req_to_token_pool=self.pools.req_to_token,
-            device=CPU,
         )  # fmt: skip
         spoil(self.pools)
         self._slots, self._pages = torch.tensor([3, 1, 4, 2]), torch.zeros(ROWS, 0, dtype=torch.int64)
@@ -235,7 +234,7 @@ def test_the_first_backend_plans_and_commits_for_all() -> None:
     assert (
         gdn.begin(stack.last_batch).extends is extends and extends[16].write_state_slots is extends[8].write_state_slots
     )
-    assert [extends[backend.chunk_size].plan.chunk_size for backend in (mamba2, gdn)] == [16, 8]
+    assert [extends[backend.chunk_size].prompts.plan.chunk_size for backend in (mamba2, gdn)] == [16, 8]
     stack.decode(Row(1, 4, [4]))
     assert stack.mamba.ring_length[1] == 1, "once, not once a kind"
 

@@ -18,7 +18,7 @@ from hybridrt.forward_batch import ExtendPass, ForwardBatch, GraphView
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.providers import needs_host
-from hybridrt.kernels.records import ConvState, ConvWeights, FusedStep, IntermediateStates, RowTables, SavedStates
+from hybridrt.kernels.records import ConvState, ConvWeights, FusedStep, IntermediateStates, Prompts, SavedStates
 from hybridrt.kernels.views import take_tokens
 from hybridrt.mem_cache.bounds import check_range
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
@@ -153,7 +153,7 @@ class MambaAttnBackendBase(AttentionBackend):
     ) -> tuple[ConvWeights, ConvState, Tensor, SavedStates | None]:
         """The arguments of `causal_conv1d_varlen` for a mixer's prompt chunks, behind the inputs."""
         state = segment.conv_state(self.layer_cache(layer.layer_id))
-        return self.conv_weights(layer), state, segment.query_start_loc, segment.saves
+        return self.conv_weights(layer), state, segment.prompts.query_start_loc, segment.prompts.saves
 
     def fused_step(self, layer: Any, segment: DecodeSegment) -> FusedStep:
         """The conv and the states of a mixer's decode rows."""
@@ -287,10 +287,9 @@ class MambaAttnBackendBase(AttentionBackend):
 
     def _decode_segment(self, batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
         """The decode rows, with slots, positions and ring cursors as they are on the device now."""
-        split, tokens, spec, pool = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info, self.mamba_pool
+        split, tokens, spec = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info
         rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
-        tables = RowTables(self.pools.req_to_state_slot, pool.ring_start, pool.ring_length)
-        fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, tables)
+        fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)
         parents = spec.parents[:split] if spec and spec.parents is not None else None
         return DecodeSegment(rows, buffers, tokens, parents)
 
@@ -308,9 +307,9 @@ class MambaAttnBackendBase(AttentionBackend):
         reads = slots
         if batch.read_state_slots is not None:
             reads = torch.where(batch.read_state_slots > 0, batch.read_state_slots, slots)
-        shared = reads, slots, starts - batch.num_decode_tokens, positions, positions > 0
-        saves = batch.saved_states
-        return {size: ExtendSegment(*shared, plan, saves=saves.get(size)) for size, plan in plans.items()}
+        runs, saves = (starts - batch.num_decode_tokens, positions > 0), batch.saved_states
+        prompts = {size: Prompts(*runs, plan, saves.get(size)) for size, plan in plans.items()}
+        return {size: ExtendSegment(reads, slots, positions, each) for size, each in prompts.items()}
 
     @staticmethod
     def _pass_segments(passes: Sequence[ExtendPass], own: Tensor, padded: bool) -> dict[int, ExtendSegment]:
@@ -325,11 +324,11 @@ class MambaAttnBackendBase(AttentionBackend):
         for part in passes:
             slots, positions = own.index_select(0, part.rows), part.start_positions
             reads, writes = (torch.where(s == 0, slots, s) for s in (part.read_state_slots, part.write_state_slots))
-            shared = reads, writes, part.query_start_loc, positions, positions > 0
+            runs = part.query_start_loc, positions > 0
             tokens = None if part.tokens is None else part.tokens.long()
             live = tokens > 0 if padded and tokens is not None else None
             for size, plan in part.chunk_plans.items():
-                segment = ExtendSegment(*shared, plan, live=live)
+                segment = ExtendSegment(reads, writes, positions, Prompts(*runs, plan), live=live)
                 if tokens is None:
                     behind[size] = []
                     found[size] = replace(segment, later=behind[size])

@@ -20,4 +20,4 @@ class PrefixSumAttnBackend(MambaAttnBackendBase):
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
         state = segment.state(self.layer_cache(layer.layer_id))
-        return prefix_sum_varlen(inputs["x"], state, segment.query_start_loc)
+        return prefix_sum_varlen(inputs["x"], state, segment.prompts.query_start_loc)

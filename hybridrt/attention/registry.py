@@ -103,7 +103,6 @@ def create_backend(
     layers: Mapping[int, Any],
     kv_pool: KVPool,
     req_to_token_pool: HybridReqToTokenPool,
-    device: torch.device,
     composite: type[HybridLinearAttnBackend] = HybridLinearAttnBackend,
 ) -> AttentionBackend:
     """The backend that a model's batches carry: full attention, split by phase if asked, in the hybrid composite.
@@ -112,7 +111,7 @@ def create_backend(
         layers: the model's recurrent mixers (or history branches) by layer id.
         composite: how the model puts both sides together.
     """
-    full = _full_attention(config, kv_pool, req_to_token_pool, device)
+    full = _full_attention(config, kv_pool, req_to_token_pool)
     if not layers:
         return full
     _check_linear_name(config.linear_attn_backend, model_config)
@@ -120,8 +119,10 @@ def create_backend(
 
 
 def _full_attention(
-    config: EngineConfig, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool, device: torch.device
+    config: EngineConfig, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool
 ) -> SegmentedAttnBackend:
+    device = kv_pool.device
+
     def build(name: str) -> SegmentedAttnBackend:
         cls: Any = load_attention_backend(name, device)
         return cls(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)

@@ -9,7 +9,7 @@ import torch
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.decode_metadata import DecodeBuffers
 from hybridrt.kernels.mamba2_in_place import PoolRows, pool_rows
-from hybridrt.kernels.records import ConvState, IntermediateStates, Prompts, SavedStates, StateRing, StateSlots
+from hybridrt.kernels.records import ConvState, IntermediateStates, Prompts, StateRing, StateSlots
 from hybridrt.mem_cache.mamba_pool import LayerCache
 
 
@@ -65,33 +65,26 @@ class DecodeSegment:
 
 @dataclass(frozen=True)
 class ExtendSegment:
-    """Prompt chunks of n rows, packed. query_start_loc counts from the segment's first token. A row starts from the
+    """Prompt chunks of n rows, packed: `prompts`, which count from the segment's first token. A row starts from the
     state in its `read_state_slots` entry and leaves its own in `write_state_slots`; -1 marks padding rows.
 
-    `saves` says which states stay behind within rows. `later` are segments that are computed after this one, each with
+    `later` are segments that are computed after this one, each with
     the places of its tokens in this one [t] int64: a step that keeps states within chunks continues from them there.
     `live` [t] bool: which tokens of such a segment are not padding; None: all.
     """
 
     read_state_slots: torch.Tensor
     write_state_slots: torch.Tensor
-    query_start_loc: torch.Tensor
     start_positions: torch.Tensor
-    has_initial_states: torch.Tensor
-    plan: ChunkPlan
+    prompts: Prompts
     later: "Sequence[tuple[torch.Tensor, ExtendSegment]]" = ()
     live: torch.Tensor | None = None
-    saves: SavedStates | None = None
 
     def state(self, cache: LayerCache) -> StateSlots:
         return StateSlots(cache.temporal, self.read_state_slots, self.write_state_slots)
 
     def conv_state(self, cache: LayerCache) -> ConvState:
         return ConvState(cache.conv, self.read_state_slots, self.write_state_slots, self.start_positions)
-
-    @property
-    def prompts(self) -> Prompts:
-        return Prompts(self.query_start_loc, self.has_initial_states, self.plan, self.saves)
 
 
 @dataclass
@@ -118,4 +111,4 @@ class ForwardMetadata:
     def num_tokens(self) -> int:
         """Of both segments, once they are made."""
         extend = next(iter(self.extends.values()), None)
-        return (self.decode.num_tokens if self.decode else 0) + (extend.plan.num_tokens if extend else 0)
+        return (self.decode.num_tokens if self.decode else 0) + (extend.prompts.plan.num_tokens if extend else 0)

@@ -1,10 +1,19 @@
-"""A client that reads many streams at once, and little else: the load must not be what limits a benchmark."""
+"""A client that reads many streams at once, and little else: the load must not be what limits a benchmark.
+
+What comes is stamped with the time and kept as it is. It is parsed when the load is over: to parse 50 chunks that come
+together takes milliseconds, by which the last one would be stamped late.
+"""
 
 import asyncio
+import gc
+import re
 import ssl
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,7 +23,10 @@ from hybridrt.bench.timing import Timing
 from hybridrt.bench.workload import Work
 from hybridrt.errors import ConfigError
 
-_READ_BYTES = 65536
+_DONE = re.compile(rb"\ndata: ?\[DONE\]")  # JSON holds no line end
+_DONE_BYTES = 16
+_STATUS_BYTES = 13
+_HEAD_END = b"\r\n\r\n"
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ class Target:
         lines += [f"Authorization: Bearer {self.api_key}"] if self.api_key else []
         return "\r\n".join([*lines, "", ""]).encode() + body
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def connect(self, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Transport:
         """A connection of its own for one request.
 
         Raises:
@@ -57,64 +69,165 @@ class Target:
             raise ConfigError(f"{self.url} is no URL of a server; pass one such as http://127.0.0.1:8000")
         secure = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if secure else 80)
-        return await asyncio.open_connection(parts.hostname, port, ssl=secure)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(protocol, parts.hostname, port, ssl=secure)
+        return transport
 
 
-async def run_load(target: Target, work: Sequence[Work], concurrency: int | None) -> list[Timing]:
+class Received(asyncio.Protocol):
+    """The bytes of one answer, and when they came.
+
+    Args:
+        now: the clock.
+
+    Attributes:
+        parts: time and bytes, in order.
+        ended: done when the answer has ended, or broken off.
+        failure: why the connection has failed; None if it has not.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.parts: list[tuple[float, bytes]] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failure: Exception | None = None
+        self._now = now
+        self._last = b""  # bytes: a mark may lie in two parts
+        self._status = b""  # such as HTTP/1.1 200 OK
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come."""
+        self.parts.append((self._now(), data))
+        if len(self._status) < _STATUS_BYTES:
+            self._status += data[:_STATUS_BYTES]
+        data = self._last + data
+        self._last = data[-_DONE_BYTES:]
+        # A refusal is short, and its server may keep the connection.
+        if (b"[DONE]" in data and _DONE.search(data)) or (
+            self._status[8:13] != b" 200 " and data.partition(_HEAD_END)[2]
+        ):
+            _finish(self.ended)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The server has closed the connection, as the request asks it to, or it has failed."""
+        self.failure = exc
+        _finish(self.ended)
+
+
+Send = Callable[[Work, Callable[[], float]], Awaitable[Received]]
+
+
+@dataclass
+class Load:
+    """What a load has given.
+
+    Attributes:
+        timings: of the requests that have ended.
+        client_cpu_share: of the time of the load, how much this process computed. A client whose share is near 1 has
+            measured itself.
+    """
+
+    timings: list[Timing]
+    client_cpu_share: float
+
+
+async def run_load(target: Target, work: Sequence[Work], concurrency: int | None) -> Load:
     """Sends all requests, each at its arrival; with `concurrency`, at most so many at a time, each as soon as it may.
     If it is cancelled, it closes the connections and returns the requests that have ended.
 
     Raises:
         OSError: no server listens.
     """
-    _, writer = await target.connect()
-    writer.close()
-    return await at_arrivals(work, lambda each, timing, now: _request(target, each, timing, now), concurrency)
+    (await target.connect(asyncio.Protocol)).close()
+    cpu, start = time.process_time(), time.perf_counter()
+    gc.disable()  # a collection would delay all stamps
+    try:
+        answers = await _at_arrivals(work, partial(_request, target), concurrency)
+    finally:
+        gc.enable()
+    share = (time.process_time() - cpu) / (time.perf_counter() - start)
+    return Load([_read(answer, timing) for timing, answer in answers], share)
 
 
-async def at_arrivals(
-    work: Sequence[Work],
-    send: Callable[[Work, Timing, Callable[[], float]], Awaitable[None]],
-    concurrency: int | None,
-) -> list[Timing]:
-    """Calls `send(work, timing, now)` for each request when it is due. If cancelled, it returns what has ended."""
+async def _at_arrivals(work: Sequence[Work], send: Send, concurrency: int | None) -> list[tuple[Timing, Received]]:
+    """Calls `send(work, now)` for each request when it is due. If cancelled, it returns what has ended."""
     start = time.perf_counter()
     places = asyncio.Semaphore(concurrency or len(work) or 1)
-    ended: list[Timing] = []
+    ended: list[tuple[Timing, Received]] = []
 
     def now() -> float:
         return time.perf_counter() - start
 
-    async def one(each: Work) -> Timing:
-        await asyncio.sleep(each.arrival - now())
+    async def one(each: Work, due: asyncio.Future[None]) -> tuple[Timing, Received]:
+        await due
         async with places:
             timing = Timing(each.arrival if concurrency is None else now(), len(each.prompt))
-            await send(each, timing, now)
-            ended.append(timing)
-            return timing
+            answer = await send(each, now)
+            timing.end = now()
+            ended.append((timing, answer))
+            return ended[-1]
 
-    try:
-        return list(await asyncio.gather(*(one(each) for each in work)))
-    except asyncio.CancelledError:
-        return ended
-
-
-async def _request(target: Target, work: Work, timing: Timing, now: Callable[[], float]) -> None:
-    try:
-        reader, writer = await target.connect()
+    with _ringing([each.arrival for each in work], now) as due:
         try:
-            writer.write(target.request(work))
-            async for event in _events(reader):
-                _take(event, timing, now())
+            return list(await asyncio.gather(*map(one, work, due)))
+        except asyncio.CancelledError:
+            return ended
+
+
+@contextmanager
+def _ringing(arrivals: Sequence[float], now: Callable[[], float]) -> Iterator[list[asyncio.Future[None]]]:
+    """A future for each arrival, done at that time. A thread waits for it: event loops wake up to the millisecond."""
+    loop, stopped = asyncio.get_running_loop(), threading.Event()
+    due = [loop.create_future() for _ in arrivals]
+
+    def ring() -> None:
+        for arrival, future in sorted(zip(arrivals, due), key=lambda each: each[0]):
+            if stopped.wait(max(arrival - now(), 0)):
+                return
+            loop.call_soon_threadsafe(_finish, future)
+
+    thread = threading.Thread(target=ring, name="arrivals", daemon=True)
+    thread.start()
+    try:
+        yield due
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _request(target: Target, work: Work, now: Callable[[], float]) -> Received:
+    answer = Received(now)
+    try:
+        transport = await target.connect(lambda: answer)
+        try:
+            transport.write(target.request(work))
+            await answer.ended
         finally:
-            writer.close()
+            transport.close()
+    except OSError as e:
+        answer.failure = e
+    return answer
+
+
+def _read(answer: Received, timing: Timing) -> Timing:
+    """Adds what an answer holds."""
+    try:
+        for now, event in _events(answer.parts):
+            _take(event, timing, now)
         if not timing.gains:
             raise ValueError("the answer has no tokens")
         if timing.output_tokens == 0:
             timing.output_tokens = sum(count for _, count in timing.gains)
-    except (OSError, ValueError, asyncio.IncompleteReadError) as e:
-        timing.error = f"{type(e).__name__}: {e}"
-    timing.end = timing.gains[-1][0] if timing.gains else now()
+    except (ValueError, LookupError, TypeError, AttributeError, msgspec.MsgspecError) as e:
+        failure = answer.failure or e
+        timing.error = f"{type(failure).__name__}: {failure}"
+    if timing.gains:
+        timing.end = timing.gains[-1][0]
+    return timing
 
 
 def _take(event: bytes, timing: Timing, now: float) -> None:
@@ -128,26 +241,35 @@ def _take(event: bytes, timing: Timing, now: float) -> None:
         timing.output_tokens = chunk["usage"]["completion_tokens"]
 
 
-async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The data of server-sent events up to [DONE].
+def _events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """The data of server-sent events up to [DONE], and when each was whole.
 
     Raises:
         ValueError: the answer is no stream of them, or an error, or breaks off.
     """
-    head = await reader.readuntil(b"\r\n\r\n")
-    status, chunked = head.split(b" ", 2)[1], b"chunked" in head.lower()
+    head, body = _cut_head(parts)
+    status, dechunk, held = head.split(b" ", 2)[1], _Dechunker() if b"chunked" in head.lower() else bytes, b""
     if status != b"200":
-        raise ValueError(f"HTTP {status.decode()}: {(await reader.read(2000)).decode(errors='replace')}")
-    dechunk, held = _Dechunker(), b""
-    while data := await reader.read(_READ_BYTES):
-        *lines, held = (held + (dechunk(data) if chunked else data)).split(b"\n")
+        raise ValueError(f"HTTP {status.decode()}: {b''.join(d for _, d in body)[:2000].decode(errors='replace')}")
+    for now, data in body:
+        *lines, held = (held + dechunk(data)).split(b"\n")
         for line in lines:
             name, _, value = line.partition(b":")
             if name == b"data" and value.strip() == b"[DONE]":
                 return
             if name == b"data":
-                yield value
+                yield now, value
     raise ValueError("the answer broke off before [DONE]")
+
+
+def _cut_head(parts: Sequence[tuple[float, bytes]]) -> tuple[bytes, list[tuple[float, bytes]]]:
+    """An answer's status and headers, and the parts behind them. ValueError: there are none."""
+    head = b""
+    for i, (now, data) in enumerate(parts):
+        head, end, body = (head + data).partition(_HEAD_END)
+        if end:
+            return head, [(now, body), *parts[i + 1 :]]
+    raise ValueError("the server closed the connection without an answer")
 
 
 class _Dechunker:

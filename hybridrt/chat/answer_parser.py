@@ -52,9 +52,14 @@ class AnswerParser:
             next(self._steps, None)
         return self._take()
 
-    def finish(self) -> list[Event]:
-        """The end of the answer: the events of the text that was held back."""
-        self._scanner.closed = True
+    def finish(self, truncated: bool = False) -> list[Event]:
+        """The end of the answer: the events of the text that was held back.
+
+        Args:
+            truncated: the model would have written more. Half a tag, and half of a call's syntax, are dropped then;
+                else they are text.
+        """
+        self._scanner.closed, self._scanner.truncated = True, truncated
         for _ in self._steps:
             pass
         return self._take()
@@ -92,11 +97,15 @@ class AnswerParser:
         try:
             yield from tools.read_calls(scanner, sink, opened)
         except Malformed as e:
+            halved = scanner.cut_off and scanner.truncated
             if sink.inside:
-                sink.arguments(e.text)
-                yield from self._until(tools.closes, sink.arguments)
+                if halved:
+                    scanner.skip_rest()
+                else:
+                    sink.arguments(e.text)
+                    yield from self._until(tools.closes, sink.arguments)
                 sink.end()
-            elif scanner.cut_off and (sink.count > before or tools.alone):
+            elif halved or (scanner.cut_off and (sink.count > before or tools.alone)):
                 scanner.skip_rest()
                 self._held = ""
             else:  # text behind the last whole call is content
@@ -126,9 +135,10 @@ class AnswerParser:
         scanner.release()
         self.in_reasoning = True
         yield from scanner.run(_NEWLINES)
-        if (yield from self._until(tags.closes, self._think)):
+        closed = yield from self._until(tags.closes, self._think)
+        self._held = ""  # though the answer has ended within the reasoning: it is no content
+        if closed:
             self.in_reasoning = False
-            self._held = ""
             yield from scanner.run(_NEWLINES)
 
     def _until(self, literals: Sequence[str], emit: Callable[[str], None]) -> Step[str]:

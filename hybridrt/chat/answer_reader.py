@@ -45,7 +45,7 @@ class AnswerReader:
             self._count(token_ids, self._tags)
         events = self._parser.feed(text)
         if finish_reason is not None:
-            events += self._parser.finish()
+            events += self._parser.finish(truncated=finish_reason != "stop")
             called = finish_reason == "stop" and self._parser.num_calls
             self.finish_reason = "tool_calls" if called else finish_reason
         self.message.extend(events)

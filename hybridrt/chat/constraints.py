@@ -6,9 +6,9 @@ text holds no such token.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hybridrt.chat.conversation import Conversation, NamedTool
+from hybridrt.chat.conversation import Conversation, NamedTool, Tool
 from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.schemas import calls, json_text, one_call
 from hybridrt.chat.tool_parser import ToolParser
@@ -18,7 +18,9 @@ from hybridrt.structured_outputs import WHITESPACE, StructuredOutputs
 # What an expression between slashes cannot hold as it is. A character behind a backslash is escaped already.
 _MARKS = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 _ESCAPED_OR_MARK = re.compile(r"\\.|[/\n]", re.DOTALL)
-_RULES = ["TEXT: /(?s:.*)/", r"GAP: /[ \n]{1,4}/"]
+_ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
+# Behind reasoning the parser takes line breaks away and no spaces: these would be a part of the content.
+_RULES = ["TEXT: /(?s:.*)/", r"GAP: /[ \n]{1,4}/", r"LINES: /\n{1,4}/"]
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,14 @@ class Constraints:
         if given is None and not asks_for_grammar(conversation):
             return None
         budget, body, more = conversation.thinking_budget, None, list[str]()
+        fixed = given is not None or forces_calls(conversation)
         if forces_calls(conversation):
             given, body = None, _forced(conversation)
         elif given is not None:
-            body = _body(given)
+            body, more = _body(given)
+            if tools is not None and (section := self._section(_loose(conversation.tools), tools)):
+                sections = f"GAP? ({self._literals(tools.opens[:1])} GAP? {section[0]} GAP?)+"
+                given, body, more = None, f"({body} | {sections})", [*more, *section[1]]
         elif tools is not None and _is_strict(conversation):
             body, more = self._strict(conversation, tools)
         if reasoning is None and budget is not None:
@@ -68,7 +74,6 @@ class Constraints:
             opened = reasoning.opened_by(prompt, conversation.continued)
             closed = not opened and reasoning.closed_by(prompt)
             # Behind a prompt that has closed it, an answer of a fixed form has no reasoning. Another one may have it.
-            fixed = given is not None or forces_calls(conversation)
             if not closed or (budget is not None and not fixed):
                 thought, rules = self._thought(reasoning, budget, opened)
         if not thought:
@@ -92,27 +97,34 @@ class Constraints:
         if tokens:
             limit = "" if budget is None else f"[max_tokens={budget}]"
             rule = f"thinking{limit}: TEXT"
-            thought = f"{'' if budget == 0 else 'thinking '}{self._literals(tags.closes)} GAP?"
+            thought = f"{'' if budget == 0 else 'thinking '}{self._literals(tags.closes)} LINES?"
         else:
             rule = f"thinking[lazy]: /(?s:.*)({'|'.join(map(_regex, tags.closes))})/"
-            thought = "thinking GAP?"
+            thought = "thinking LINES?"
         return f"({opened} {thought})?" if opened else thought, [rule]
 
     def _strict(self, conversation: Conversation, tools: ToolParser) -> tuple[str, list[str]]:
         """The body: text, and sections of calls whose arguments follow their schemas. And the rules that it needs."""
-        rules = tools.section_rules(conversation.tools, lambda text: self._literals([text]))
-        if rules is None:
+        section = self._section(conversation.tools, tools)
+        if section is None:
             raise RequestError(
                 "this model's format of tool calls cannot be held to a schema: leave strict out, or set tool_choice to "
                 "'required'",
                 "tools",
             )
-        call = "section" + (f" GAP? {self._literals(tools.closes)}" if tools.closes else "")
+        call, rules = section
         if tools.opens[0] in self.tokens:
             opened = self._literals(tools.opens[:1])
-            return f"(TEXT | {self._any(tools.opens)} | {opened} GAP? {call})*", [*rules]
+            return f"(TEXT | {self._any(tools.opens)} | {opened} GAP? {call})*", rules
         begin = f"begin[lazy]: /(?s:.*){_regex(tools.opens[0])}/"
         return f"(begin GAP? {call})* TEXT", [begin, *rules]
+
+    def _section(self, offered: Sequence[Tool], tools: ToolParser) -> tuple[str, list[str]] | None:
+        """What follows the literal that opens a section of calls, and the rules that it needs. None: the format has no
+        rules."""
+        rules = tools.section_rules(offered, lambda text: self._literals([text]))
+        close = f" GAP? {self._literals(tools.closes)}" if tools.closes else ""
+        return None if rules is None else ("section" + close, [*rules])
 
     def _literals(self, tags: Sequence[str]) -> str:
         each = [f"<[{self.tokens[tag]}]>" if tag in self.tokens else json_text(tag) for tag in tags]
@@ -139,6 +151,11 @@ def _is_strict(conversation: Conversation) -> bool:
     return any(tool.strict for tool in conversation.offered)
 
 
+def _loose(tools: Sequence[Tool]) -> list[Tool]:
+    """The tools, those that are not strict with any arguments."""
+    return [tool if tool.strict else replace(tool, parameters=_ANY_ARGUMENTS) for tool in tools]
+
+
 def _forced(conversation: Conversation) -> str:
     """A list of calls: exactly one of the named tool, or at least one of any tool."""
     choice = conversation.tool_choice
@@ -148,15 +165,15 @@ def _forced(conversation: Conversation) -> str:
     return f"%json {calls(tools, schema)}"
 
 
-def _body(given: StructuredOutputs) -> str:
-    """The caller's own constraints on the content, within a larger grammar."""
+def _body(given: StructuredOutputs) -> tuple[str, list[str]]:
+    """The caller's own constraints on the content, within a larger grammar, and the rules that they need."""
     if given.regex is not None:
-        return f"/{_ESCAPED_OR_MARK.sub(_marked, given.regex)}/"
+        return f"/{_ESCAPED_OR_MARK.sub(_marked, given.regex)}/", []
     if given.choice is not None:
-        return f"({' | '.join(map(json_text, given.choice))})"
+        return "CHOICE", [f"CHOICE: {' | '.join(map(json_text, given.choice))}"]
     if given.grammar is not None:
-        return f"%lark {{\n{given.grammar}\n}}"
-    return f"%json {json_text({'x-guidance': {'whitespace_pattern': WHITESPACE}} | given.schema)}"
+        return f"%lark {{\n{given.grammar}\n}}", []
+    return f"%json {json_text({'x-guidance': {'whitespace_pattern': WHITESPACE}} | given.schema)}", []
 
 
 def _marked(found: re.Match[str]) -> str:

@@ -30,10 +30,11 @@ class Scanner:
     Attributes:
         closed: no more text comes.
         cut_off: a parser needed more text after the end of all text.
+        truncated: the text did not end by itself, so what may be the beginning of a literal at its end is none of it.
     """
 
     def __init__(self) -> None:
-        self.closed = self.cut_off = False
+        self.closed = self.cut_off = self.truncated = False
         self._text = ""
         self._place = 0
         self._kept: int | None = None  # place of the oldest text to keep, while a parser may return to it
@@ -93,7 +94,9 @@ class Scanner:
             if self._text.startswith(literal, self._place):
                 self._place += len(literal)
                 return literal
-            self.cut_off |= self.closed and literal.startswith(self._text[self._place :])
+        if self.closed and any(literal.startswith(self._text[self._place :]) for literal in literals):
+            self.cut_off = True
+            self._drop_from(self._place)
         return ""
 
     def expect(self, *literals: str) -> Step[str]:
@@ -145,7 +148,7 @@ class Scanner:
             text = self._text
             match = whole.search(text, self._place)
             end = match.start() if match is not None else len(text)
-            held = end if self.closed else _begins(text, self._place, end, ordered)
+            held = end if self.closed and not self.truncated else _begins(text, self._place, end, ordered)
             if held > self._place:
                 emit(text[self._place : held])
                 self._place = held
@@ -154,8 +157,14 @@ class Scanner:
                 return match[0]
             if match is None and self.closed:
                 self.cut_off = True
+                self._drop_from(held)
                 return ""
             yield
+
+    def _drop_from(self, place: int) -> None:
+        """Drops what may begin a literal at the end of truncated text, also for a parser that returns to a mark."""
+        if self.truncated:
+            self._text = self._text[:place]
 
     def name(self, end: str, max_chars: int) -> Step[str]:
         """The text before a literal, without spaces around it; the literal is read. Malformed if there is none, or more

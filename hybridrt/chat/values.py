@@ -110,6 +110,8 @@ def _next(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[bool]:
     after = yield from scanner.peek()
     if after == stack[-1] or (after == ")" and stack[-1] == "]"):
         return False
+    if not after:
+        raise Malformed("," + space)
     emit("," + space)
     if stack[-1] == "}":
         yield from _key(scanner, emit)

@@ -17,6 +17,7 @@ from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, Overrides
 from hybridrt.cli.tables import console, print_table
 from hybridrt.errors import ConfigError, EngineError
 
+_BUSY = 0.7  # a client that computes for this share of the time stamps tokens late
 _KINDS = ("time_to_first_token_ms", "inter_token_latency_ms", "time_per_output_token_ms", "end_to_end_latency_ms")
 
 
@@ -120,6 +121,8 @@ def _print(found: dict[str, Any]) -> None:
     )
     if found["interrupted"]:
         typer.echo("interrupted: requests that had not ended are not counted")
+    if (share := found.get("client_cpu_share", 0.0)) > _BUSY:
+        typer.echo(f"the client itself has computed for {100 * share:.0f}% of the time: it may be what limits the load")
     if found["goodput_requests_per_second"] is not None:
         typer.echo(f"goodput {found['goodput_requests_per_second']:.2f} requests/s")
     for error in found["errors"]:
@@ -151,8 +154,9 @@ def serve(
     workload = load.workload()
     work = make_work(workload)
     target = Target(url, model or OpenAIServer(url, api_key).first_model(), api_key, _object(extra_body))
-    timings = asyncio.run(run_load(target, work, results.concurrency))
-    results.show(timings, len(work), workload, url=url, model=target.model)
+    found = asyncio.run(run_load(target, work, results.concurrency))
+    facts = {"url": url, "model": target.model, "client_cpu_share": found.client_cpu_share}
+    results.show(found.timings, len(work), workload, **facts)
 
 
 def offline(

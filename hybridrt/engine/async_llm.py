@@ -37,26 +37,39 @@ class DeltaStream(AsyncIterator[Delta]):
         requests: each request's prompt tokens and parameters by its id, in order.
         running: samples that have not ended; 0 once the stream is closed.
         arrival: when its requests were submitted, in seconds of `time.monotonic()`.
+        take: called with a delta that comes while the reader waits for one. If it returns True, the delta is done with
+            and the reader waits on: a task of its own need not run for every token. The last delta of a sample always
+            goes to the reader. None: all of them do.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
         self.requests: dict[str, PreparedPrompt] = {}
         self.running = 0
         self.arrival = time.monotonic()
+        self.take: Callable[[Delta], bool] | None = None
         self._loop = loop
         self._gains: dict[tuple[str, int], Delta] = {}  # by sample
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: Delta) -> None:
-        """Adds a delta and wakes the reader. Call this in the event loop."""
+        """Gives a delta to `take`, or adds it and wakes the reader. Call this in the event loop."""
         if not self.running:
             return
+        ended = delta.finish_reason is not None
+        self.running -= ended
+        waiter = None if self._waiter is None or self._waiter.done() else self._waiter
+        if waiter is not None and not ended and self.take is not None:
+            try:
+                if self.take(delta):
+                    return
+            except Exception as e:  # it is the reader's, and must not keep other streams from their deltas
+                waiter.set_exception(e)
+                return
         held = self._gains.setdefault((delta.request_id, delta.index), delta)
         if held is not delta:
             held.extend(delta)
-        self.running -= delta.finish_reason is not None
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if waiter is not None:
+            waiter.set_result(None)
 
     async def __anext__(self) -> Delta:
         """The next delta of any sample.
@@ -81,6 +94,7 @@ class DeltaStream(AsyncIterator[Delta]):
 
     def close(self) -> None:
         """Aborts the requests that have not ended. Drops their later deltas."""
+        self.take = None  # it may refer to this stream
         if self.running:
             self.running = 0
             self.abort()
@@ -322,7 +336,8 @@ class AsyncLLM:
                 self._loop.abort(delta.request_id)
 
     def _hand_out(self, message: StepMessage) -> None:
-        for delta in message.deltas:
+        # Rows with a prompt are the last ones of a step: first tokens do not wait for all the others.
+        for delta in reversed(message.deltas):
             stream = self._streams.get(delta.request_id)
             if stream is not None:
                 stream.put(delta)

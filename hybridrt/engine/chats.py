@@ -69,10 +69,14 @@ def prepare_chat(
         return encode_prompt(tokenizer, text, max_prompt, bare=True, truncated=truncated)
 
     prompt = chat.prompt(conversation, params, encode)
+    given, wanted = params.structured_outputs, prompt.params.structured_outputs
+    if given is not None and wanted is not given:
+        # By itself first: within a larger grammar, a form that no text has would fail once the reasoning has ended.
+        engine.intake.compiler.grammar(given)
     try:
         prepared = engine.prepare(prompt.tokens, prompt.params)
     except RequestError as e:
-        if e.field == "structured_outputs" and params.structured_outputs is None:
+        if e.field == "structured_outputs" and wanted is not given and conversation.offered:
             raise RequestError(f"what the tools ask for cannot be enforced: {e}", "tools") from e
         raise
     cut = len(prompt.tokens) - len(prepared.tokens)

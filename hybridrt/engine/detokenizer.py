@@ -63,6 +63,13 @@ class Detokenizer:
         self._read, self._known = len(window), len(self._decode(window))
         return self._extend(text[known:], may_stop)
 
+    def would_stop(self, tokens: Sequence[int]) -> bool:
+        """Whether a stop string appears in the text of these tokens, if they come next. Nothing is read."""
+        if self._stop is None:
+            return False
+        text = self._decode([*self._window, *tokens]).rstrip(_INCOMPLETE)
+        return self._stop.scan(self._stop_state, text[self._known :])[1] > 0
+
     def finish(self, tokens: Sequence[int], may_stop: bool = True) -> bool:
         """Reads the last tokens, but for a character whose last bytes never came. True as for `advance`."""
         text = self._decode([*self._window, *tokens]).rstrip(_INCOMPLETE)

@@ -101,6 +101,15 @@ class GrammarCompiler:
                 grammar is invalid, not satisfiable, too large, or takes too long.
             QueueFullError: too many other grammars are being compiled, or there is no memory for another thread.
         """
+        with self._lock:
+            known = outputs in self._compiled
+        found = self.grammar(outputs)
+        if samples > 1 or known:
+            self._grow(found, outputs, self._loaded())
+        return Matcher(found)
+
+    def grammar(self, outputs: StructuredOutputs) -> Grammar:
+        """The compiled grammar, from which `matcher` starts. Raises the same."""
         tokenizer = self._loaded()
         with self._lock:
             job = self._compiled.get(outputs)
@@ -109,9 +118,7 @@ class GrammarCompiler:
         found = self._wait(outputs, tokenizer) if job is None or not job.done() else job.result()
         if isinstance(found, str):
             raise RequestError(f"{_FIELD}: this {outputs.kind} cannot be used: {found}", _FIELD)
-        if samples > 1 or job is not None:
-            self._grow(found, outputs, tokenizer)
-        return Matcher(found)
+        return found
 
     def _wait(self, outputs: StructuredOutputs, tokenizer: "LLTokenizer") -> Grammar | str:
         """Starts to compile, unless another request has; waits for the result."""
@@ -274,8 +281,9 @@ def _grammar(outputs: StructuredOutputs) -> str:
     if outputs.regex is not None:
         return LLMatcher.grammar_from_regex(outputs.regex)
     if outputs.choice is not None:
+        # One terminal: as alternatives of a rule they would be as many items of the parser, which takes 2000.
         texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     if outputs.grammar is not None:
         return LLMatcher.grammar_from_lark(outputs.grammar)
     schema = outputs.schema

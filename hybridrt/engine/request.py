@@ -193,6 +193,18 @@ class Request:
                 return "length"
         return None
 
+    def ends_within(self, tokens: Sequence[int]) -> bool:
+        """Whether the request ends within these tokens, if they come next: at a token that stops it, at a stop string,
+        or at an error, because no text can be made of them."""
+        if not self.stop_ids.isdisjoint(tokens):
+            return True
+        if self.detokenizer is None or len(self.output) + len(tokens) <= self.params.min_tokens:
+            return False
+        try:
+            return self.detokenizer.would_stop(tokens)
+        except Exception:
+            return True
+
     def read_text(self) -> bool:
         """Makes text of the tokens since the last call. True if a stop string has appeared in it; none is looked for
         in the text of the first `min_tokens`."""

@@ -216,14 +216,14 @@ class Scheduler:
 
     def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
         """A draft for each request, an empty one while tokens are pending; nothing without a drafter. No draft goes on
-        behind a token that ends its request: the state would hold tokens that the text lacks, and serve no request."""
+        behind the end of its request: the state would hold tokens that the text lacks, and serve no request."""
         if self._drafter is None:
             return []
         known = [not request.pending for request in requests]
         asked = list(compress(requests, known))
         max_drafts = columns.max_output - columns.output_index - 1
         proposed = self._drafter.propose(asked, list(compress(max_drafts.tolist(), known)))
-        ending = (draft.until(request.stop_ids) for request, draft in zip(asked, proposed, strict=True))
+        ending = (draft.until(request.ends_within) for request, draft in zip(asked, proposed, strict=True))
         drafts = (d if r.matcher is None else r.matcher.allowed(d) for r, d in zip(asked, ending, strict=True))
         return [next(drafts) if is_known else NO_DRAFT for is_known in known]
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.mamba2_common_triton import silu, strides
+from hybridrt.kernels.mamba2_common_triton import bias_of, silu, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import ConvState, ConvWeights, IntermediateStates, SavedStates
 
@@ -46,12 +46,19 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
     c_mask = channel < C
     x = x_ptr + start * x_st + channel
     ring = conv_ptr + read * conv_ss + channel * WC
-    bias = tl.zeros([BLOCK_C], tl.float32)
-    if bias_ptr is not None:
-        bias += tl.load(bias_ptr + channel, mask=c_mask, other=0.0).to(tl.float32)
+    bias = bias_of(bias_ptr, channel, c_mask)
     y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32) + bias[None, :]
     if block == 0:
-        y = _add_history(y, bias, ring, weight_ptr, channel, c_mask, j, position, TAPS, WC)
+        # The row's first tokens get the terms of inputs that stand in the ring. They are a sum's first terms, so sums
+        # are the same bits however a prompt was cut.
+        for t in tl.static_range(TAPS - 1):
+            head = bias
+            for k in tl.static_range(TAPS - 1 - t):
+                p = position + (t + k - (TAPS - 1)) + tl.zeros(channel.shape, tl.int32)
+                old = tl.load(ring + (p & (WC - 1)), mask=c_mask & (p >= 0), other=0.0)
+                tap = tl.load(weight_ptr + channel * TAPS + k, mask=c_mask, other=0.0).to(tl.float32)
+                head += tap * old.to(tl.float32)
+            y = tl.where((j == t)[:, None], head[None, :], y)
     for k in tl.static_range(TAPS):
         own = live & (i + (k - (TAPS - 1)) >= 0)[:, None]
         new = tl.load(x[None, :] + (j + (k - (TAPS - 1)))[:, None] * x_st, mask=own, other=0.0)
@@ -68,22 +75,6 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
         write = tl.load(write_slots_ptr + b).to(tl.int64)
         write_ring = conv_ptr + write * conv_ss + channel * WC
         _close_row(x, ring, write_ring, position, length, c_mask, x_st, TAPS, WC)
-
-
-@triton.jit
-def _add_history(  # type: ignore[no-untyped-def]
-    y, bias, ring, weight_ptr, channel, mask, j, position, TAPS: tl.constexpr, WC: tl.constexpr
-):
-    """Gives a row's first tokens, `y` [tokens, channels], the terms of inputs that stand in the ring. They are a sum's
-    first terms, so sums are the same bits however a prompt was cut."""
-    for t in tl.static_range(TAPS - 1):
-        head = bias
-        for k in tl.static_range(TAPS - 1 - t):
-            p = position + (t + k - (TAPS - 1)) + tl.zeros(channel.shape, tl.int32)
-            old = tl.load(ring + (p & (WC - 1)), mask=mask & (p >= 0), other=0.0)
-            head += tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32) * old.to(tl.float32)
-        y = tl.where((j == t)[:, None], head[None, :], y)
-    return y
 
 
 @triton.jit
@@ -144,9 +135,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     if windows_ptr is not None:
         window = windows_ptr + tl.load(rows_ptr + b).to(tl.int64) * windows_sr + channel * (TAPS - 1)
     for t in range(T):
-        y = tl.zeros([BLOCK_C], tl.float32)
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+        y = bias_of(bias_ptr, channel, mask)
         # Node -1 is the committed token before the root, -2 the one before that.
         node = tl.zeros([BLOCK_C], tl.int32) + t
         for age in tl.static_range(TAPS):

@@ -37,22 +37,6 @@ def _add(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _decay(  # type: ignore[no-untyped-def]
-    a_ptr, a_strides: tl.constexpr, A_log_ptr, dt_bias_ptr, row, h, k, k_mask, K: tl.constexpr,
-    LOWER_BOUND: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """What head h leaves of its state: one number, or one for each channel of a key."""
-    if CHANNELS:
-        a = tl.load(a_ptr + row * a_strides[0] + h * a_strides[2] + k, mask=k_mask, other=0.0)
-        bias = tl.load(dt_bias_ptr + h * K + k, mask=k_mask, other=0.0)
-        out = tl.exp(log_decay(a, tl.load(A_log_ptr + h), bias, LOWER_BOUND))
-    else:
-        a_ptr += row * a_strides[0] + h
-        out = tl.exp(log_decay(tl.load(a_ptr), tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h)))
-    return out
-
-
-@triton.jit
 def _left(read, decay, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
     """What a vector reads of the decayed state, from what it `read` of the state. Where channels have decays of their
     own, the vector has taken them already."""
@@ -93,7 +77,13 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     q_taps = conv_taps(weight_ptr, q_channel, k_mask, TAPS, WC)
     v_taps = conv_taps(weight_ptr, v_channel, v_mask, TAPS, WC)
     beta = BETA_SCALE * tl.sigmoid(tl.load(b_ptr + row * b_strides[0] + h).to(tl.float32))
-    decay = _decay(a_ptr, a_strides, A_log_ptr, dt_bias_ptr, row, h, k, k_mask, K, LOWER_BOUND, CHANNELS)
+    if CHANNELS:
+        a = tl.load(a_ptr + row * a_strides[0] + h * a_strides[2] + k, mask=k_mask, other=0.0)
+        dt_bias = tl.load(dt_bias_ptr + h * K + k, mask=k_mask, other=0.0)
+        decay = tl.exp(log_decay(a, tl.load(A_log_ptr + h), dt_bias, LOWER_BOUND))
+    else:
+        a = tl.load(a_ptr + row * a_strides[0] + h)
+        decay = tl.exp(log_decay(a, tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h)))
 
     key = conv_of_operands(k_new, k_ring, k_taps, None, bias_ptr, k_channel, k_mask, position, TAPS, WC).to(tl.float32)
     query = conv_of_operands(q_new, q_ring, q_taps, None, bias_ptr, q_channel, k_mask, position, TAPS, WC).to(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update
-from hybridrt.kernels.gated_delta_rule import compute_gates, recurrent_gated_delta_rule
+from hybridrt.kernels.gated_delta_rule import gdn_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_replay import gdn_replay
 from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import DeltaInputs, FusedStep, GateWeights
@@ -52,7 +52,7 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
     # The separate operations one after the other
     conv_weights, conv_state, state, ring = step
     conved = causal_conv1d_update.reference(qkv, conv_weights, conv_state)
-    inputs = DeltaInputs(*split_qkv(conved, state.states), *compute_gates(a, b, weights))
+    inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates.reference(a, b, weights))
     if ring is None:
         return recurrent_gated_delta_rule.reference(inputs, state)
     return gdn_replay(inputs, state, ring)

@@ -22,29 +22,6 @@ _EPS = tl.constexpr(L2_NORM_EPS)
 
 
 @triton.jit
-def _gates(  # type: ignore[no-untyped-def]
-    a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, h, i, i_mask, K: tl.constexpr,
-    BETA_SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """(g, beta) of one token and head: computed from raw a and b, or loaded where there is no A_log. g is one number,
-    or [1, K] where CHANNELS i of a key have gates of their own."""
-    if CHANNELS:
-        a, b = tl.load(a_ptr + i, mask=i_mask, other=0.0).to(tl.float32), tl.load(b_ptr).to(tl.float32)
-    else:
-        a, b = tl.load(a_ptr).to(tl.float32), tl.load(b_ptr).to(tl.float32)
-    if A_log_ptr is not None:
-        if CHANNELS:
-            bias = tl.load(dt_bias_ptr + h * K + i, mask=i_mask, other=0.0)
-            a = log_decay(a, tl.load(A_log_ptr + h), bias, LOWER_BOUND)
-        else:
-            a = log_decay(a, tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h))
-        b = BETA_SCALE * tl.sigmoid(b)
-    if CHANNELS:
-        a = a[None, :]
-    return a, b
-
-
-@triton.jit
 def _normalized(x):  # type: ignore[no-untyped-def]
     return x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + _EPS))
 
@@ -86,17 +63,24 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     mask = j_mask[:, None] & i_mask[None, :]
     initial = tl.load(states_ptr + read * states_ss + tile, mask=mask, other=0.0).to(tl.float32)
     state = initial
-    stored = stored_ptr
-    if stored_ptr is not None:
-        stored = stored_ptr + tl.load(rows_ptr + row).to(tl.int64) * stored_sr + tile
+    stored = None if stored_ptr is None else stored_ptr + tl.load(rows_ptr + row).to(tl.int64) * stored_sr + tile
     for t in range(T):
         if parents_ptr is not None:
             state = state_of_parent(parents_ptr + row * parents_sb, stored, stored_st, t, initial, mask)
-        a_token = a_ptr + row * a_s[0] + t * a_s[1]
-        g, beta = _gates(
-            a_token + (h * a_s[2] if CHANNELS else h), b_ptr + row * b_s[0] + t * b_s[1] + h, A_log_ptr, dt_bias_ptr, h,
-            i, i_mask, K, BETA_SCALE, LOWER_BOUND, CHANNELS,
-        )  # fmt: skip
+        a_token = a_ptr + row * a_s[0] + t * a_s[1] + (h * a_s[2] if CHANNELS else h)
+        b_token = b_ptr + row * b_s[0] + t * b_s[1] + h
+        # One number, or [1, K] where channels of a key have gates of their own.
+        g = tl.load(a_token + i, mask=i_mask, other=0.0) if CHANNELS else tl.load(a_token)
+        g, beta = g.to(tl.float32), tl.load(b_token).to(tl.float32)
+        if A_log_ptr is not None:
+            if CHANNELS:
+                dt_bias = tl.load(dt_bias_ptr + h * K + i, mask=i_mask, other=0.0)
+                g = log_decay(g, tl.load(A_log_ptr + h), dt_bias, LOWER_BOUND)
+            else:
+                g = log_decay(g, tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h))
+            beta = BETA_SCALE * tl.sigmoid(beta)
+        if CHANNELS:
+            g = g[None, :]
         query = _normalized(
             step_input(q, q_s[1], conv_row, weight_ptr, bias_ptr, q_channel, i_mask, position, t, TAPS, WC)
         )

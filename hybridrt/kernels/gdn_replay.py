@@ -67,13 +67,7 @@ def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tenso
 
 
 def _read_history(ring: StateRing) -> _History:
-    *stored, length = ring
-    visible = torch.arange(ring.gates.shape[2], device=length.device) < length[:, None]
-    # Columns that are not visible may hold anything, NaN included, so they are replaced and not multiplied by zero.
-    values, keys, gates = (
-        torch.where(visible.view(*visible.shape, *[1] * (part.ndim - 2)), part, 0).transpose(1, 2)
-        for part in ring_entries(*stored)
-    )
+    values, keys, gates = (part.transpose(1, 2) for part in ring_entries(*ring))
     gates = gates if gates.ndim == keys.ndim else gates.unsqueeze(-1)
     # From the end, not as a difference of sums from the start: strong decays long ago would round it away.
     since = gates.flip(2).cumsum(2).flip(2)

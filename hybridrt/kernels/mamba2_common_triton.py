@@ -62,6 +62,15 @@ def state_of_parent(parents, stored, stored_st, t, initial, mask):  # type: igno
 
 
 @triton.jit
+def bias_of(bias_ptr, channel, mask):  # type: ignore[no-untyped-def]
+    """The conv's bias in float32; zeros without one."""
+    out = tl.zeros(channel.shape, tl.float32)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+    return out
+
+
+@triton.jit
 def step_input(  # type: ignore[no-untyped-def]
     source, stride_t: tl.constexpr, conv_row, weight_ptr, bias_ptr, channel, mask, position,
     t, TAPS: tl.constexpr, WC: tl.constexpr,
@@ -73,9 +82,7 @@ def step_input(  # type: ignore[no-untyped-def]
     if TAPS == 0:
         out = tl.load(source + t * stride_t, mask=mask, other=0.0).to(tl.float32)
     else:
-        out = tl.zeros(channel.shape, tl.float32)
-        if bias_ptr is not None:
-            out += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+        out = bias_of(bias_ptr, channel, mask)
         for k in tl.static_range(TAPS):
             tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
             token = t + k - (TAPS - 1) + tl.zeros(channel.shape, tl.int32)
@@ -115,9 +122,7 @@ def conv_of_operands(  # type: ignore[no-untyped-def]
     before, or those at `weight_ptr`; the other is None."""
     w = tl.arange(0, WC)
     age = (position - w) & (WC - 1)
-    out = tl.zeros(channel.shape, tl.float32)
-    if bias_ptr is not None:
-        out += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+    out = bias_of(bias_ptr, channel, mask)
     for k in tl.static_range(TAPS):
         if taps is None:
             tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)

@@ -26,7 +26,7 @@ def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, rin
     column = (start[:, None] + length[:, None] + new) % gates.shape[2]
     for tensor, entries in ((values, x), (keys, B), (gates, time_step(dt, dt_bias, dt_limit))):
         write_columns(tensor, slots, column, entries, rows)
-    v, k, g = ring_entries(values, keys, gates, rows, start)
+    v, k, g = ring_entries(values, keys, gates, rows, start, length + x.shape[1])
     y = _read(read_rows(states, slots).float(), v, k, g, A, C.float(), length[:, None] + new)
     return skip_and_gate(y, x, D, z).masked_fill_(pad_mask(slots, 4), 0.0).to(x.dtype)
 
@@ -34,9 +34,6 @@ def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, rin
 def _read(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor, C: Tensor, end: Tensor) -> Tensor:
     """Outputs [B, T, H, P] for queries C [B, T, G, N] that see the state and the ring's entries up to end [B, T]."""
     entry = torch.arange(g.shape[1], device=g.device)
-    known = entry <= end[:, -1:]
-    # Columns past the end may hold anything, NaN included.
-    g, v, k = (torch.where(known.view(*known.shape, *[1] * (part.ndim - 2)), part, 0.0) for part in (g, v, k))
     cum = (g * A).cumsum(1)
     at_end = cum.gather(1, end.long()[:, :, None].expand(-1, -1, g.shape[2]))
     unseen = (entry > end[:, :, None])[..., None]

@@ -54,114 +54,90 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
     conv_row = conv_ptr + slot * conv_ss
     source = xBC_ptr + b.to(tl.int64) * xBC_strides[0]
+    st: tl.constexpr = xBC_strides[1]
     if SECTION != "groups" and part >= G:
-        _enter_values(
-            source, xBC_strides[1], conv_row, weight_ptr, bias_ptr, values_ptr + row * values_sr, part - G, position,
-            start + length, T, H, P, TAPS, WC, W, BLOCK_X,
-        )  # fmt: skip
+        # The T new x of a block of channels: to the conv ring as they are, to the state ring behind the conv.
+        values_row, block, first = values_ptr + row * values_sr, part - G, start + length
+        c = block * BLOCK_X + tl.arange(0, BLOCK_X)
+        mask = c < H * P
+        cells = values_row + (c // P) * (W * P) + c % P
+        if TAPS == 0:
+            for t in tl.static_range(T):
+                x = silu(tl.load(source + t * st + c, mask=mask, other=0.0).to(tl.float32))
+                x = x.to(source.dtype.element_ty)
+                tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
+        elif T == 1:
+            x = conv_one_token(source + c, conv_row, conv_row, weight_ptr, bias_ptr, c, mask, position, False, TAPS, WC)
+            tl.store(cells + (first % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
+        else:
+            push_inputs(source + c, st, conv_row, conv_row, c, mask, position, False, T, TAPS, WC)
+            for t in tl.static_range(T):
+                x = step_input(source + c, st, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
+                tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
     if SECTION != "values" and part < G:
-        _enter_group(
-            source, xBC_strides[1], dt_ptr + b.to(tl.int64) * dt_strides[0], dt_strides[1], conv_row, weight_ptr,
-            bias_ptr, A_ptr, dt_bias_ptr, keys_ptr + row * keys_sr, gates_ptr + row * gates_sr, queries_ptr, scores_ptr,
-            decays_ptr, b, part, position, start, length, dt_min, dt_max,
-            T, H, P, N, G, TAPS, WC, W, BLOCK_N, BLOCK_W, BLOCK_H, PRECISION,
+        # The T new B and C of a group, the time steps of its heads, and the scores of everything in the ring.
+        dt_row = dt_ptr + b.to(tl.int64) * dt_strides[0]
+        keys_row, gates_row = keys_ptr + row * keys_sr, gates_ptr + row * gates_sr
+        n = tl.arange(0, BLOCK_N)
+        n_mask = n < N
+        B_channel = H * P + part * N + n
+        C_channel = B_channel + G * N
+        # History: how much of each ring entry is left at its end, for every head of the group.
+        heads_per_group: tl.constexpr = H // G
+        i = tl.arange(0, BLOCK_H)
+        h, h_mask = part * heads_per_group + i, i < heads_per_group
+        A = tl.load(A_ptr + h, mask=h_mask, other=0.0)
+        w = tl.arange(0, BLOCK_W)
+        seen = w < length
+        column = (start + w) % W
+        gates_rows = gates_row + h * W
+        cells = gates_rows[:, None] + column[None, :]
+        gate = tl.load(cells, mask=h_mask[:, None] & seen[None, :], other=0.0)
+        log_decay = gate * A[:, None]
+        total = tl.sum(log_decay, axis=1)
+        history = gate * tl.exp(total[:, None] - tl.cumsum(log_decay, axis=1))
+        keys_row += part * (W * N)
+        keys = tl.load(keys_row + column[:, None] * N + n[None, :], mask=seen[:, None] & n_mask[None, :], other=0.0)
+
+        # New tokens, one after the other: what they leave of the history, and of each other.
+        BLOCK_T: tl.constexpr = 16 if T > 1 else 1
+        t_all = tl.arange(0, BLOCK_T)
+        new_keys = conv_tokens(
+            source, st, conv_row, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, False, t_all,
+            T, TAPS, WC,
         )  # fmt: skip
+        queries = conv_tokens(
+            source, st, conv_row, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, False, t_all,
+            T, TAPS, WC,
+        )  # fmt: skip
+        token_mask = (t_all < T)[:, None] & n_mask[None, :]
+        new_column = (start + length + t_all) % W
+        tl.store(keys_row + new_column[:, None] * N + n[None, :], new_keys, mask=token_mask)
+        queries_rows = queries_ptr + ((b * T + t_all) * G + part).to(tl.int64) * N
+        tl.store(queries_rows[:, None] + n[None, :], queries, mask=token_mask)
+        if T > 1:
+            old_products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
+            new_products = tl.dot(new_keys, tl.trans(queries), input_precision=PRECISION)
+        else:
+            old_products = tl.sum(keys.to(tl.float32) * queries.to(tl.float32), axis=1)[:, None]
+            new_products = tl.sum(new_keys.to(tl.float32) * queries.to(tl.float32), axis=1)[:, None]
 
-
-@triton.jit
-def _enter_values(  # type: ignore[no-untyped-def]
-    source, stride_t: tl.constexpr, conv_row, weight_ptr, bias_ptr, values_row, block, position, first,
-    T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-):  # fmt: skip
-    """The T new x of a block of channels: to the conv ring as they are, to the state ring behind the conv."""
-    c = block * BLOCK_X + tl.arange(0, BLOCK_X)
-    mask = c < H * P
-    cells = values_row + (c // P) * (W * P) + c % P
-    if TAPS == 0:
-        for t in tl.static_range(T):
-            x = silu(tl.load(source + t * stride_t + c, mask=mask, other=0.0).to(tl.float32))
-            x = x.to(source.dtype.element_ty)
-            tl.store(cells + ((first + t) % W) * P, x.to(values_row.dtype.element_ty), mask=mask)
-    elif T == 1:
-        x = conv_one_token(source + c, conv_row, conv_row, weight_ptr, bias_ptr, c, mask, position, False, TAPS, WC)
-        tl.store(cells + (first % W) * P, x.to(values_row.dtype.element_ty), mask=mask)
-    else:
-        push_inputs(source + c, stride_t, conv_row, conv_row, c, mask, position, False, T, TAPS, WC)
-        for t in tl.static_range(T):
-            x = step_input(source + c, stride_t, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
-            tl.store(cells + ((first + t) % W) * P, x.to(values_row.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _enter_group(  # type: ignore[no-untyped-def]
-    source, stride_t: tl.constexpr, dt_row, dt_stride: tl.constexpr, conv_row, weight_ptr, bias_ptr, A_ptr, dt_bias_ptr,
-    keys_of_row, gates_of_row, queries_ptr, scores_ptr, decays_ptr, b, g, position, start, length, dt_min, dt_max,
-    T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
-    TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The T new B and C of a group, the time steps of its heads, and the scores of everything in the ring."""
-    n = tl.arange(0, BLOCK_N)
-    n_mask = n < N
-    B_channel = H * P + g * N + n
-    C_channel = B_channel + G * N
-    # History: how much of each ring entry is left at its end, for every head of the group.
-    heads_per_group: tl.constexpr = H // G
-    i = tl.arange(0, BLOCK_H)
-    h, h_mask = g * heads_per_group + i, i < heads_per_group
-    A = tl.load(A_ptr + h, mask=h_mask, other=0.0)
-    w = tl.arange(0, BLOCK_W)
-    seen = w < length
-    column = (start + w) % W
-    gates_row = gates_of_row + h * W
-    cells = gates_row[:, None] + column[None, :]
-    gate = tl.load(cells, mask=h_mask[:, None] & seen[None, :], other=0.0)
-    log_decay = gate * A[:, None]
-    total = tl.sum(log_decay, axis=1)
-    history = gate * tl.exp(total[:, None] - tl.cumsum(log_decay, axis=1))
-    keys_row = keys_of_row + g * (W * N)
-    keys = tl.load(keys_row + column[:, None] * N + n[None, :], mask=seen[:, None] & n_mask[None, :], other=0.0)
-
-    # New tokens, one after the other: what they leave of the history, and of each other.
-    BLOCK_T: tl.constexpr = 16 if T > 1 else 1
-    t_all = tl.arange(0, BLOCK_T)
-    new_keys = conv_tokens(
-        source, stride_t, conv_row, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, False, t_all,
-        T, TAPS, WC,
-    )  # fmt: skip
-    queries = conv_tokens(
-        source, stride_t, conv_row, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, False, t_all,
-        T, TAPS, WC,
-    )  # fmt: skip
-    token_mask = (t_all < T)[:, None] & n_mask[None, :]
-    new_column = (start + length + t_all) % W
-    tl.store(keys_row + new_column[:, None] * N + n[None, :], new_keys, mask=token_mask)
-    queries_rows = queries_ptr + ((b * T + t_all) * G + g).to(tl.int64) * N
-    tl.store(queries_rows[:, None] + n[None, :], queries, mask=token_mask)
-    if T > 1:
-        old_products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-        new_products = tl.dot(new_keys, tl.trans(queries), input_precision=PRECISION)
-    else:
-        old_products = tl.sum(keys.to(tl.float32) * queries.to(tl.float32), axis=1)[:, None]
-        new_products = tl.sum(new_keys.to(tl.float32) * queries.to(tl.float32), axis=1)[:, None]
-
-    since = tl.zeros([BLOCK_H], tl.float32)
-    fresh = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
-    for t in range(T):
-        dt = time_step(dt_row + t * dt_stride + h, dt_bias_ptr, h, h_mask, dt_min, dt_max)
-        tl.store(gates_row + (start + length + t) % W, dt, mask=h_mask)
-        since += A * dt
-        is_t = t_all == t
-        fresh = fresh * tl.exp(A * dt)[:, None] + tl.where(is_t[None, :], dt[:, None], 0.0)
-        old = tl.sum(tl.where(is_t[None, :], old_products, 0.0), axis=1)
-        new = tl.sum(tl.where(is_t[None, :], new_products, 0.0), axis=1)
-        scores_row = scores_ptr + ((b * T + t) * H + h).to(tl.int64) * W
-        old_cells = scores_row[:, None] + column[None, :]
-        tl.store(old_cells, history * tl.exp(since)[:, None] * old[None, :], mask=h_mask[:, None] & seen[None, :])
-        new_cells = scores_row[:, None] + new_column[None, :]
-        tl.store(new_cells, fresh * new[None, :], mask=h_mask[:, None] & (t_all < T)[None, :])
-        tl.store(decays_ptr + (b * T + t) * H + h, tl.exp(total + since), mask=h_mask)
+        since = tl.zeros([BLOCK_H], tl.float32)
+        fresh = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
+        for t in range(T):
+            dt = time_step(dt_row + t * dt_strides[1] + h, dt_bias_ptr, h, h_mask, dt_min, dt_max)
+            tl.store(gates_rows + (start + length + t) % W, dt, mask=h_mask)
+            since += A * dt
+            is_t = t_all == t
+            fresh = fresh * tl.exp(A * dt)[:, None] + tl.where(is_t[None, :], dt[:, None], 0.0)
+            old = tl.sum(tl.where(is_t[None, :], old_products, 0.0), axis=1)
+            new = tl.sum(tl.where(is_t[None, :], new_products, 0.0), axis=1)
+            scores_row = scores_ptr + ((b * T + t) * H + h).to(tl.int64) * W
+            old_cells = scores_row[:, None] + column[None, :]
+            tl.store(old_cells, history * tl.exp(since)[:, None] * old[None, :], mask=h_mask[:, None] & seen[None, :])
+            new_cells = scores_row[:, None] + new_column[None, :]
+            tl.store(new_cells, fresh * new[None, :], mask=h_mask[:, None] & (t_all < T)[None, :])
+            tl.store(decays_ptr + (b * T + t) * H + h, tl.exp(total + since), mask=h_mask)
 
 
 @triton.jit

@@ -7,14 +7,13 @@
 T tokens in all, B requests, H heads of P channels, G groups of B and C, N state columns.
 """
 
-import torch
+from functools import partial
+
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import chunk_tokens, ith_chunks
-from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
+from hybridrt.kernels.mamba2_common import scan_prompts
 from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
 
 @operation(By("triton"), By("mamba_ssm", priority=5, needs_host=True))
@@ -30,33 +29,12 @@ def mamba2_chunk_scan(
     Returns:
         [T, H, P] in x's dtype: `out`, if that is given.
     """
-    # The i-th chunks of all requests at once, for each i. This is the CPU path too; there it is fastest with
-    # chunks of 64 to 128 tokens
-    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots, _ = state
-    query_start_loc, has_initial_state, plan, saves = prompts
-    num_tokens = x.shape[0]
-    dt = time_step(dt, dt_bias, dt_limit)
-    current = initial_states(states, read_slots, has_initial_state)
-    # One spare token at the end takes the output of positions that pad a chunk.
-    y = torch.empty(num_tokens + 1, *x.shape[1:], device=x.device)
-    for i in range(plan.max_chunks_per_seq):
-        rows, chunk = ith_chunks(plan, i)
-        token, inside = chunk_tokens(plan, chunk)
-        step = torch.where(inside[:, :, None], dt[token], 0.0)
-        part, current[rows] = _chunk_step(x[token].float(), step, A, B[token].float(), C[token].float(), current[rows])
-        y[torch.where(inside, token, num_tokens)] = part
-        if saves is not None:
-            kept = saves.chunk_slots[chunk]
-            write_rows(states, torch.where(kept > 0, kept, -1), current[rows])
-    write_rows(states, write_slots, current)
-    y = skip_and_gate(y[:-1], x, D, z)
-    dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
-    y = y.masked_fill_(dead[:, None, None], 0.0).to(x.dtype)
+    # This is the CPU path too; there it is fastest with chunks of 64 to 128 tokens
+    y = scan_prompts(inputs, weights, state, prompts, partial(_chunk_step, weights.A))
     return y if out is None else out.copy_(y)
 
 
-def _chunk_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk_step(A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """One chunk of b rows: x [b,Q,H,P], dt [b,Q,H], B, C [b,Q,G,N], state [b,H,P,N] -> y [b,Q,H,P], new state."""
     batch, size, heads, dim = x.shape
     groups = B.shape[2]

@@ -1,5 +1,7 @@
 """Triton kernels of the routers: products with float32 weights, and the choice, a program for each token."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -166,42 +168,33 @@ def router_product_triton(x: Tensor, weight: Tensor) -> Tensor:
 def router_softmax_triton(
     logits: Tensor, choice: SoftmaxChoice, shared_gate: Tensor | None = None, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    top_k, renormalize, shared = choice
-    weights, ids = _empty_routing(logits, top_k + shared)
-    tokens, experts = logits.shape
-    if tokens:
-        _router_softmax_kernel[(tokens,)](
-            logits, shared_gate, weights, ids, rows, logits.stride(0),
-            0 if shared_gate is None else shared_gate.stride(0),
-            TOKENS=_tokens_per_row(tokens, rows), E=experts, TOP_K=top_k, SHARED=shared, RENORMALIZE=renormalize,
-            BLOCK_E=triton.next_power_of_2(experts), BLOCK_K=triton.next_power_of_2(top_k + shared),
-            num_warps=1, **pdl(logits.device),
-        )  # fmt: skip
-    return weights, ids
+    gate_stride = 0 if shared_gate is None else shared_gate.stride(0)
+    return _route(_router_softmax_kernel, logits, shared_gate, gate_stride, choice, rows, num_warps=1)
 
 
 def router_sigmoid_grouped_triton(
     logits: Tensor, correction_bias: Tensor, choice: GroupedChoice, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    top_k, n_group, topk_group, renormalize, scaling, shared = choice
-    weights, ids = _empty_routing(logits, top_k + shared)
-    tokens, experts = logits.shape
+    groups, top_groups = choice.n_group, choice.topk_group
+    return _route(
+        _router_sigmoid_kernel, logits, correction_bias, choice.scaling, choice, rows, GROUPS=groups,
+        TOP_GROUPS=top_groups, BLOCK_G=triton.next_power_of_2(groups), num_warps=1 if groups == top_groups else 4,
+    )  # fmt: skip
+
+
+def _route(
+    kernel: Any, logits: Tensor, of_experts: Tensor | None, number: float, choice: SoftmaxChoice | GroupedChoice,
+    rows: Tensor | None, **own: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Weights and ids of the chosen experts. `of_experts`, `number` and `own` are the kernel's own arguments."""
+    (tokens, experts), chosen = logits.shape, choice.top_k + choice.shared
+    weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
     if tokens:
-        _router_sigmoid_kernel[(tokens,)](
-            logits, correction_bias, weights, ids, rows, logits.stride(0), scaling,
-            TOKENS=_tokens_per_row(tokens, rows), E=experts, TOP_K=top_k, SHARED=shared, GROUPS=n_group,
-            TOP_GROUPS=topk_group, RENORMALIZE=renormalize, BLOCK_G=triton.next_power_of_2(n_group),
-            BLOCK_E=triton.next_power_of_2(experts), BLOCK_K=triton.next_power_of_2(top_k + shared),
-            num_warps=1 if n_group == topk_group else 4, **pdl(logits.device),
+        kernel[(tokens,)](
+            logits, of_experts, weights, ids, rows, logits.stride(0), number,
+            TOKENS=1 if rows is None else tokens // rows.shape[0], E=experts, TOP_K=choice.top_k, SHARED=choice.shared,
+            RENORMALIZE=choice.renormalize, BLOCK_E=triton.next_power_of_2(experts),
+            BLOCK_K=triton.next_power_of_2(chosen), **own, **pdl(logits.device),
         )  # fmt: skip
     return weights, ids
-
-
-def _empty_routing(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], chosen)
-    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    return weights, torch.empty(shape, dtype=torch.int32, device=logits.device)
-
-
-def _tokens_per_row(tokens: int, rows: Tensor | None) -> int:
-    return 1 if rows is None else tokens // rows.shape[0]

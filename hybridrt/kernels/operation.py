@@ -2,34 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from hybridrt.kernels.providers import Supports, register, select
+from hybridrt.kernels.providers import By as By
+from hybridrt.kernels.providers import register, select
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class By:
-    """A further implementation of an operation.
-
-    Attributes:
-        provider: whose it is.
-        target: "module:attribute". None is the usual place: for triton `<name>_triton` in `<file>_triton.py` beside the
-            operation, for a library `<name>` in `libraries/<provider>.py`.
-        priority, supports, needs_host: as in `hybridrt.kernels.providers.register`.
-    """
-
-    provider: str
-    target: str | None = None
-    _: KW_ONLY
-    priority: int = 10
-    supports: Supports | None = None
-    needs_host: bool = False
 
 
 class Operation(Generic[P, R]):
@@ -64,14 +46,11 @@ def operation(*others: By, check: Callable[..., None] | None = None) -> Callable
 
     def decorate(reference: Callable[P, R]) -> Operation[P, R]:
         module, name = reference.__module__, reference.__name__
-        register(name, "torch", f"{module}:{name}.reference")
+        register(name, By("torch", f"{module}:{name}.reference", priority=0))
         for other in others:
             library = f"hybridrt.kernels.libraries.{other.provider}:{name}"
             usual = f"{module}_triton:{name}_triton" if other.provider == "triton" else library
-            register(
-                name, other.provider, other.target or usual, priority=other.priority, supports=other.supports,
-                needs_host=other.needs_host,
-            )  # fmt: skip
+            register(name, replace(other, target=other.target or usual))
         return Operation(reference, check)
 
     return decorate

@@ -28,38 +28,6 @@ MAX_SPLITS = 64
 
 
 @triton.jit
-def _attend(  # type: ignore[no-untyped-def]
-    q, q_rope, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, r, acc, row_max, row_sum, scale_log2,
-    HKV: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax: the tile `q` [M, D], `q_rope` [M, ROPE] against the context positions `pos` [N].
-
-    `in_context` [N] guards the loads: nothing is read at other positions. `visible` [M, N] guards the scores: other
-    keys get no weight. Returns the updated `acc` [M, D], `row_max` [M] and `row_sum` [M], float32."""
-    slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
-    base = (slot * HKV + kv_head) * (D + ROPE)
-    mask = in_context[:, None] & (d < D)[None, :]
-    k = tl.load(k_ptr + base[:, None] + d[None, :], mask=mask, other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if ROPE > 0:
-        rope_mask = in_context[:, None] & (r < ROPE)[None, :]
-        k_rope = tl.load(k_ptr + base[:, None] + D + r[None, :], mask=rope_mask, other=0.0).to(q.dtype)
-        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
-    scores = tl.where(visible, scores * scale_log2, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # A row that has seen nothing yet keeps -inf; 0 in its place keeps the differences from being NaN.
-    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - safe_max[:, None])
-    rescale = tl.exp2(row_max - safe_max)
-    if ROPE > 0:
-        v = k
-    else:
-        v = tl.load(v_ptr + base[:, None] + d[None, :], mask=mask, other=0.0).to(q.dtype)
-    acc = acc * rescale[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
-    return acc, new_max, row_sum * rescale + tl.sum(weights, 1)
-
-
-@triton.jit
 def _split_range(  # type: ignore[no-untyped-def]
     seq_len, split, T: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -140,8 +108,29 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             visible = in_context[None, :] & (node[None, :] <= token[:, None])
         if WINDOW > 0:
             visible &= depth[:, None] - key_depth[None, :] < WINDOW
-        acc, row_max, row_sum = _attend(q, q_rope, k_ptr, v_ptr, table, pos, in_context, visible, kv_head, d, r, acc,
-                                        row_max, row_sum, scale_log2, HKV, D, ROPE, PRECISION)  # fmt: skip
+        # One step of the online softmax. `in_context` guards the loads: nothing is read at other positions. `visible`
+        # guards the scores: other keys get no weight.
+        slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
+        base = (slot * HKV + kv_head) * (D + ROPE)
+        key_mask = in_context[:, None] & (d < D)[None, :]
+        k = tl.load(k_ptr + base[:, None] + d[None, :], mask=key_mask, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if ROPE > 0:
+            rope_mask = in_context[:, None] & (r < ROPE)[None, :]
+            k_rope = tl.load(k_ptr + base[:, None] + D + r[None, :], mask=rope_mask, other=0.0).to(q.dtype)
+            scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
+        scores = tl.where(visible, scores * scale_log2, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # A row that has seen nothing yet keeps -inf; 0 in its place keeps the differences from being NaN.
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - safe_max[:, None])
+        rescale = tl.exp2(row_max - safe_max)
+        if ROPE > 0:
+            v = k
+        else:
+            v = tl.load(v_ptr + base[:, None] + d[None, :], mask=key_mask, other=0.0).to(q.dtype)
+        acc = acc * rescale[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
+        row_max, row_sum = new_max, row_sum * rescale + tl.sum(weights, 1)
     row_sum = tl.where(row_sum == 0, 1.0, row_sum)
     y = acc / row_sum[:, None]
     finished = SPLITS == 1

@@ -15,7 +15,7 @@ import pkgutil
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -45,27 +45,37 @@ class Provider:
 
 
 @dataclass(frozen=True)
-class Implementation:
-    """One provider's implementation of one operation. `supports(facts)` answers None, or why it cannot serve them."""
+class By:
+    """An implementation of an operation.
 
-    op: str
-    provider: Provider
-    target: str
-    priority: int
-    supports: Supports | None
+    Attributes:
+        provider: whose it is, a name of PROVIDERS.
+        target: "module:attribute". None is the usual place: for triton `<name>_triton` in `<file>_triton.py` beside the
+            operation, for a library `<name>` in `libraries/<provider>.py`.
+        priority: among those that fit, the highest is picked.
+        supports: answers None, or why it cannot serve a call of these facts; None serves all.
+        needs_host: it uses the exact lengths of prompts on the host, so that a graph cannot hold it.
+    """
+
+    provider: str
+    target: str | None = None
+    _: KW_ONLY
+    priority: int = 10
+    supports: Supports | None = None
     needs_host: bool = False
 
     def load(self) -> Callable[..., Any]:
         """Raises ProviderNotInstalledError where the provider is installed and cannot be imported."""
+        assert self.target is not None, "`operation` fills it in"
         module, attribute = self.target.split(":")
         try:
             imported = importlib.import_module(module)
             function: Callable[..., Any] = attrgetter(attribute)(imported)
         except ImportError as e:
             raise ProviderNotInstalledError(
-                f"provider {self.provider.name!r} of {self.op!r} is installed but cannot be imported: {e}"
+                f"provider {self.provider!r} of {attribute!r} is installed but cannot be imported: {e}"
             ) from e
-        if self.provider.name == "triton":
+        if self.provider == "triton":
             settle_keys(imported)
         return function
 
@@ -98,22 +108,14 @@ PROVIDERS: dict[str, Provider] = {
         Provider("fla", ("cuda",), "fla", "flash-linear-attention", "0.6", "pip install 'hybridrt[fla]'"),
     )
 }  # fmt: skip
-_IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {}
+_IMPLEMENTATIONS: dict[str, dict[str, By]] = {}
 _DECLINED: dict[str, dict[str, str]] = {}
 
 
-def register(
-    op: str, provider: str, target: str, *, priority: int = 0, supports: Supports | None = None,
-    needs_host: bool = False,
-) -> None:  # fmt: skip
-    """Declare that `target` ("module:attribute") implements `op`. Among those that fit, the highest priority is picked.
-    `needs_host`: it uses the exact lengths of prompts on the host, so that a graph cannot hold it.
-
-    Raises ConfigError for a provider that PROVIDERS does not list.
-    """
-    _check_known(op, provider)
-    found = Implementation(op, PROVIDERS[provider], target, priority, supports, needs_host)
-    _IMPLEMENTATIONS.setdefault(op, {})[provider] = found
+def register(op: str, implementation: By) -> None:
+    """Declare an implementation of `op`. Raises ConfigError for a provider that PROVIDERS does not list."""
+    _check_known(op, implementation.provider)
+    _IMPLEMENTATIONS.setdefault(op, {})[implementation.provider] = implementation
     select.cache_clear()
 
 
@@ -144,7 +146,7 @@ def needs_host(op: str, device_type: str) -> bool:
     return _pick(op, device_type, None, {}).needs_host
 
 
-def _pick(op: str, device_type: str, name: str | None, facts: Mapping[str, Any]) -> Implementation:
+def _pick(op: str, device_type: str, name: str | None, facts: Mapping[str, Any]) -> By:
     name = name or _overrides().get(op)
     if name is not None:
         candidate = _candidate(op, device_type, name)
@@ -183,9 +185,7 @@ def report(devices: tuple[str, ...] = ("cpu", "cuda")) -> list[ReportRow]:
 
 
 def _report_row(op: str, device: str) -> ReportRow:
-    objections = {
-        implementation.provider.name: _objection(implementation, device, {}) for implementation in _ranked(op, device)
-    }
+    objections = {candidate.provider: _objection(candidate, device, {}) for candidate in _ranked(op, device)}
     forced = _overrides().get(op)
     fitting = [name for name, objection in objections.items() if objection is None and forced in (None, name)]
     picked = fitting[0] if fitting else None
@@ -195,20 +195,18 @@ def _report_row(op: str, device: str) -> ReportRow:
     return ReportRow(op, device, picked, others)
 
 
-def _ranked(op: str, device_type: str) -> list[Implementation]:
+def _ranked(op: str, device_type: str) -> list[By]:
     """By falling priority; on a CPU the torch path comes first, since others only interpret kernels there."""
     if op not in _IMPLEMENTATIONS:
         _import_operations()
     if op not in _IMPLEMENTATIONS:
         raise ConfigError(f"unknown operation {op!r}; known: {', '.join(sorted(_IMPLEMENTATIONS))}")
-    on_cpu = device_type == "cpu"
-    return sorted(
-        _IMPLEMENTATIONS[op].values(), key=lambda i: (on_cpu and i.provider.name == "torch", i.priority), reverse=True
-    )
+    preferred = "torch" if device_type == "cpu" else None
+    return sorted(_IMPLEMENTATIONS[op].values(), key=lambda i: (i.provider == preferred, i.priority), reverse=True)
 
 
-def _candidate(op: str, device_type: str, name: str) -> Implementation:
-    candidates = {implementation.provider.name: implementation for implementation in _ranked(op, device_type)}
+def _candidate(op: str, device_type: str, name: str) -> By:
+    candidates = {candidate.provider: candidate for candidate in _ranked(op, device_type)}
     if name not in candidates:
         reason = _DECLINED.get(op, {}).get(name)
         why, known = f" ({reason})" if reason else "", ", ".join(sorted(candidates))
@@ -216,8 +214,8 @@ def _candidate(op: str, device_type: str, name: str) -> Implementation:
     return candidates[name]
 
 
-def _objection(implementation: Implementation, device_type: str, facts: Mapping[str, Any]) -> str | None:
-    provider = implementation.provider
+def _objection(implementation: By, device_type: str, facts: Mapping[str, Any]) -> str | None:
+    provider = PROVIDERS[implementation.provider]
     interpreted = provider.name == "triton" and _interpreted()
     if device_type not in provider.devices and not interpreted:
         return f"runs on {' and '.join(provider.devices)} only"

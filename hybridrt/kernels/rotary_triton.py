@@ -48,20 +48,6 @@ def _rotate(  # type: ignore[no-untyped-def]
     tl.store(out + j, rest.to(dtype), mask=rest_mask)
 
 
-@triton.jit
-def _copy(  # type: ignore[no-untyped-def]
-    x_ptr, x_strides: tl.constexpr, out_ptr, slots_ptr, first, tokens,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    row = first + tl.arange(0, BLOCK_R)
-    t, h = row // HEADS, row % HEADS
-    d = tl.arange(0, BLOCK_D)[None, :]
-    slot = tl.load(slots_ptr + t, mask=t < tokens, other=0).to(tl.int64)
-    mask = (slot >= PAGE)[:, None] & (d < D)
-    x = tl.load(x_ptr + (t.to(tl.int64) * x_strides[0] + h * x_strides[1])[:, None] + d, mask=mask)
-    tl.store(out_ptr + ((slot * HEADS + h) * D)[:, None] + d, x.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _rotary_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, positions_ptr, cos_sin_ptr, q_weight_ptr, k_weight_ptr,
@@ -87,8 +73,13 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
             _rotate(k_ptr, k_strides, k_cache_ptr, (HKV * D, D), slots_ptr, positions_ptr, cos_sin_ptr, k_weight_ptr,
                     eps, first, tokens, HKV, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
         else:
-            _copy(v_ptr, v_strides, v_cache_ptr, slots_ptr, first - kv_blocks * BLOCK_R, tokens,
-                  HKV, D, PAGE, BLOCK_R, BLOCK_D)  # fmt: skip
+            row = first - kv_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+            t, h = row // HKV, row % HKV
+            d = tl.arange(0, BLOCK_D)[None, :]
+            slot = tl.load(slots_ptr + t, mask=t < tokens, other=0).to(tl.int64)
+            mask = (slot >= PAGE)[:, None] & (d < D)
+            x = tl.load(v_ptr + (t.to(tl.int64) * v_strides[0] + h * v_strides[1])[:, None] + d, mask=mask)
+            tl.store(v_cache_ptr + ((slot * HKV + h) * D)[:, None] + d, x.to(v_cache_ptr.dtype.element_ty), mask=mask)
 
 
 def qk_norm_rotary_triton(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:

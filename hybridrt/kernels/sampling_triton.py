@@ -52,18 +52,6 @@ def _allowed(bitmask_ptr, b, ids, mask, words):  # type: ignore[no-untyped-def]
     return ((word >> (ids % 32)) & 1) == 1
 
 
-@triton.jit
-def _penalized(  # type: ignore[no-untyped-def]
-    x, b, ids, mask, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr, counts_sr, prompt_sr
-):
-    factor = tl.load(repetition_ptr + b)
-    count = tl.load(counts_ptr + b * counts_sr + ids, mask=mask, other=0)
-    in_prompt = tl.load(prompt_ptr + b * prompt_sr + ids, mask=mask, other=0) != 0
-    repeated = tl.where(x > 0, x / factor, x * factor)
-    x = tl.where((count > 0) | in_prompt, repeated, x) - tl.load(frequency_ptr + b) * count
-    return x - tl.where(count > 0, tl.load(presence_ptr + b), 0.0)
-
-
 # Constants of the rows are rows of one tensor, which are aligned for some batches only.
 @triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "repetition_ptr", "presence_ptr", "frequency_ptr"])
 def _prepare_kernel(  # type: ignore[no-untyped-def]
@@ -79,8 +67,12 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     if bitmask_ptr is not None:
         x = tl.where(_allowed(bitmask_ptr, b, ids, mask, words), x, float("-inf"))
     if counts_ptr is not None:
-        x = _penalized(x, b, ids, mask, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr,
-                       counts_sr, prompt_sr)  # fmt: skip
+        factor = tl.load(repetition_ptr + b)
+        count = tl.load(counts_ptr + b * counts_sr + ids, mask=mask, other=0)
+        in_prompt = tl.load(prompt_ptr + b * prompt_sr + ids, mask=mask, other=0) != 0
+        repeated = tl.where(x > 0, x / factor, x * factor)
+        x = tl.where((count > 0) | in_prompt, repeated, x) - tl.load(frequency_ptr + b) * count
+        x -= tl.where(count > 0, tl.load(presence_ptr + b), 0.0)
     temperature = tl.load(temperature_ptr + b)
     x /= tl.where(temperature < _MIN_TEMPERATURE, 1.0, temperature)
     tl.store(out_ptr + b * V + ids, x, mask=mask)

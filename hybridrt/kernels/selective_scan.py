@@ -12,11 +12,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import chunk_tokens, ith_chunks
-from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
+from hybridrt.kernels.mamba2_common import scan_prompts
 from hybridrt.kernels.operation import By, operation
-from hybridrt.kernels.records import NO_LIMIT, Prompts, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
+from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
 
 # Tokens of a block of the plain-torch scan: it runs BLOCK + chunk / BLOCK vectorised steps a chunk.
 _BLOCK = 4
@@ -28,32 +26,15 @@ def selective_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
 
     Inputs are packed; z, D and dt_bias are always there. Returns [T, I] in x's dtype.
     """
-    # The i-th chunks of all requests at once, for each i
-    (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
-    states, read_slots, write_slots, _ = state
-    query_start_loc, has_initial_state, plan, saves = prompts
-    num_tokens = x.shape[0]
-    dt = time_step(dt, dt_bias, NO_LIMIT)
-    current = initial_states(states, read_slots, has_initial_state)
-    # One spare token at the end takes the output of positions that pad a chunk.
-    out = torch.empty(num_tokens + 1, x.shape[1], device=x.device)
-    for i in range(plan.max_chunks_per_seq):
-        rows, chunk = ith_chunks(plan, i)
-        token, inside = chunk_tokens(plan, chunk)
-        step = torch.where(inside[:, :, None], dt[token], 0.0)
-        decay = (step[..., None] * A).exp_()
-        added = (step * x[token].float())[..., None] * B[token].float()[:, :, None]
-        after = _scan_chunk(decay, added, current[rows])
-        out[torch.where(inside, token, num_tokens)] = torch.einsum("bqin,bqn->bqi", after, C[token].float())
-        current[rows] = after[:, -1]
-        if saves is not None:
-            kept = saves.chunk_slots[chunk]
-            write_rows(states, torch.where(kept > 0, kept, -1), after[:, -1])
-    write_rows(states, write_slots, current)
-    dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
-    # A channel is a head of one.
-    y = skip_and_gate(out[:-1, :, None], x[:, :, None], D, None if z is None else z[:, :, None])
-    return y.squeeze(2).masked_fill_(dead[:, None], 0.0).to(x.dtype)
+    # A channel is a head of one
+    x, z = inputs.x[:, :, None], None if inputs.z is None else inputs.z[:, :, None]
+
+    def scan_chunks(x: Tensor, step: Tensor, B: Tensor, C: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        decay = (step[..., None] * weights.A).exp_()
+        after = _scan_chunk(decay, (step[..., None] * x) * B[:, :, None], before)
+        return torch.einsum("bqin,bqn->bqi", after, C)[..., None], after[:, -1]
+
+    return scan_prompts(inputs._replace(x=x, z=z), weights, state, prompts, scan_chunks).squeeze(2)
 
 
 def _scan_chunk(decay: Tensor, inputs: Tensor, state: Tensor) -> Tensor:

@@ -7,7 +7,7 @@
 
 Chunks run side by side at the price of computing each decay twice. A thread holds all states of two channels, so that
 no sum over states needs another thread and the loops over tokens no shared memory: tiles are [N, channels], everything
-that a loop needs is stored in that order (A is transposed first), and the hint in `_channels` keeps the compiler from
+that a loop needs is stored in that order (A is transposed first), and the hint in `_tile` keeps the compiler from
 giving a thread four channels and a quarter of their states for the sake of wider loads.
 """
 
@@ -24,10 +24,18 @@ from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
 
 
 @triton.jit
-def _channels(CHANNELS: tl.constexpr, BLOCK_I: tl.constexpr):  # type: ignore[no-untyped-def]
-    """This program's channels, two a thread, and which of them exist."""
+def _tile(  # type: ignore[no-untyped-def]
+    rates_ptr, CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+):
+    """This program's channels i, two a thread, and the numbers n of their states; which of them exist: i_mask, n_mask,
+    and mask [n, i]; A of these in powers of two, which the launcher has just computed."""
     i = tl.max_contiguous(tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), 2)
-    return i, i < CHANNELS
+    n = tl.arange(0, BLOCK_N)
+    i_mask, n_mask = i < CHANNELS, n < N
+    mask = n_mask[:, None] & i_mask[None, :]
+    begin(PDL)
+    rates = tl.load(rates_ptr + n[:, None] * CHANNELS + i[None, :], mask=mask, other=0.0)
+    return i, n, i_mask, n_mask, mask, rates
 
 
 @triton.jit
@@ -48,12 +56,7 @@ def _chunks_kernel(  # type: ignore[no-untyped-def]
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(1)
-    i, i_mask = _channels(CHANNELS, BLOCK_I)
-    n = tl.arange(0, BLOCK_N)
-    n_mask = n < N
-    mask = n_mask[:, None] & i_mask[None, :]
-    begin(PDL)  # the launcher has just made `rates`
-    rates = tl.load(rates_ptr + n[:, None] * CHANNELS + i[None, :], mask=mask, other=0.0)
+    i, n, i_mask, n_mask, mask, rates = _tile(rates_ptr, CHANNELS, N, BLOCK_I, BLOCK_N, PDL)
     dt_bias = tl.load(dt_bias_ptr + i, mask=i_mask, other=0.0).to(tl.float32)
     state = tl.zeros([BLOCK_N, BLOCK_I], tl.float32)
     time = tl.zeros([BLOCK_I], tl.float32)
@@ -78,17 +81,13 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
-    i, i_mask = _channels(CHANNELS, BLOCK_I)
-    n = tl.arange(0, BLOCK_N)
-    mask = (n < N)[:, None] & i_mask[None, :]
-    begin(PDL)  # the launcher has just made `rates`
-    rates = tl.load(rates_ptr + n[:, None] * CHANNELS + i[None, :], mask=mask, other=0.0)
+    i, n, i_mask, n_mask, mask, rates = _tile(rates_ptr, CHANNELS, N, BLOCK_I, BLOCK_N, PDL)
     read = tl.load(read_slots_ptr + b).to(tl.int64)
     if read < 0:
         return
     write = tl.load(write_slots_ptr + b).to(tl.int64)
     tile = i[:, None] * N + n[None, :]
-    of_pool = i_mask[:, None] & (n < N)[None, :]
+    of_pool = i_mask[:, None] & n_mask[None, :]
     has_initial = tl.zeros(of_pool.shape, tl.int32) + tl.load(has_initial_ptr + b).to(tl.int32) > 0
     initial = tl.load(states_ptr + read * states_ss + tile, mask=of_pool & has_initial, other=0.0)
     state = tl.trans(initial).to(tl.float32)
@@ -118,12 +117,7 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(1)
-    i, i_mask = _channels(CHANNELS, BLOCK_I)
-    n = tl.arange(0, BLOCK_N)
-    n_mask = n < N
-    mask = n_mask[:, None] & i_mask[None, :]
-    begin(PDL)  # the launcher has just made `rates`
-    rates = tl.load(rates_ptr + n[:, None] * CHANNELS + i[None, :], mask=mask, other=0.0)
+    i, n, i_mask, n_mask, mask, rates = _tile(rates_ptr, CHANNELS, N, BLOCK_I, BLOCK_N, PDL)
     dt_bias = tl.load(dt_bias_ptr + i, mask=i_mask, other=0.0).to(tl.float32)
     D = tl.load(D_ptr + i, mask=i_mask, other=0.0).to(tl.float32)
     first, end = tl.load(cu_chunks_ptr + chunk), tl.load(cu_chunks_ptr + chunk + 1)

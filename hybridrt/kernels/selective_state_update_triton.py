@@ -42,9 +42,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     A = tl.load(A_ptr + h)
     initial = tl.load(states_ptr + read * states_ss + tile, mask=mask, other=0.0).to(tl.float32)
     state = initial
-    stored = stored_ptr
-    if stored_ptr is not None:
-        stored = stored_ptr + tl.load(rows_ptr + b).to(tl.int64) * stored_strides[0] + tile
+    stored = None if stored_ptr is None else stored_ptr + tl.load(rows_ptr + b).to(tl.int64) * stored_strides[0] + tile
     for t in range(T):
         if parents_ptr is not None:
             state = state_of_parent(parents_ptr + b * parents_sb, stored, stored_strides[1], t, initial, mask)

@@ -114,26 +114,30 @@ def fold_ring(states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Te
     meant = torch.arange(len(folds.state_slots), device=states.device) < folds.count
     read, write = (torch.where(meant, slots, -1) for slots in (folds.state_slots, targets))
     for layer in range(states.shape[0]):
-        v, k, g = ring_entries(values[layer], keys[layer], gates[layer], folds.rows, folds.start)
-        state = _folded(read_rows(states[layer], read), v, k, g, None if A is None else A[layer], folds.length)
+        of_rows = folds.rows, folds.start, folds.length
+        entries = ring_entries(values[layer], keys[layer], gates[layer], *of_rows)
+        state = _folded(read_rows(states[layer], read), *entries, None if A is None else A[layer])
         write_rows(states[layer], write, state)
 
 
 def ring_entries(
-    values: Tensor, keys: Tensor, gates: Tensor, rows: Tensor, start: Tensor
+    values: Tensor, keys: Tensor, gates: Tensor, rows: Tensor, start: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rings of `rows` in float32, oldest entry first: [B, W, H, P], [B, W, G, N], [B, W, H] or [B, W, H, N]."""
-    width = gates.shape[2]
-    column = (start[:, None] + torch.arange(width, device=start.device)) % width
-    v, k, g = (ring[rows[:, None], :, column].float() for ring in (values, keys, gates))
+    """The rings of `rows` in float32, oldest entry first: [B, W, H, P], [B, W, G, N], [B, W, H] or [B, W, H, N]. Zeros
+    take the places behind the first `count` [B] entries."""
+    entry = torch.arange(gates.shape[2], device=start.device)
+    column = (start[:, None] + entry) % gates.shape[2]
+    inside = entry < count[:, None]
+    # Columns past the end may hold anything, NaN included, so they are replaced and not multiplied by zero.
+    v, k, g = (
+        torch.where(inside.view(*inside.shape, *[1] * (ring.ndim - 2)), ring[rows[:, None], :, column].float(), 0.0)
+        for ring in (values, keys, gates)
+    )
     return v, k, g
 
 
-def _folded(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor | None, length: Tensor) -> Tensor:
-    """The states [B, H, P, N] after the first `length` [B] entries, float32."""
-    # Columns past the end may hold anything, NaN included, so they are replaced and not multiplied by zero.
-    inside = torch.arange(g.shape[1], device=g.device) < length[:, None]
-    v, k, g = (torch.where(inside.view(*inside.shape, *[1] * (part.ndim - 2)), part, 0.0) for part in (v, k, g))
+def _folded(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor | None) -> Tensor:
+    """The states [B, H, P, N] after a ring's entries, float32."""
     # From the end, not as a difference of sums from the start: strong decays long ago would round it away.
     since = (g if A is None else g * A).flip(1).cumsum(1).flip(1)
     weight, total = torch.cat((since[:, 1:], torch.zeros_like(since[:, :1])), 1).exp(), since[:, 0].exp()

@@ -23,24 +23,6 @@ def _some_rules(columns_ptr, start, count, first, index, plane, BLOCK: tl.conste
     return rule_ptr, token, value, (token >= first) & (token < first + BLOCK) & (index < until)
 
 
-@triton.jit
-def _behind_prefix(  # type: ignore[no-untyped-def]
-    rule_ptr, prefix_ptr, history_ptr, path_ptr, holds, index, known, plane, H: tl.constexpr
-):
-    """Which of the rules that hold so far stand behind their prefix."""
-    length = tl.load(rule_ptr + _LENGTH * plane, mask=holds, other=0)
-    start = tl.load(rule_ptr + _START * plane, mask=holds, other=0)
-    for i in range(0, tl.max(length, 0)):
-        at = index - length + i
-        asked = holds & (i < length)
-        expected = tl.load(prefix_ptr + start + i, mask=asked, other=0)
-        kept = tl.load(history_ptr + at % H, mask=asked & (at >= 0) & (at < known), other=-1)
-        drafted = tl.load(path_ptr + at - known, mask=asked & (at >= known), other=-1)
-        found = tl.where(at < known, kept, drafted)
-        holds = holds & ((i >= length) | ((at >= 0) & (found == expected)))
-    return holds
-
-
 @triton.jit(do_not_specialize=["path_sr"], do_not_specialize_on_alignment=["rows_ptr", "indices_ptr", "known_ptr"])
 def _token_rules_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, out_ptr, rows_ptr, indices_ptr, known_ptr, path_ptr, counts_ptr, columns_ptr, prefixes_ptr, allowed_ptr,
@@ -71,8 +53,18 @@ def _token_rules_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, count, RULES):
         rule_ptr, token, value, holds = _some_rules(columns_ptr, start, count, first, index, plane, BLOCK, RULES)
         holds &= value == float("-inf")
-        holds = _behind_prefix(rule_ptr, prefixes_ptr + row * P, history_ptr + row * H, path_ptr + b * path_sr,
-                               holds, index, known, plane, H)  # fmt: skip
+        # Of the rules that hold so far, those that stand behind their prefix.
+        prefix_row, history_row, path_row = prefixes_ptr + row * P, history_ptr + row * H, path_ptr + b * path_sr
+        length = tl.load(rule_ptr + _LENGTH * plane, mask=holds, other=0)
+        prefix_start = tl.load(rule_ptr + _START * plane, mask=holds, other=0)
+        for i in range(0, tl.max(length, 0)):
+            at = index - length + i
+            asked = holds & (i < length)
+            expected = tl.load(prefix_row + prefix_start + i, mask=asked, other=0)
+            kept = tl.load(history_row + at % H, mask=asked & (at >= 0) & (at < known), other=-1)
+            drafted = tl.load(path_row + at - known, mask=asked & (at >= known), other=-1)
+            found = tl.where(at < known, kept, drafted)
+            holds = holds & ((i >= length) | ((at >= 0) & (found == expected)))
         tl.store(out_ptr + token, tl.full([RULES], float("-inf"), tl.float32), mask=holds)
 
 

@@ -66,44 +66,43 @@ class HybridSSMAdapter(nn.Module):
             mixer_class = load_object(linear_kind(kind).mixer)
             self.mixer = mixer_class(name, configs[kind], layer_id, hidden_size, build=build)
 
-    def forward_history_branch(self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+    def forward_history_branch(
+        self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None, *, decode: bool | None = None
+    ) -> torch.Tensor:
         """All rows of a step, decode rows first: [T, hidden] to [T, hidden]. Mode "prefix_sum" takes any [T, *dims].
 
         Args:
             batch: the step, as its backend (a WindowHistoryBackend) has planned it. Mode "disabled" needs none.
+            decode: the decode (or verify) rows alone, or if False the extend rows alone.
 
         Raises:
             BackendError: there is no planned step, or hidden_states has not the step's number of tokens.
         """
-        return self._forward(hidden_states, batch)
-
-    def forward_history_branch_decode(
-        self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None
-    ) -> torch.Tensor:
-        """The decode (or verify) rows of a step alone; the rest as in `forward_history_branch`."""
-        return self._forward(hidden_states, batch, decode=True)
-
-    def forward_history_branch_prefill(
-        self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None
-    ) -> torch.Tensor:
-        """The extend rows of a step alone; the rest as in `forward_history_branch`."""
-        return self._forward(hidden_states, batch, decode=False)
-
-    def _forward(self, x: torch.Tensor, batch: ForwardBatch | None, decode: bool | None = None) -> torch.Tensor:
-        """The branch over the rows of a step: all, or those of one phase."""
         if self.mode == "disabled":
-            return torch.zeros_like(x)
+            return torch.zeros_like(hidden_states)
         if batch is None:
             raise BackendError(
                 f"history branch {self.name!r} has no planned step: pass the batch that its backend has prepared"
             )
         if decode is not None:
             batch = batch.attn_backend.route(self.mixer).restrict_to_phase(batch, decode=decode)
-        planned = batch.attn_backend.route(self.mixer).begin(batch).num_tokens
-        if len(x) != planned:
-            raise BackendError(f"history branch {self.name!r} was given {len(x)} tokens of a step of {planned}")
-        out: torch.Tensor = self.mixer.summand(x, batch)
+        count, planned = len(hidden_states), batch.attn_backend.route(self.mixer).begin(batch).num_tokens
+        if count != planned:
+            raise BackendError(f"history branch {self.name!r} was given {count} tokens of a step of {planned}")
+        out: torch.Tensor = self.mixer.summand(hidden_states, batch)
         return torch.zeros_like(out) if self.mode == "benchmark" else out
+
+    def forward_history_branch_decode(
+        self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None
+    ) -> torch.Tensor:
+        """The decode (or verify) rows of a step alone; the rest as in `forward_history_branch`."""
+        return self.forward_history_branch(hidden_states, batch, decode=True)
+
+    def forward_history_branch_prefill(
+        self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None
+    ) -> torch.Tensor:
+        """The extend rows of a step alone; the rest as in `forward_history_branch`."""
+        return self.forward_history_branch(hidden_states, batch, decode=False)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the recurrent layer under `key`; none where the mode has no weights."""

@@ -91,7 +91,6 @@ class Runtime:
             layers=model.mixers(),
             kv_pool=pools.kv,
             req_to_token_pool=pools.req_to_token,
-            device=target.device,
             composite=model.composite,
         )
         return cls(config, target, model, plan, pools, backend)

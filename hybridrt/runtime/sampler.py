@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
 from struct import Struct
 from typing import Any, NamedTuple
@@ -39,75 +39,56 @@ EVERY_DRAW: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "logit_bias": {0: 1.0}, "presence_penalty": 0.1},
 )
 
-_DRAWS, _TOP_K, _TOP_P, _MIN_P, _PENALTIES, _LOGPROBS, _RULES, _WORDS = (1 << i for i in range(8))
+# The parts of sampling that a request may use, as bits: known on the host, so that a step runs no more than it needs.
+# WORDS: rules depend on the tokens before, which are then kept.
+DRAWS, TOP_K, TOP_P, MIN_P, PENALTIES, LOGPROBS, RULES, WORDS = (1 << i for i in range(8))
 
 
-@dataclass(frozen=True)
-class Filters:
-    """Which parts of sampling any row of a batch uses: known on the host, so that a step runs no more than it needs.
-    `words`: rules depend on the tokens before, which are then kept."""
-
-    greedy: bool
-    top_k: bool
-    top_p: bool
-    min_p: bool
-    penalties: bool
-    rules: bool = False
-    words: bool = False
-
-    @property
-    def takes_best(self) -> bool:
-        """Whether all rows take the likeliest token of logits that only rules change."""
-        return self.greedy and not self.penalties
-
-    @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> "Filters":
-        return cls.of_bits(reduce(or_, map(_bits, params), 0))
-
-    @classmethod
-    @cache
-    def of_bits(cls, bits: int) -> "Filters":
-        """What any row's `_bits` ask for."""
-        used = (bool(bits & bit) for bit in (_TOP_K, _TOP_P, _MIN_P, _PENALTIES, _RULES, _WORDS))
-        return cls(not bits & _DRAWS, *used)
+def used_parts(params: Iterable[SamplingParams]) -> int:
+    """The parts of sampling that any of the requests uses."""
+    return reduce(or_, map(_parts, params), 0)
 
 
-def _bits(params: SamplingParams) -> int:
-    """The parts of sampling that a request uses."""
+def _parts(params: SamplingParams) -> int:
     return (
-        _DRAWS * (not params.greedy)
-        | _TOP_K * (params.top_k > 0)
-        | _TOP_P * (params.top_p < 1)
-        | _MIN_P * (params.min_p > 0)
-        | _PENALTIES * params.uses_penalties
-        | _LOGPROBS * (params.logprobs is not None)
-        | _RULES * params.uses_rules
-        | _WORDS * bool(params.bad_words)
+        DRAWS * (not params.greedy)
+        | TOP_K * (params.top_k > 0)
+        | TOP_P * (params.top_p < 1)
+        | MIN_P * (params.min_p > 0)
+        | PENALTIES * params.uses_penalties
+        | LOGPROBS * (params.logprobs is not None)
+        | RULES * params.uses_rules
+        | WORDS * bool(params.bad_words)
     )
+
+
+def takes_best(parts: int) -> bool:
+    """Whether all rows take the likeliest token of logits that only rules change."""
+    return not parts & (DRAWS | PENALTIES)
 
 
 class RowRequirements:
     """Which parts of sampling the requests of all rows use, by request row, on the host."""
 
     def __init__(self, num_rows: int) -> None:
-        self._bits = np.zeros(num_rows + 1, np.uint8)
+        self._parts = np.zeros(num_rows + 1, np.uint8)
         self._logprobs = np.full(num_rows + 1, -1, np.int64)
         self._ruled_until = np.zeros(num_rows + 1, np.int64)
 
     def admit(self, admissions: Iterable[Admission]) -> None:
         for a in admissions:
             self._ruled_until[a.row] = 0 if a.rules is None else a.rules.until
-            self._bits[a.row] = _bits(a.params)
+            self._parts[a.row] = _parts(a.params)
             self._logprobs[a.row] = -1 if a.params.logprobs is None else a.params.logprobs
 
-    def of(self, rows: np.ndarray, output_indices: np.ndarray) -> tuple[Filters, Sequence[int | None]]:
-        """What any of the rows [n] uses for tokens from those output indices [n] on, and how many alternatives to its
-        token each of them wants, None for no log-probabilities; empty if no row wants any."""
-        bits = reduce(or_, set(self._bits.take(rows).tobytes()), 0)
-        if bits & _RULES and not (output_indices < self._ruled_until[rows]).any():
-            bits &= ~_RULES
-        wanted = self._logprobs[rows].tolist() if bits & _LOGPROBS else ()
-        return Filters.of_bits(bits), [None if n < 0 else n for n in wanted]
+    def of(self, rows: np.ndarray, output_indices: np.ndarray) -> tuple[int, Sequence[int | None]]:
+        """The parts of sampling that any of the rows [n] uses for tokens from those output indices [n] on, and how many
+        alternatives to its token each of them wants, None for no log-probabilities; empty if no row wants any."""
+        parts = reduce(or_, set(self._parts.take(rows).tobytes()), 0)
+        if parts & RULES and not (output_indices < self._ruled_until[rows]).any():
+            parts &= ~RULES
+        wanted = self._logprobs[rows].tolist() if parts & LOGPROBS else ()
+        return parts, [None if n < 0 else n for n in wanted]
 
 
 class SampledLines(NamedTuple):
@@ -285,48 +266,53 @@ class Sampler:
         self.table = table
 
     def __call__(
-        self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters, bitmask: Tensor | None = None
+        self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, bitmask: Tensor | None = None
     ) -> Tensor:
         """logits [n, vocab], rows and output_indices [n] int32 to tokens [n] int64; -1 where logits are not finite, or
-        no token is allowed. `bitmask`: as in LogitFilters, the tokens that grammars allow; None allows all."""
-        if filters.rules:
+        no token is allowed.
+
+        Args:
+            parts: of sampling that any row uses (`used_parts`).
+            bitmask: as in LogitFilters, the tokens that grammars allow; None allows all.
+        """
+        if parts & RULES:
             lines = DrawLines(rows, output_indices, output_indices, rows.new_empty(len(rows), 0))
             logits = apply_token_rules(logits, self.table.rules, lines)
-        tokens = self._draw(logits, rows, output_indices, filters, bitmask=bitmask)
-        if filters.penalties:
+        tokens = self._draw(logits, rows, output_indices, parts, bitmask=bitmask)
+        if parts & PENALTIES:
             self.table.count(rows, tokens)
-        if filters.words:
+        if parts & WORDS:
             self.table.remember(rows, output_indices, tokens)
         return tokens
 
-    def verify(self, logits: Tensor, step: Verification, filters: Filters, bitmask: Tensor | None = None) -> Accepted:
+    def verify(self, logits: Tensor, step: Verification, parts: int, bitmask: Tensor | None = None) -> Accepted:
         """Draws after each of the T inputs of n rows, and which inputs stay (hybridrt.kernels.acceptance).
 
         Args:
             logits: [n * T, vocab].
             bitmask: [n * T, ceil(vocab / 32)] as for `__call__`.
         """
-        if filters.rules or not filters.takes_best:
+        if parts & RULES or not takes_best(parts):
             rows, indices = step.keys()
-            if filters.rules:
+            if parts & RULES:
                 lines = DrawLines(rows, indices, step.known(), step.paths())
                 logits = apply_token_rules(logits, self.table.rules, lines)
-            earlier = step.earlier() if filters.penalties else None
-            tokens = self._draw(logits, rows, indices, filters, earlier, bitmask)
+            earlier = step.earlier() if parts & PENALTIES else None
+            tokens = self._draw(logits, rows, indices, parts, earlier, bitmask)
         else:
             tokens = greedy(logits, bitmask)
         kept = self._accept(tokens.view(step.positions.shape), step)
-        if filters.penalties or filters.words:
-            self._take(step, kept, filters)
+        if parts & (PENALTIES | WORDS):
+            self._take(step, kept, parts)
         return kept
 
-    def _take(self, step: Verification, kept: Accepted, filters: Filters) -> None:
+    def _take(self, step: Verification, kept: Accepted, parts: int) -> None:
         """Counts and remembers what a verify step keeps; the rest goes to row 0, which is scratch."""
         places = torch.arange(kept.tokens.shape[1], device=kept.tokens.device)
         rows = step.rows[:, None].masked_fill(places >= kept.counts[:, None], 0).view(-1)
-        if filters.penalties:
+        if parts & PENALTIES:
             self.table.count(rows, kept.tokens.view(-1))
-        if filters.words:
+        if parts & WORDS:
             self.table.remember(rows, (step.output_indices[:, None] + places).view(-1), kept.tokens.view(-1))
 
     @staticmethod
@@ -339,26 +325,26 @@ class Sampler:
         step.last_tokens[step.rows] = kept.tokens.flatten()[kept.ends()].int()
         return kept
 
-    def draft(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters, drafted: Tensor) -> Tensor:
+    def draft(self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, drafted: Tensor) -> Tensor:
         """Draws as `__call__` does, for rows that `drafted` [n, k] int64 has run ahead of: none of it is counted."""
-        if filters.rules:
+        if parts & RULES:
             lines = DrawLines(rows, output_indices, output_indices - drafted.shape[1], drafted.int())
             logits = apply_token_rules(logits, self.table.rules, lines)
-        counted = filters.penalties
+        counted = parts & PENALTIES
         earlier = (drafted.clamp(min=0), torch.ones_like(drafted, dtype=torch.int32)) if counted else None
-        return self._draw(logits, rows, output_indices, filters, earlier)
+        return self._draw(logits, rows, output_indices, parts, earlier)
 
     def _draw(
-        self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters,
+        self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int,
         earlier: tuple[Tensor, Tensor] | None = None, bitmask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """One draw for each line of logits; `earlier`: tokens that come before it and are not counted yet, [n, k]
         int64, and how often each counts, [n, k] int32."""
-        if filters.takes_best:
+        if takes_best(parts):
             return greedy(logits, bitmask)
         table, penalties = self.table, None
         constants = dict(zip(FLOATS, table.floats.index_select(1, rows)))
-        if filters.penalties:
+        if parts & PENALTIES:
             counts = table.output_counts[rows]
             if earlier is not None:
                 counts.scatter_add_(1, *earlier)
@@ -368,9 +354,9 @@ class Sampler:
             )  # fmt: skip
         logit_filters = LogitFilters(
             constants["temperature"],
-            top_k=table.top_k[rows] if filters.top_k else None,
-            top_p=constants["top_p"] if filters.top_p else None,
-            min_p=constants["min_p"] if filters.min_p else None,
+            top_k=table.top_k[rows] if parts & TOP_K else None,
+            top_p=constants["top_p"] if parts & TOP_P else None,
+            min_p=constants["min_p"] if parts & MIN_P else None,
             penalties=penalties,
             bitmask=bitmask,
         )

@@ -344,8 +344,8 @@ class StepRunner:
         )
 
     def _sample(self, lines: SampledLines, bitmask: torch.Tensor | None) -> LaunchedStep:
-        filters, wanted = self._required.of(*lines.on_host)
-        tokens = self.sampler(lines.logits, lines.rows, lines.output_indices, filters, bitmask)
+        parts, wanted = self._required.of(*lines.on_host)
+        tokens = self.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
         enter_tokens(lines.rows, tokens, self.last_tokens)
         return LaunchedStep(tokens[:, None], None, *requested_logprobs(lines.logits, tokens, wanted))
 
@@ -367,8 +367,8 @@ class StepRunner:
             batch.positions[: batch.num_decode_tokens].view(n, -1), sections["drafts"][:n], sections["num_drafts"][:n],
             self.last_tokens, *tree,
         )  # fmt: skip
-        filters, wanted = self._required.of(decode.rows, decode.output_indices)
-        kept = self.sampler.verify(logits, step, filters, bitmask)
+        parts, wanted = self._required.of(decode.rows, decode.output_indices)
+        kept = self.sampler.verify(logits, step, parts, bitmask)
         self.backend.commit(batch, kept.counts, kept.path)
         logprobs = requested_logprobs(logits, kept.tokens, wanted, kept.path)
         return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept

@@ -1,6 +1,8 @@
 """Deltas as OpenAI's answers: one object, or a stream of chunks."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from hybridrt.engine.async_llm import DeltaStream
@@ -8,7 +10,7 @@ from hybridrt.engine.outputs import Delta
 from hybridrt.server.protocol import Sampling
 from hybridrt.server.reply import Reply
 from hybridrt.server.service import Service
-from hybridrt.server.sse import DONE, event
+from hybridrt.server.sse import DONE, encode
 
 LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON does not have
 
@@ -34,6 +36,9 @@ class Answer(Reply):
         self._usage_at_end = options is not None and options.include_usage
         self._usage_always = self._usage_at_end and options is not None and options.continuous_usage_stats
         self._wants_tokens = bool(body.return_token_ids)
+        # What all chunks of a stream have in common is encoded once.
+        self._before = b'data: %b,"choices":' % encode(self._head(self.chunk_kind))[:-1]
+        self._behind = b',"usage":null}\n\n' if self._usage_at_end else b"}\n\n"
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far."""
@@ -47,24 +52,24 @@ class Answer(Reply):
     def opening(self) -> bytes:
         """As Reply.opening."""
         first = (self._first_choice(i) for i in range(len(self._places)))
-        return b"".join(event(self._chunk([choice])) for choice in first if choice is not None)
+        return b"".join(self._event([choice]) for choice in first if choice is not None)
 
     def gain(self, delta: Delta) -> bytes:
         """As Reply.gain."""
-        chunk = self.chunk(delta)
-        return b"" if chunk is None else event(chunk)
+        choice = self._gained(delta)
+        return b"" if choice is None else self._event([choice])
 
-    def chunk(self, delta: Delta) -> dict[str, Any] | None:
-        """What a delta adds to a stream; None while its text is held back and nothing else was asked for."""
+    def _gained(self, delta: Delta) -> dict[str, Any] | None:
+        """What a delta adds to a choice; None while its text is held back and nothing else was asked for."""
         self.count(delta)
         choice = self._chunk_choice(self._place(delta), delta)
         asked = self._wants_tokens or delta.logprobs is not None or delta.prompt_logprobs is not None
         silent = not self._has_gain(choice) and delta.finish_reason is None and not asked
-        return None if silent else self._chunk([self._with_facts(choice, delta)])
+        return None if silent else self._with_facts(choice, delta)
 
     def closing(self) -> bytes:
         """As Reply.closing."""
-        return (event({**self._chunk([]), "usage": self.usage()}) if self._usage_at_end else b"") + DONE
+        return (self._event([], {"usage": self.usage()}) if self._usage_at_end else b"") + DONE
 
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
         """The answer that is no stream, of one delta a sample."""
@@ -119,11 +124,13 @@ class Answer(Reply):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._head(self.chunk_kind), "choices": choices}
-        if self._usage_at_end:
-            chunk["usage"] = self.usage() if self._usage_always else None
-        return chunk
+    def _event(self, choices: list[dict[str, Any]], facts: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+        """A chunk of choices, and what stands beside them, as a server-sent event."""
+        behind = self._behind
+        if facts or self._usage_always:
+            usage = {"usage": self.usage() if self._usage_always else None} if self._usage_at_end else {}
+            behind = b",%b\n\n" % encode({**usage, **facts})[1:]
+        return b"".join((self._before, encode(choices), behind))
 
     def _with_facts(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
         """A choice with what vLLM adds to OpenAI's: what has stopped it, and its tokens if the request wants them."""

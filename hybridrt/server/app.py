@@ -47,8 +47,8 @@ def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     _add_operations(app, service, metrics)
     for kind in (HybridrtError, APIError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
-    traced = Tracing(app, service.config.otlp_endpoint) if service.config.otlp_endpoint else app
-    return Guard(traced, service.config)
+    guarded = Guard(app, service.config)
+    return Tracing(guarded, service.config.otlp_endpoint) if service.config.otlp_endpoint else guarded
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -17,7 +17,6 @@ from hybridrt.server.answers import Answer
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import ChatFields, ChatRequest, Sampling
 from hybridrt.server.service import Service, refuse_unsupported
-from hybridrt.server.sse import event as sse_event
 
 # Fields of SamplingParams, by the names that errors of this endpoint give them.
 CHAT_NAMES = {"logprobs": "top_logprobs", "prompt": "messages"}
@@ -43,26 +42,22 @@ class ChatAnswer(Answer):
     def gain(self, delta: Delta) -> bytes:
         """As Reply.gain. The finish reason comes in a chunk of its own behind the last call: OpenAI's client reads a
         chunk's finish reason before its calls, and would not end a call of the same chunk."""
-        chunk = self.chunk(delta)
-        if chunk is None:
+        choice = self._gained(delta)
+        if choice is None:
             return b""
-        (choice,) = chunk["choices"]
+        beside = self._prompt_logprobs(delta.request_id) if delta.prompt_logprobs else {}
         if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
-            return sse_event(chunk)
+            return self._event([choice], beside)
         ending = {"finish_reason": choice["finish_reason"], "stop_reason": choice.pop("stop_reason")}
         last = {"index": choice["index"], "delta": {}, "logprobs": None, **ending}
         first = choice | {"finish_reason": None}
-        return b"".join(sse_event(chunk | {"choices": [part]}) for part in (first, last))
-
-    def chunk(self, delta: Delta) -> dict[str, Any] | None:
-        """As `Answer.chunk`; log-probabilities of the prompt stand beside the choices, as in `whole`."""
-        chunk = super().chunk(delta)
-        return chunk and chunk | (self._prompt_logprobs(delta.request_id) if delta.prompt_logprobs else {})
+        return b"".join(self._event([part], beside) for part in (first, last))
 
     def opening(self) -> bytes:
         """As Reply.opening; the first chunk has the prompt's tokens, if they are wanted."""
-        first, *others = (self._chunk([self._first_choice(i)]) for i in range(len(self._places)))
-        return b"".join(map(sse_event, (first | self._prompt_tokens(), *others)))
+        first, *others = range(len(self._places))
+        begin = self._event([self._first_choice(first)], self._prompt_tokens())
+        return b"".join((begin, *(self._event([self._first_choice(i)]) for i in others)))
 
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
         return super().whole(ended) | self._prompt_logprobs(ended[0].request_id) | self._prompt_tokens()

@@ -19,7 +19,7 @@ from hybridrt.errors import (
 )
 from hybridrt.server.sse import DONE, encode, event, named_events
 
-ANTHROPIC_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
+ANTHROPIC_PATH = "/v1/messages"
 RETRY_SECONDS = 1
 # Long enough for a message that quotes a value; a body is not sent back.
 _MESSAGE_CHARACTERS = 2000
@@ -101,8 +101,6 @@ def stream_end(error: APIError, path: str) -> bytes:
     body = error.body(path)
     if path.startswith(ANTHROPIC_PATH):
         return named_events([body])
-    if path.startswith(RESPONSES_PATH):
-        return named_events([{"type": "error", **{name: body["error"][name] for name in ("code", "message", "param")}}])
     return event(body) + DONE
 
 

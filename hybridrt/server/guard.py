@@ -14,8 +14,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridrt.server.config import ServerConfig
-from hybridrt.server.errors import ANTHROPIC_PATH, APIError, error_response, stream_end
-from hybridrt.server.respond import CLIENT_GONE, ClientGone
+from hybridrt.server.errors import ANTHROPIC_PATH, APIError, error_response
+from hybridrt.server.respond import CLIENT_GONE, FAILURE, ClientGone
 from hybridrt.server.service import RECORD
 
 OPEN_PATHS = ("/health", "/ready")
@@ -66,8 +66,10 @@ class Guard:
         try:
             await self._entry(scope, receive, answer)
         finally:
+            scope[RECORD].setdefault("status", answer.status)
+            scope.pop(FAILURE, None)  # uvicorn keeps the scope, and this the stream, until the next request
             if self._config.access_log:
-                _write_line(scope, request_id, answer.status, time.monotonic() - began)
+                _write_line(scope, request_id, time.monotonic() - began)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, answer = dict(scope["headers"]), scope[_SENT]
@@ -127,9 +129,8 @@ class _Sent:
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id)]
             message = {**message, "headers": headers}
             self.is_stream = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
-        elif message["type"] == "http.response.body":
-            self.ended = not message.get("more_body", False)
-        await self._send(message)
+        await self._send(message)  # what the deadline interrupts here, for a client that does not read, is not sent
+        self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def end(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
         """Ends the answer with an error, in the form that is still possible. `send` leads here."""
@@ -137,10 +138,10 @@ class _Sent:
             await error_response(error, scope["path"])(scope, receive, send)
         elif self.is_stream and not self.ended:
             self.status = error.status
-            event = stream_end(error, scope["path"])
+            last = scope[FAILURE](error, scope["path"])
             try:
                 async with asyncio.timeout(_SEND_SECONDS):
-                    await self._send({"type": "http.response.body", "body": event, "more_body": False})
+                    await self._send({"type": "http.response.body", "body": last, "more_body": False})
             except TimeoutError:
                 log.info("request %s: the client does not read", self.request_id.decode())
 
@@ -164,7 +165,7 @@ def _too_long(max_bytes: int) -> APIError:
     return APIError(413, f"the body has more than {max_bytes} bytes: send less, or serve with more --max-body-bytes")
 
 
-def _write_line(scope: Scope, request_id: bytes, status: int, seconds: float) -> None:
+def _write_line(scope: Scope, request_id: bytes, seconds: float) -> None:
     """One JSON object. It holds nothing of headers, query or body but lengths: secrets and texts are not logged."""
     line: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -172,7 +173,6 @@ def _write_line(scope: Scope, request_id: bytes, status: int, seconds: float) ->
         "client": (scope.get("client") or ("",))[0],
         "method": scope["method"],
         "path": scope["path"][:200],
-        "status": status,
         "seconds": round(seconds, 6),
         **scope[RECORD],
     }

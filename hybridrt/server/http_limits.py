@@ -1,13 +1,34 @@
-"""HTTP/1.1 as uvicorn reads it with httptools, with limits on what comes before the body."""
+"""HTTP/1.1 as uvicorn reads it with httptools, with limits on what comes before the body, and writes without a wait."""
 
 import asyncio
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 # Browsers and proxies send a few hundred bytes; other servers stop at 8 to 64 KiB.
 MAX_HEAD_BYTES = 64 * 1024
 # Clients send a head at once. uvicorn itself would wait for the rest of one, or for the first byte, without an end.
 HEAD_SECONDS = 30.0
+BODY_WRITER = "hybridrt.body_writer"  # the ASGI extension: where a request's scope keeps a BodyWriter
+
+
+class BodyWriter:
+    """Adds to the body of an answer that has begun and whose length is not known. ASGI's `send` does the same, but is a
+    coroutine within one of each layer of the application, which takes longer than to write."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        """The client takes what is written."""
+        return not self._cycle.flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        """Writes a part of the body. Nothing is written to a client that has gone."""
+        if data and not self._cycle.disconnected:
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class LimitedHttp(HttpToolsProtocol):
@@ -53,6 +74,7 @@ class LimitedHttp(HttpToolsProtocol):
         """The body begins."""
         self._stop_timer()
         super().on_headers_complete()
+        self.scope["extensions"] = {BODY_WRITER: BodyWriter(self.cycle)}  # type: ignore[dict-item]
 
     def _count(self, length: int) -> None:
         self._head_bytes += length

@@ -10,6 +10,7 @@ from hybridrt.server.service import RECORD
 
 # What the access log calls a fact, and what OpenTelemetry's conventions for generative models call it.
 _ATTRIBUTES = {
+    "status": "http.response.status_code",
     "id": "gen_ai.response.id",
     "model": "gen_ai.response.model",
     "prompt_tokens": "gen_ai.usage.input_tokens",
@@ -20,8 +21,8 @@ _ATTRIBUTES = {
 
 
 class Tracing:
-    """An ASGI application around another one, within the guard: requests that generate become spans, as children of
-    what their `traceparent` header names.
+    """An ASGI application around the guard: requests below /v1/ become spans, as children of what their `traceparent`
+    header names. Those that have failed on the server, their deadline included, have the status ERROR.
 
     Raises:
         ProviderNotInstalledError: the extra is missing.
@@ -44,7 +45,7 @@ class Tracing:
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return
-        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -55,10 +56,8 @@ class Tracing:
                 await self._app(scope, receive, send)
             finally:
                 span.set_attributes(_attributes(scope[RECORD]))
-
-    def close(self) -> None:
-        """Sends what has not been sent."""
-        self._provider.shutdown()
+                if scope[RECORD]["status"] >= 500:
+                    span.set_status(StatusCode.ERROR)
 
 
 def _attributes(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ _TOGETHER = (*((n, 1) for n in (2, 9, 16, 32, 64, 128, 256)), *((9, n) for n in 
 _LENGTHS = (1, 2, 4, 8, 15, 16, 17, 32, 64, 100, 128, 512)
 # Tokens of a prefix that the prefix cache has: so many that latent attention absorbs a few queries behind it.
 _CACHED = 192
+_MANY = 16  # prompts: more than a graph holds, even if the first few of them get a step of their own
 _OUTPUT = 4
 _PROMPTS = (32, 100, 256, 512, 1024, 2048, 4096)
 _SPARE = ((1 << 19, 64), (20 << 20, 4))  # sizes in bytes and numbers of blocks
@@ -63,7 +64,7 @@ async def _compile(llm: AsyncLLM, max_prompt: int) -> None:
 async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], constrained: list[_Work]) -> None:
     """Requests of up to `max_prompt` tokens: alone, because a step runs the kernels that any of its rows needs, with a
     prompt that the prefix cache lacks and with one that it has; beside a few that decode; together, more of them than
-    the graphs of prompts hold; then all kinds in one step."""
+    the graphs of prompts hold, alike and one longer than the others; then all kinds in one step."""
     chunk = min(llm.llm.config.chunked_prefill_size, max_prompt)
     lengths = sorted({min(n, max_prompt) for n in (*_LENGTHS, chunk, chunk + 1)} - {0})
     rows, tokens = llm.llm.plan.num_rows, _tokens(llm)
@@ -86,6 +87,9 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
     for prompts, length in _TOGETHER:
         if prompts <= rows:
             await asyncio.gather(*(run(length, draws[0]) for _ in range(prompts)))
+    for cached, length in product((0, _CACHED), lengths):  # the longest prompt of a step decides some of its tiles
+        others = (run(1, draws[0], cached) for _ in range(min(rows, _MANY) - 1))
+        await asyncio.gather(*others, run(length, draws[0], cached))
     works = [*((length, params) for params, length in product(draws, lengths)), *constrained]
     for start in range(0, len(works), rows):
         await asyncio.gather(*(run(*work) for work in works[start : start + rows]))

@@ -1,7 +1,7 @@
 """What drafters are told and what they propose, and the length that a request's drafts have earned."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,17 +97,25 @@ class Draft:
             return self
         return Draft(self.tokens[:max_drafts], None if self.parents is None else self.parents[:max_drafts])
 
-    def until(self, ends: frozenset[int]) -> "Draft":
-        """Without what follows a token of `ends`: such a token ends the request, if it stays."""
-        if ends.isdisjoint(self.tokens):
-            return self
-        tokens, parents, places, goes_on = list[int](), list[int](), [0], [True]
-        for token, parent in zip(self.tokens, range(len(self)) if self.parents is None else self.parents, strict=True):
-            if goes_on[parent]:
+    def until(self, ends: Callable[[Sequence[int]], bool]) -> "Draft":
+        """Without what follows the end of the request.
+
+        Args:
+            ends: whether the request ends within these tokens, if they come next.
+        """
+        if self.parents is None:
+            if not self.tokens or not ends(self.tokens):
+                return self
+            return self.first(next(n for n in range(1, len(self) + 1) if ends(self.tokens[:n])))
+        tokens, parents, places, paths = list[int](), list[int](), [0], list[list[int] | None]([[]])
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            path = paths[parent]  # None: the request has ended there or before
+            if path is not None:
+                path = [*path, token]
                 tokens.append(token)
                 parents.append(places[parent])
             places.append(len(tokens))
-            goes_on.append(goes_on[parent] and token not in ends)
+            paths.append(None if path is None or ends(path) else path)
         return Draft.of_tree(tokens, parents)
 
 

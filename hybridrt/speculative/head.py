@@ -19,7 +19,7 @@ from hybridrt.models.base import CausalLM
 from hybridrt.runtime.drafting import DraftRow
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.launched_step import LaunchedStep
-from hybridrt.runtime.sampler import Accepted, Filters
+from hybridrt.runtime.sampler import Accepted, used_parts
 from hybridrt.runtime.step import DecodeRow, DecodeRows, StepHandle
 from hybridrt.runtime.step_batch import make_batch
 from hybridrt.runtime.step_inputs import Sections, StagingRing
@@ -61,7 +61,6 @@ class HeadRunner:
         self.model, self.table, self.sampler = runner.model, runner.pools.req_to_token, runner.sampler
         self.backend = create_backend(
             runner.config, runner.model_config, layers={}, kv_pool=runner.pools.kv, req_to_token_pool=self.table,
-            device=runner.device,
         )  # fmt: skip
         self.ahead = HeadStep(self.model, runner.memory_plan.num_rows)
         self.hidden = torch.zeros_like(self.ahead.hidden)
@@ -114,7 +113,7 @@ class HeadRunner:
         sections = self._staging.upload(_pack(rows, steps, self.table.page_size, self._first_page, self._pages))
         if sections["page_rows"].numel():
             self.table.write_pages(sections["page_rows"], sections["page_indices"], sections["pages"])
-        index, filters = sections["rows"], Filters.of([r.params for r in rows])
+        index, parts = sections["rows"], used_parts(r.params for r in rows)
         self.ahead.hidden[index] = self.hidden[index]
         logits = self.model.logits(self.hidden[index])
         drafts = torch.empty(len(rows), 0, dtype=torch.int64, device=logits.device)
@@ -122,7 +121,7 @@ class HeadRunner:
         for step in range(steps):
             if step:
                 logits = self._advance(rows, sections, step)
-            drawn = self.sampler.draft(logits, index, sections["output_indices"] + step, filters, drafts)
+            drawn = self.sampler.draft(logits, index, sections["output_indices"] + step, parts, drafts)
             self.tokens[index] = drawn.int()
             drafts = torch.cat((drafts, drawn[:, None]), 1)
             places += [drawn[:, None], logits.topk(topk).indices]

@@ -272,9 +272,7 @@ def test_the_wrong_recurrent_backend_is_refused_when_built(name: str, wrong: Any
         wrong(layers=hand.model.mixers(), req_to_token_pool=hand.pools.req_to_token, chunk_size=16)
     config = EngineConfig("x", linear_attn_backend="gdn" if name.startswith("falcon") else "mamba2")
     with pytest.raises(BackendError, match="auto"):
-        registry.create_backend(
-            config, hand.target.model_config, layers=hand.model.mixers(), device=torch.device("cpu"), **pools(hand)
-        )
+        registry.create_backend(config, hand.target.model_config, layers=hand.model.mixers(), **pools(hand))
 
 
 def test_a_recurrent_backend_needs_state_pools(checkpoints: CheckpointStore) -> None:
@@ -309,9 +307,7 @@ def test_only_decode_steps_are_captured(mode: ForwardMode, checkpoints: Checkpoi
 def test_a_model_without_recurrent_layers_needs_no_composite(checkpoints: CheckpointStore) -> None:
     hand = ByHand(checkpoints["falcon-plain"].path)
     config = EngineConfig("x", device="cpu")
-    backend = registry.create_backend(
-        config, hand.target.model_config, layers={}, device=torch.device("cpu"), **pools(hand)
-    )
+    backend = registry.create_backend(config, hand.target.model_config, layers={}, **pools(hand))
     assert isinstance(backend, TorchNativeAttnBackend)
     with pytest.raises(BackendError, match="HybridLinearAttnBackend"):
         _ = backend.linear_attn_backend

@@ -246,11 +246,11 @@ def test_metadata_of_a_mixed_step(checkpoints: CheckpointStore) -> None:
     mixed = step.extends[16]
     assert step.decode.buffers.state_slots.tolist() == [hand.slot(3)]
     assert mixed.write_state_slots.tolist() == [hand.slot(4), hand.slot(2)] == mixed.read_state_slots.tolist()
-    assert mixed.has_initial_states.tolist() == [False, True]
+    assert mixed.prompts.has_initial_state.tolist() == [False, True]
     # A chunk ends with its request and at multiples of chunk_size 16 of the absolute position.
-    assert mixed.plan.cu_chunk_seqlens.tolist() == [0, 16, 18, 30, 33]
-    assert mixed.plan.seq_idx.tolist() == [0, 0, 1, 1]
-    assert mixed.query_start_loc.tolist() == [0, 18, 33]
+    assert mixed.prompts.plan.cu_chunk_seqlens.tolist() == [0, 16, 18, 30, 33]
+    assert mixed.prompts.plan.seq_idx.tolist() == [0, 0, 1, 1]
+    assert mixed.prompts.query_start_loc.tolist() == [0, 18, 33]
     assert step.decode.buffers.start_positions.tolist() == [3]
     decode, extend = (linear.begin(linear.restrict_to_phase(batch, decode=decode)) for decode in (True, False))
     assert (decode.num_tokens, extend.num_tokens, step.num_tokens) == (1, 33, 34)

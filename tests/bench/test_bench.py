@@ -4,7 +4,8 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hybridrt.bench import http_load
-from hybridrt.bench.http_load import Target, _Dechunker, run_load
+from hybridrt.bench.http_load import Received, Target, _Dechunker, run_load
 from hybridrt.bench.timing import Goal, Timing, percentile, plot, summary
 from hybridrt.bench.workload import Work, WorkloadConfig, make_work
 from hybridrt.cli import bench
@@ -118,12 +119,32 @@ def test_load_on_a_server(served: Served) -> None:
     work = [Work([5, 6, 7], 4 + i, i) for i in range(10)]
     target = Target(served.url, "tested", "key", {"return_token_ids": True})
     for concurrency in (None, 2):
-        timings = asyncio.run(run_load(target, work, concurrency))
+        timings = asyncio.run(run_load(target, work, concurrency)).timings
         assert [t.output_tokens for t in timings] == [4 + i for i in range(10)]
         assert [sum(count for _, count in t.gains) for t in timings] == [4 + i for i in range(10)]
         assert all(t.due <= t.gains[0][0] <= t.end and t.error is None for t in timings)
-    refused = asyncio.run(run_load(Target(served.url, "tested", "wrong"), work[:2], None))
+    refused = asyncio.run(run_load(Target(served.url, "tested", "wrong"), work[:2], None)).timings
     assert all(t.error is not None and "HTTP 401" in t.error for t in refused)
+
+
+def answers_of(parts: Sequence[bytes], closes: bool = True) -> Timing:
+    """What one request finds at a server that answers with these parts."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0.001)
+        if closes:
+            writer.close()
+
+    async def main() -> list[Timing]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return (await run_load(Target(f"http://127.0.0.1:{port}", "m"), [Work([5], 2, 0)], None)).timings
+
+    (timing,) = asyncio.run(main())
+    return timing
 
 
 @pytest.mark.parametrize(
@@ -134,33 +155,53 @@ def test_load_on_a_server(served: Served) -> None:
         (EVENT % "a" + EVENT % "b", 2, "broke off before [DONE]"),
         ("data: [DONE]\n\n", 0, "has no tokens"),
         (EVENT % "a" + 'data: {"error": {"message": "gone"}}\n\n', 1, "gone"),
+        (EVENT % "a" + "data: {]\n\n", 1, "DecodeError"),
+        (EVENT % "a" + 'data: {"choices": [{}], "usage": 5}\n\n', 2, "TypeError"),
     ],
 )
 def test_streams_of_other_servers(body: str, tokens: int, error: str | None) -> None:
     """Without a usage and without chunks of HTTP. What breaks off has failed, whatever came before."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + body.encode())
-        writer.close()
-
-    async def main() -> list[Timing]:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            return await run_load(Target(f"http://127.0.0.1:{port}", "m"), [Work([5], 2, 0)], None)
-
-    (timing,) = asyncio.run(main())
+    timing = answers_of([b"HTTP/1.1 200 OK\r\n\r\n" + body.encode()])
     assert len(timing.gains) == tokens and (timing.error is None) == (error is None)
     assert error is None or error in str(timing.error)
+
+
+def test_servers_that_keep_the_connection() -> None:
+    """[DONE] ends an answer, in whatever pieces it comes, and so does a refusal. Text may say data: [DONE], too."""
+    stream = b"HTTP/1.1 200 OK\r\n\r\n" + (EVENT % "data: [DONE]" + EVENT % "b" + "data: [DONE]\n\n").encode()
+    for size in (4, 17):
+        parts = [stream[i : i + size] for i in range(0, len(stream), size)]
+        timing = answers_of(parts, closes=False)
+        assert timing.error is None and timing.output_tokens == 2
+    refused = answers_of([b"HTTP/1.1 429 Slow down\r\nContent-Length: 4\r\n\r\n", b"wait"], closes=False)
+    assert refused.error == "ValueError: HTTP 429: wait"
+    assert "without an answer" in str(answers_of([b""]).error)
+
+
+def test_tokens_are_stamped_before_any_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that takes long to parse does not delay the stamps of those behind it."""
+    take = http_load._take
+
+    def slow(event: bytes, timing: Timing, now: float) -> None:
+        time.sleep(0.2)
+        take(event, timing, now)
+
+    monkeypatch.setattr(http_load, "_take", slow)
+    events = [(EVENT % text).encode() for text in "abc"]
+    timing = answers_of([b"HTTP/1.1 200 OK\r\n\r\n", *events, b"data: [DONE]\n\n"])
+    assert timing.output_tokens == 3 and timing.end < 0.2
 
 
 def test_times_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     timing = Timing(0.0, 3, [(70.0 + i, 1) for i in range(5)], 80.0, 5)
     monkeypatch.setattr(bench, "console", lambda: Console(width=60))
-    bench._print(summary([timing], None) | {"interrupted": False, "errors": []})
+    found = summary([timing], None) | {"interrupted": False, "errors": []}
+    bench._print(found | {"client_cpu_share": 0.1})
     text = capsys.readouterr().out
-    assert "time to first token" in text and "70000.00" in text
+    assert "time to first token" in text and "70000.00" in text and "client" not in text
     assert max(map(len, text.splitlines()[1:])) <= 60
+    bench._print(found | {"client_cpu_share": 0.8})
+    assert "the client itself has computed for 80% of the time" in capsys.readouterr().out
 
 
 def test_bench_serve(served: Served, tmp_path: Path) -> None:
@@ -222,20 +263,21 @@ def test_every_kind_of_data_ends(data: str, arrivals: list[str], served: Served,
 @pytest.mark.parametrize("ended", [0, 2])
 def test_an_interrupt_gives_what_has_ended(ended: int, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connections of the others are closed, and the server forgets their requests."""
-    take, request = http_load._take, http_load._request
-    done: list[Timing] = []
+    receive, request = Received.data_received, http_load._request
+    done, struck = list[Received](), list[bool]()
 
-    async def note(target: Target, work: Work, timing: Timing, now: Any) -> None:
-        await request(target, work, timing, now)
-        done.append(timing)
+    async def note(target: Target, work: Work, now: Any) -> Received:
+        done.append(await request(target, work, now))
+        return done[-1]
 
-    def strike(event: bytes, timing: Timing, now: float) -> None:
-        take(event, timing, now)
-        if len(done) == ended:
+    def strike(received: Received, data: bytes) -> None:
+        receive(received, data)
+        if len(done) == ended and not struck:
+            struck.append(True)
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(http_load, "_request", note)
-    monkeypatch.setattr(http_load, "_take", strike)
+    monkeypatch.setattr(Received, "data_received", strike)
     work = [Work([5] * (i + 1), 2 if i < 2 else 100, i) for i in range(6)]
     monkeypatch.setattr("hybridrt.cli.bench.make_work", lambda config: work)
     result = runner.invoke(app, ["bench", "serve", served.url, *SMALL, "--api-key", "key"])

@@ -14,9 +14,9 @@ from hybridrt.chat.tool_parsers.forced import ForcedCalls
 from tests.support.chat_samples import SAMPLES, SCHEMAS, Sample
 
 
-def events(sample: Sample, pieces: Sequence[str]) -> list[Event]:
+def events(sample: Sample, pieces: Sequence[str], truncated: bool = False) -> list[Event]:
     parser = AnswerParser(TOOL_PARSERS.load(sample.parser)(SCHEMAS), THINK)
-    return [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    return [event for piece in pieces for event in parser.feed(piece)] + parser.finish(truncated)
 
 
 def plain(message: ChatMessage) -> tuple[str, str, list[tuple[str, str]]]:
@@ -92,6 +92,46 @@ def test_an_answer_that_breaks_off_has_no_half_call_and_no_syntax_behind_a_call(
             opening = TOOL_PARSERS.load(sample.parser).opens[0]
             shown = message.content.partition(opening)[0].rstrip()  # a further section that has not become a call
             assert sample.content.startswith(shown) or opening.startswith(shown[shown.rindex("<") :]), end
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: f"{sample.parser} {sample.name}")
+def test_a_truncated_answer_is_the_beginning_of_the_whole(sample: Sample) -> None:
+    """Of its content, its reasoning and each call's arguments: wherever it was cut, nothing of a tag or of a call's
+    syntax is in them."""
+    content, reasoning, calls = plain(ChatMessage().extend(events(sample, [sample.text])))
+    for end in range(1, len(sample.text)):
+        cut = plain(ChatMessage().extend(events(sample, [sample.text[:end]], truncated=True)))
+        assert content.startswith(cut[0].rstrip()) and reasoning.startswith(cut[1]), end
+        assert len(cut[2]) <= len(calls), end
+        for (name, arguments), whole in zip(cut[2], calls):
+            assert name == whole[0] and whole[1].startswith(arguments), end
+        if end % 10 == 0:
+            assert cut == plain(ChatMessage().extend(events(sample, list(sample.text[:end]), truncated=True))), end
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "truncated", "ended"),
+    [
+        ("So. <tool_ca", False, ("", "So. "), ("", "So. <tool_ca")),
+        ("So.\n<tool_call>", False, ("", "So."), ("", "So.\n<tool_call>")),
+        ('<tool_call>{"name": "no', False, ("", ""), ("", '<tool_call>{"name": "no')),
+        ("a <", False, ("", "a "), ("", "a <")),
+        ("<thi", False, ("", ""), ("", "<thi")),
+        ("\n<think", False, ("", "\n"), ("", "\n<think")),
+        ("a </thi", True, ("a", ""), ("a </thi", "")),
+        ("a \n", True, ("a", ""), ("a", "")),
+        ("<think>a</think>b<|pa", False, ("a", "b"), ("a", "b<|pa")),
+        ("a <think", False, ("", "a <think"), ("", "a <think")),
+    ],
+)
+def test_half_a_tag_is_text_only_if_the_model_has_ended(
+    text: str, inside: bool, truncated: tuple[str, str], ended: tuple[str, str]
+) -> None:
+    for cut, wanted in ((True, truncated), (False, ended)):
+        for pieces in ([text], list(text)):
+            parser = AnswerParser(TOOL_PARSERS.load("hermes")({}), THINK, in_reasoning=inside, dropped=["<|pad|>"])
+            message = ChatMessage().extend([e for piece in pieces for e in parser.feed(piece)] + parser.finish(cut))
+            assert (message.reasoning, message.content) == wanted
 
 
 def test_forced_calls_that_break_off_leave_no_content() -> None:

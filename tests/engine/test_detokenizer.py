@@ -54,6 +54,16 @@ def take_until_stopped(detokenizer: Detokenizer, tokens: Sequence[int]) -> tuple
     return len(tokens), shown + detokenizer.take(final=True)
 
 
+@given(st.text("ab\N{EURO SIGN}", max_size=12), st.integers(0, 20), st.text("ab\N{EURO SIGN}", min_size=1, max_size=3))
+def test_a_stop_string_is_foreseen(text: str, read: int, string: str) -> None:
+    """And nothing is read of what may come."""
+    tokens = list(text.encode())
+    detokenizer = Detokenizer(ByteTokenizer(), [], StopStrings([string]))
+    if not any(detokenizer.advance([token]) for token in tokens[:read]):
+        assert detokenizer.would_stop(tokens[read:]) == (string in text)
+        assert take_until_stopped(detokenizer, tokens[read:])[1] == text.split(string)[0]
+
+
 @given(st.text(alphabet=sorted(set(TEXT)), max_size=20), st.binary(max_size=4))
 def test_split_characters_never_show_as_replacements(text: str, prompt: bytes) -> None:
     detokenizer = Detokenizer(ByteTokenizer(), list(prompt + b"."))

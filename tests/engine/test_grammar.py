@@ -17,9 +17,10 @@ from hybridrt.engine.tokenizer import load_tokenizer
 from hybridrt.errors import EngineError, QueueFullError, RequestError
 from hybridrt.runtime.build import resolve_model_path
 from hybridrt.speculative.drafter import Draft
-from hybridrt.structured_outputs import StructuredOutputs
+from hybridrt.structured_outputs import MAX_CHOICES, StructuredOutputs
 from tests.support.schemas import SCHEMAS
 
+EMBEDDED = resolve_model_path("embedded")
 VOCAB, EOS = 4103, (0, 2)  # seven rows more than the tokenizer has tokens
 OTHERS = [
     {"regex": r"(\d{3}-){2}\d{4}|[a-f]+é?"},
@@ -30,7 +31,7 @@ OTHERS = [
 
 
 def make_compiler(**options: Any) -> GrammarCompiler:
-    return GrammarCompiler(load_tokenizer(resolve_model_path("embedded")), VOCAB, EOS, **options)
+    return GrammarCompiler(load_tokenizer(EMBEDDED), VOCAB, EOS, **options)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_ten_thousand_masks(compiler: GrammarCompiler) -> None:
 
 
 def test_drafts_are_cut_where_the_grammar_or_the_output_ends(compiler: GrammarCompiler) -> None:
-    tokenizer = load_tokenizer(resolve_model_path("embedded"))
+    tokenizer = load_tokenizer(EMBEDDED)
     assert tokenizer is not None
     a, b, c, d = (tokenizer.encode_bare(letter)[0] for letter in "abcd")
     matcher = compiler.matcher(StructuredOutputs(regex="[ab]{2}c?"))
@@ -132,6 +133,17 @@ def test_what_the_grammar_forbids_is_an_error(compiler: GrammarCompiler) -> None
         matcher.advance(5)
     fine = compiler.matcher(StructuredOutputs(choice=["red"]))
     fine.check()
+
+
+def test_as_many_choices_as_may_be_are_followed_to_their_ends(compiler: GrammarCompiler) -> None:
+    choices = [f"item {i}" for i in range(MAX_CHOICES)]
+    for index in (0, 12, 123, MAX_CHOICES - 1):
+        matcher, tokenizer = compiler.matcher(StructuredOutputs(choice=choices)), load_tokenizer(EMBEDDED)
+        assert tokenizer is not None
+        for token in tokenizer.encode_bare(choices[index]):
+            assert token in tokens_of(matcher.mask())
+            matcher.advance(token)
+        assert matcher.inner.is_accepting()
 
 
 BAD = [
@@ -304,7 +316,7 @@ def test_few_grammars_have_several_lexers_at_a_time(monkeypatch: pytest.MonkeyPa
 
 
 def test_models_and_installations_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, tokenizer = StructuredOutputs(regex="a"), load_tokenizer(resolve_model_path("embedded"))
+    spec, tokenizer = StructuredOutputs(regex="a"), load_tokenizer(EMBEDDED)
     for broken, text in (
         (GrammarCompiler(None, VOCAB, EOS), "need a tokenizer"),
         (GrammarCompiler(tokenizer, VOCAB, ()), "end-of-sequence"),

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrt.engine import host_fetches
+from hybridrt.engine.request import Request
 from hybridrt.sampling_params import SamplingParams
 from tests.engine.test_schedules import Abort, Add, Step, run_history, schedules
 from tests.mem_cache.test_radix_cache import text_of
@@ -79,8 +80,10 @@ def test_a_hit_does_not_wait_for_the_slot_that_it_has_locked_itself() -> None:
     assert computed(rig) == [0, 0]
 
 
-def test_what_the_device_computed_behind_the_end_is_not_kept() -> None:
-    """Drafts behind a stop string are part of the state: no text of the request leads to it."""
+def test_what_the_device_computed_behind_the_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where drafts go on behind an end that was not foreseen, they are part of the state: no text of the request leads
+    to it."""
+    monkeypatch.setattr(Request, "ends_within", lambda *_: False)
     for count in range(1, 12):
         rig = rig_with_cache(drafts=4, tokenizer=ByteTokenizer())
         prompt = [2, 7, 1]
@@ -92,12 +95,14 @@ def test_what_the_device_computed_behind_the_end_is_not_kept() -> None:
         assert list(rig.outputs.values())[-1].token_ids == tokens_alone([*text, 5], 4, 3, VOCAB)
 
 
-def test_drafts_never_go_on_behind_a_token_that_ends_their_request() -> None:
+@pytest.mark.parametrize("string", [False, True])
+def test_drafts_never_go_on_behind_the_end_of_their_request(string: bool) -> None:
     """So the state after the answer is always that of its text, and a next turn computes its own tokens alone."""
     for count in range(1, 12):
-        rig, prompt = rig_with_cache(drafts=4), [2, 7, 1]
-        stop = tokens_alone(prompt, 3, 12, VOCAB)[count - 1]
-        answer = rig.finish(prompt, max_tokens=12, stop_token_ids=(stop,), ignore_eos=True, seed=3).token_ids
+        rig, prompt = rig_with_cache(drafts=4, tokenizer=ByteTokenizer()), [2, 7, 1]
+        token = tokens_alone(prompt, 3, 12, VOCAB)[count - 1]
+        stop: Any = {"stop": chr(token)} if string else {"stop_token_ids": (token,)}
+        answer = rig.finish(prompt, max_tokens=12, ignore_eos=True, seed=3, **stop).token_ids
         rig.finish([*prompt, *answer, 5], max_tokens=1, seed=4)
         assert rig.pools.prefixes.counts.hit >= len(prompt) + len(answer) - 1
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from hybridrt.config import EngineConfig
 from hybridrt.runtime.build import Pools
 from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.sampler import Filters
 from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan, int32s
 from hybridrt.sampling_params import SamplingParams
 from tests.support.checkpoints import VOCAB
@@ -84,9 +83,9 @@ class GpuSession(Session):
             self.logits.update(zip(keys, torch.cat(self._parts), strict=True))
         return handle
 
-    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters, bitmask: None) -> Tensor:
+    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, bitmask: None) -> Tensor:
         self._parts.append(logits)
-        return self._sampler(logits, rows, output_indices, filters, bitmask)
+        return self._sampler(logits, rows, output_indices, parts, bitmask)
 
     def run(self, *args: Any, **kwargs: Any) -> list[Sample]:
         samples = super().run(*args, **kwargs)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import conv_window
 from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, compute_gates, recurrent_gated_delta_rule
+from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.gdn_decode import gdn_decode, split_qkv
 from hybridrt.kernels.records import DeltaInputs, GateWeights, IntermediateStates, Prompts, StateSlots
 from tests.kernels import test_gdn_decode
@@ -38,7 +38,7 @@ def raw_tokens(*lead: int, key_dim: int = KEY_DIM, value_dim: int = VALUE_DIM, d
 
 
 def with_gates(tokens: Tokens, weights: GateWeights) -> Tokens:
-    return Tokens(tokens.q, tokens.k, tokens.v, *compute_gates(tokens.g, tokens.beta, weights))
+    return Tokens(tokens.q, tokens.k, tokens.v, *gdn_gates.reference(tokens.g, tokens.beta, weights))
 
 
 def make_states(slots: int = 40, dtype: torch.dtype = torch.float32, value_dim: int = VALUE_DIM) -> Tensor:
@@ -188,7 +188,7 @@ class Layer:
     def expected(self, row: int, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         qkv, a, b = self.split(self.merged[row])
         conved = conv_loop(qkv, self.weight, torch.zeros(self.channels))
-        tokens = Tokens(*split_qkv(conved, self.states), *compute_gates(a, b, self.gates))
+        tokens = Tokens(*split_qkv(conved, self.states), *gdn_gates.reference(a, b, self.gates))
         return slow_delta_rule(torch.zeros(self.states.shape[1:]) if initial is None else initial.clone(), tokens)
 
 

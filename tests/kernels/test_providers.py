@@ -4,6 +4,7 @@ import pytest
 
 from hybridrt.errors import BackendError, ConfigError, ProviderNotInstalledError
 from hybridrt.kernels import providers
+from hybridrt.kernels.providers import By
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +44,9 @@ def _install(monkeypatch, **versions):
 
 
 def _register_three():
-    providers.register("op", "torch", "math:floor")
-    providers.register("op", "triton", "math:ceil", priority=10)
-    providers.register("op", "flashinfer", "math:sqrt", priority=20, supports=_small_heads_only)
+    providers.register("op", By("torch", "math:floor", priority=0))
+    providers.register("op", By("triton", "math:ceil", priority=10))
+    providers.register("op", By("flashinfer", "math:sqrt", priority=20, supports=_small_heads_only))
 
 
 def _small_heads_only(facts):
@@ -85,7 +86,7 @@ def test_named_provider_that_does_not_fit_is_an_error(monkeypatch):
     with pytest.raises(ConfigError, match="known: op"):
         providers.select("oops", "cuda")
     with pytest.raises(ConfigError, match="unknown kernel provider"):
-        providers.register("op", "cutlass", "math:floor")
+        providers.register("op", By("cutlass", "math:floor"))
 
 
 def test_triton_on_cpu_only_under_the_interpreter_and_never_by_itself(monkeypatch):
@@ -170,6 +171,6 @@ def test_what_does_not_fit_is_declared_with_its_reason(monkeypatch):
 
 def test_an_installed_library_that_cannot_be_imported_is_no_import_error(monkeypatch):
     _install(monkeypatch, triton="3.6.0", sglang_kernel="0.4.4")
-    providers.register("op", "sgl_kernel", "hybridrt_absent.module:op", priority=30)
+    providers.register("op", By("sgl_kernel", "hybridrt_absent.module:op", priority=30))
     with pytest.raises(ProviderNotInstalledError, match="'sgl_kernel' of 'op' is installed but cannot be imported"):
         providers.select("op", "cuda")

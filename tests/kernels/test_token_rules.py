@@ -11,7 +11,7 @@ import torch
 
 from hybridrt.errors import RequestError
 from hybridrt.kernels.token_rules import DrawLines, apply_token_rules
-from hybridrt.runtime.sampler import Filters, RowRequirements, Sampler, SamplingTable, Verification
+from hybridrt.runtime.sampler import RULES, RowRequirements, Sampler, SamplingTable, Verification, used_parts
 from hybridrt.runtime.step import Admission
 from hybridrt.runtime.token_rules import HISTORY, MAX_RULES, make_rules
 from hybridrt.sampling_params import SamplingParams
@@ -113,9 +113,9 @@ def test_what_is_forbidden_may_be_nan() -> None:
     logits[0, 3], logits[0, 7] = math.nan, math.inf
     params = SamplingParams(temperature=0, min_tokens=1, max_tokens=9)
     admit(table, [Admission(1, 1, [1], 1, params, 0, make_rules(params, STOP, [], 40))])
-    token = Sampler(table)(logits, int32([1]), int32([0]), Filters.of([params]))
+    token = Sampler(table)(logits, int32([1]), int32([0]), used_parts([params]))
     assert token.tolist() == [0]
-    assert Sampler(table)(logits, int32([1]), int32([1]), Filters.of([params])).tolist() == [-1]
+    assert Sampler(table)(logits, int32([1]), int32([1]), used_parts([params])).tolist() == [-1]
 
 
 def test_rules_that_hold_no_more_cost_nothing() -> None:
@@ -123,9 +123,9 @@ def test_rules_that_hold_no_more_cost_nothing() -> None:
     least, biased = SamplingParams(min_tokens=3), SamplingParams(logit_bias={1: 1.0})
     for row, params in ((1, least), (2, SamplingParams())):
         required.admit([Admission(row, row, [1], 1, params, 0, make_rules(params, STOP, [], 40))])
-    assert [required.of(rows, np.array([i, 0]))[0].rules for i in (2, 3)] == [True, False]
+    assert [required.of(rows, np.array([i, 0]))[0] & RULES > 0 for i in (2, 3)] == [True, False]
     required.admit([Admission(2, 2, [1], 1, biased, 0, make_rules(biased, STOP, [], 40))])
-    assert required.of(rows, np.array([3, 900]))[0].rules
+    assert required.of(rows, np.array([3, 900]))[0] & RULES
 
 
 def alone(request: Ruled, logits: Sequence[torch.Tensor], output: Sequence[int]) -> list[int]:
@@ -142,11 +142,11 @@ def test_tokens_one_at_a_time_remember_those_before(seed: int) -> None:
     requests = [Ruled(rng, 40) for _ in range(ROWS)]
     rows, steps = list(range(1, ROWS + 1)), HISTORY + 5
     admit(table, [request.admission(row, []) for row, request in zip(rows, requests)])
-    filters, sampler = Filters.of([request.params for request in requests]), Sampler(table)
+    parts, sampler = used_parts([request.params for request in requests]), Sampler(table)
     logits = torch.randn(steps, ROWS, 40)
     logits[:, :, 12:] -= 2  # of tokens that no word holds
     index = int32(rows)
-    drawn = torch.stack([sampler(logits[i], index, index * 0 + i, filters) for i in range(steps)])
+    drawn = torch.stack([sampler(logits[i], index, index * 0 + i, parts) for i in range(steps)])
     for line, request in enumerate(requests):
         assert drawn[:, line].tolist() == alone(request, logits[:, line], [])
 
@@ -161,7 +161,7 @@ def test_verified_drafts_keep_what_single_steps_draw(tree: bool, seed: int) -> N
     rng, table = random.Random(seed), SamplingTable(ROWS, 40, torch.device("cpu"))
     requests = [Ruled(rng, 40) for _ in range(ROWS)]
     rows, width = list(range(1, ROWS + 1)), 4
-    filters, sampler = Filters.of([request.params for request in requests]), Sampler(table)
+    parts, sampler = used_parts([request.params for request in requests]), Sampler(table)
     logits = torch.randn(end + 10, ROWS, 40)
     logits[:, :, 12:] -= 2
     want = [alone(request, logits[:, line], []) for line, request in enumerate(requests)]
@@ -187,7 +187,7 @@ def test_verified_drafts_keep_what_single_steps_draw(tree: bool, seed: int) -> N
         of_lines = torch.stack([logits[lines[r].long(), r] for r in range(ROWS)]).view(ROWS * width, 40)
         trees = (int32(parents), mask) if tree else ()
         drawn = Verification(int32(rows), known, lines + 11, int32(drafts), int32([3] * ROWS), last, *trees)
-        kept = sampler.verify(of_lines, drawn, filters)
+        kept = sampler.verify(of_lines, drawn, parts)
         for line, (tokens, count) in enumerate(zip(kept.tokens.tolist(), kept.counts.tolist())):
             assert count >= 3
             outputs[line] += tokens[:count]
@@ -199,13 +199,13 @@ def test_verified_drafts_keep_what_single_steps_draw(tree: bool, seed: int) -> N
 def test_drafts_that_run_ahead_follow_the_rules_too(known: list[int]) -> None:
     """A word's first tokens may be output, drafts, or some of each."""
     params, word = SamplingParams(temperature=0, bad_words=["word"]), [4, 9, 2]
-    table, filters = SamplingTable(1, 40, torch.device("cpu")), Filters.of([params])
+    table, parts = SamplingTable(1, 40, torch.device("cpu")), used_parts([params])
     admit(table, [Admission(1, 1, [1, 2, 3, *known], 2, params, 0, make_rules(params, STOP, [word], 40))])
     drafted = torch.empty(1, 0, dtype=torch.int64)
     for step, token in enumerate([4, 9, 2][len(known) :]):
         logits = torch.zeros(1, 40)
         logits[0, token], logits[0, 30] = 5, 3
-        drawn = Sampler(table).draft(logits, int32([1]), int32([1 + len(known) + step]), filters, drafted)
+        drawn = Sampler(table).draft(logits, int32([1]), int32([1 + len(known) + step]), parts, drafted)
         drafted = torch.cat((drafted, drawn[:, None]), 1)
     assert [*known, *drafted[0].tolist()] == [4, 9, 30]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable
+from hybridrt.runtime.sampler import Sampler, SamplingTable, used_parts
 from hybridrt.runtime.step import Admission
 from hybridrt.sampling_params import SamplingParams
 
@@ -26,8 +26,8 @@ def draw(rows: Sequence[int], logits: torch.Tensor) -> list[int]:
     sections = {name: torch.from_numpy(array) for name, array in SamplingTable.pack(admissions).items()}
     table.admit(torch.tensor(list(PARAMS)), sections)
     index = torch.tensor(rows, dtype=torch.int32)
-    filters = Filters.of(list(PARAMS.values()))
-    return Sampler(table)(logits[index.long()], index, index + 10, filters).tolist()
+    parts = used_parts(PARAMS.values())
+    return Sampler(table)(logits[index.long()], index, index + 10, parts).tolist()
 
 
 def test_a_row_draws_in_a_batch_what_it_draws_alone() -> None:

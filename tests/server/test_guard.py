@@ -16,7 +16,9 @@ from hybridrt.engine.llm import LLM
 from hybridrt.server import http_limits
 from hybridrt.server.app import make_app
 from hybridrt.server.config import ServerConfig
+from hybridrt.server.guard import Guard
 from hybridrt.server.metrics import Metrics
+from hybridrt.server.respond import FAILURE
 from hybridrt.server.run import Server, bind
 from hybridrt.server.service import Service
 from tests.server.test_errors import COMPLETION, assert_error
@@ -91,6 +93,25 @@ def test_a_request_that_takes_too_long_ends(locked: Served) -> None:
     locked.wait_until_idle()
     short = KEY | {"x-request-timeout": "0.001"}
     assert_error(locked.post("/v1/completions", endless, headers=short), 504, None, "longer than it may")
+
+
+def test_the_last_chunk_that_a_client_does_not_take_in_time() -> None:
+    """The server waits with it, at the deadline too, for a client that still has to read earlier ones."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        if message.get("body") == b"last":
+            await asyncio.Event().wait()
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope[FAILURE] = lambda error, path: error.message.encode()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": b"last", "more_body": False})
+
+    guard = Guard(app, ServerConfig(request_timeout=0.02, access_log=False))
+    asyncio.run(guard({"type": "http", "path": "/", "headers": []}, send, send))  # type: ignore[arg-type]
+    assert b"longer than it may" in sent[-1]["body"]
 
 
 def test_a_body_that_never_comes_ends_with_the_deadline(locked: Served) -> None:

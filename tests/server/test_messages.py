@@ -78,6 +78,8 @@ def test_a_stream_adds_up_to_the_whole(script: str, talker: tuple[Served, Script
     assert plain(final) == plain(whole)
     assert whole.usage.output_tokens == len(tokens) + 1 and whole.type == "message" and whole.role == "assistant"
     raw = list(client(served).messages.create(**asked, stream=True))
+    for event in (*raw, whole):  # no field is missing that the client declares as required
+        type(event).model_validate(event.to_dict())  # type: ignore[attr-defined]
     kinds = [event.type for event in raw]
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     blocks = [event for event in raw[1:-2]]

@@ -27,7 +27,8 @@ Talker = tuple[Served, Scripted]
 
 @pytest.fixture(scope="module")
 def talker() -> Iterator[Talker]:
-    with scripted() as model, serving(model.llm, chat_template=None, reasoning_parser="think") as served:
+    options: Any = {"chat_template": None, "tool_parser": "hermes", "reasoning_parser": "think"}
+    with scripted() as model, serving(model.llm, **options) as served:
         yield served, model
 
 
@@ -74,6 +75,26 @@ def test_a_budget_beside_a_form_and_beside_calls(talker: Talker) -> None:
     choice = served.post("/v1/chat/completions", body).json()["choices"][0]
     assert choice["message"]["reasoning_content"] == "012" and choice["finish_reason"] == "tool_calls"
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]
+
+
+def test_calls_or_a_form(talker: Talker) -> None:
+    """With tools, an answer of a fixed form may be calls instead."""
+    served, model = talker
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for said, wanted in (("Hm</think>" + call, ("", "Hm", "tool_calls")), ("Hm</think>1", ("1", "Hm", "stop"))):
+        model.say(said)
+        for stream in (False, True):
+            got = answered(served, stream, tools=[TOOL], response_format=FORM, **OPEN)
+            assert (got[0], got[1], got[3]) == wanted
+
+
+def test_a_form_that_no_text_has_is_refused_before_the_reasoning(talker: Talker) -> None:
+    served, _ = talker
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+    body = {"messages": ASK, "response_format": form, "stream": True, **OPEN}
+    for more in ({}, {"tools": [TOOL]}):
+        answer = served.post("/v1/chat/completions", body | more)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "response_format", answer.text
 
 
 @pytest.mark.parametrize("closed", ["<think>\n\n</think>\n\n", "</think>", "<think></think>\n"])

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from hybridrt.chat.answer_parser import AnswerParser
 from hybridrt.chat.events import Content
 from hybridrt.chat.reasoning import THINK
+from hybridrt.engine.async_llm import DeltaStream
 from hybridrt.engine.outputs import Delta
 from hybridrt.server.text_tokens import TextTokens
 from tests.support.chat_samples import TOOLS
@@ -27,6 +28,7 @@ else:
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 SAID = f"<think>\nHm é.\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
 FUNCTIONS: Any = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
+HELLO: Any = {"model": "tested", "input": "Hello"}
 SCRIPTS = {"text": "Grüezi!", "thought": "<think>\nHm é.\n</think>\n\nSo.", "calls": SAID, "nothing": ""}
 
 
@@ -52,6 +54,11 @@ def plain(response: Any) -> dict[str, Any]:
     return found
 
 
+def check(event: Any) -> Any:
+    """An event, which has every field that OpenAI's client declares as required."""
+    return type(event).model_validate(event.to_dict())
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_stream_adds_up_to_the_whole(script: str, talker: tuple[Served, Scripted]) -> None:
     served, model = talker
@@ -62,7 +69,8 @@ def test_a_stream_adds_up_to_the_whole(script: str, talker: tuple[Served, Script
     with client.responses.stream(**asked) as stream:
         events = list(stream)
         final = stream.get_final_response()
-    assert plain(final) == plain(whole)
+    assert plain(final) == plain(check(whole))
+    assert all(map(check, client.responses.create(**asked, stream=True)))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
@@ -247,14 +255,28 @@ def test_tokens_of_text_do_not_depend_on_the_deltas(seed: int) -> None:
     assert (content, taken) == (" So it is so", [1, 2, 3, 4])
 
 
+def failed(served: Served, text: str, **options: Any) -> None:
+    """Asks for a stream that ends with a failure of this text, and with no event that lacks a field."""
+    events = [check(event) for event in served.client().responses.create(**HELLO, stream=True, **options)]
+    assert events[-1].type == "response.failed" and events[-1].response.status == "failed"
+    assert events[-1].response.error is not None and text in events[-1].response.error.message
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
 @pytest.mark.usefixtures("broken_streams")
 def test_a_failure_within_a_stream_is_an_event(talker: tuple[Served, Scripted]) -> None:
+    failed(talker[0], "the device is gone")
+
+
+def test_what_ends_a_stream_from_outside_is_an_event_of_it(
+    talker: tuple[Served, Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline, and an error that nobody expected."""
     served, model = talker
-    model.say("Hello")
-    events = list(served.client().responses.create(model="tested", input="Hello", stream=True))
-    assert events[-1].type == "response.failed" and events[-1].response.status == "failed"
-    assert events[-1].response.error is not None and events[-1].response.error.message == "the device is gone"
-    assert [event.sequence_number for event in events] == [0, 1, 2]
+    model.say("a" * 7000)
+    failed(served, "longer than it may", extra_headers={"X-Request-Timeout": "0.1"})
+    monkeypatch.setattr(DeltaStream, "__anext__", lambda deltas: 1 // 0)
+    failed(served, "its log says why")
 
 
 def test_an_aborted_answer_is_cancelled(talker: tuple[Served, Scripted]) -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from hybridrt.engine.async_llm import DeltaStream
 from hybridrt.engine.llm import LLM
+from hybridrt.errors import EngineError
 from tests.support.http_server import WAIT, serving
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -30,6 +32,9 @@ def test_a_request_becomes_a_span_below_its_callers(embedded: LLM, monkeypatch: 
 
         def log_message(self, *arguments: object) -> None: ...
 
+    async def fail(deltas: DeltaStream) -> None:
+        raise EngineError("the device is gone")
+
     collector = HTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=collector.serve_forever, daemon=True).start()
     endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
@@ -39,12 +44,22 @@ def test_a_request_becomes_a_span_below_its_callers(embedded: LLM, monkeypatch: 
         served.post("/v1/completions", body, headers={"traceparent": parent})
         with served.http() as client:
             client.get("/health")
-        assert came.wait(WAIT)
+        served.post("/v1/completions", body | {"prompt": []})
+        late = body | {"max_tokens": 200, "stream": True, "request_id": None}
+        served.post("/v1/completions", late, headers={"x-request-timeout": "0.05"})
+        monkeypatch.setattr(DeltaStream, "__anext__", fail)
+        served.post("/v1/completions", late)
+        while len(spans) < 4:
+            assert came.wait(WAIT)
+            came.clear()
     collector.shutdown()
     collector.server_close()
-    (span,) = spans
+    span, *others = spans
+    found = [(s.status.code, *(a.value.int_value for a in s.attributes if "status" in a.key)) for s in others]
+    assert found == [(0, 400), (2, 504), (2, 500)], "2 is ERROR"
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (parent[3:35], parent[36:52])
     facts = {attribute.key: attribute.value for attribute in span.attributes}
+    assert (span.status.code, facts["http.response.status_code"].int_value) == (0, 200)
     assert facts["gen_ai.response.id"].string_value == "cmpl-traced"
     assert facts["gen_ai.usage.input_tokens"].int_value == 2
     assert facts["gen_ai.usage.output_tokens"].int_value == 3

@@ -2,16 +2,19 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hybridrt.engine import host_fetches
+from hybridrt.engine.request import Request
 from hybridrt.runtime.rank_start import start_ranks
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.sampling_params import SamplingParams
@@ -82,7 +85,7 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
 PLAYS: dict[str, Any] = {
     "turns": conversations(), "chunk": st.sampled_from([3, 11, 8192, 8192]), "overlap": st.booleans(),
     "grid": st.sampled_from([PAGE, PAGE, 2 * PAGE, 16]), "script": st.sampled_from(sorted(SCRIPTS)),
-    "hosted": st.booleans(),
+    "hosted": st.booleans(), "foreseen": st.booleans(),
 }  # fmt: skip
 
 
@@ -125,16 +128,18 @@ class Bench:
 
     def play(
         self, rig: Rig, model: str, method: str | None, turns: list[Turn], chunk: int, grid: int, overlap: bool,
-        script: str, hosted: bool,
+        script: str, hosted: bool, foreseen: bool,
     ) -> int:  # fmt: skip
-        """Compares each request with what it becomes without a cache. Returns how many tokens were hit."""
+        """Compares each request with what it becomes without a cache. Unless ends are foreseen, drafts go on behind
+        them. Returns how many tokens were hit."""
         rig.grid, rig.hosted = grid, hosted
         asks = self.asks(model, turns)
         plain = self.rigs.plain(model)
         futures = plain.futures(asks)
         by_seed = {sample_seed(asks[int(i)], k): output.token_ids for (i, k), output in futures.items()}
         drafter = None if method is None else make_drafter(rig, script if method == "scripted" else method, by_seed)
-        found = rig.run(asks, drafter, chunk, overlap)
+        with nullcontext() if foreseen else patch.object(Request, "ends_within", lambda *_: False):
+            found = rig.run(asks, drafter, chunk, overlap)
         assert_same(asks, found, futures, plain.tied)
         return rig.counters.cache_hit
 
@@ -188,7 +193,8 @@ def test_cached_equals_uncached_on_two_ranks(
     model, examples = WITH_HEADS[name] if method == "mtp" else name, 3
     rig = bench.new_rig(model, mode, topk, method, None, 9, ranks)
     plenty, counts = rig.lent[0], Counter[str]()
-    hosted = {"chunk": 8192, "overlap": True, "grid": PAGE, "script": sorted(SCRIPTS)[0], "hosted": True}
+    hosted: dict[str, Any] = {"chunk": 8192, "overlap": True, "grid": PAGE, "script": sorted(SCRIPTS)[0]}
+    hosted |= {"hosted": True, "foreseen": True}
 
     @example(slots=9, pages=plenty, turns=chat(), **hosted)
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

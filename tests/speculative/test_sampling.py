@@ -16,7 +16,7 @@ from hybridrt.engine.request import derive_seed
 from hybridrt.kernels.acceptance import accept_chain
 from hybridrt.kernels.sampling import sample
 from hybridrt.runtime.drafting import make_drafter
-from hybridrt.runtime.sampler import Filters, Sampler, SamplingTable, Verification
+from hybridrt.runtime.sampler import Sampler, SamplingTable, Verification, used_parts
 from hybridrt.runtime.step import Admission
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.draft_model import DraftModelDrafter
@@ -231,7 +231,7 @@ def test_verify_draws_what_sampling_step_by_step_draws(data: st.DataObject) -> N
     start = data.draw(st.integers(0, 5))
 
     plain = torch.stack([
-        Sampler(tables[0])(logits[:, t], index, torch.full((rows,), start + t).int(), Filters.of(params))
+        Sampler(tables[0])(logits[:, t], index, torch.full((rows,), start + t).int(), used_parts(params))
         for t in range(width)
     ], 1)  # fmt: skip
     good = [data.draw(st.integers(0, width - 1)) for _ in range(rows)]
@@ -240,7 +240,7 @@ def test_verify_draws_what_sampling_step_by_step_draws(data: st.DataObject) -> N
     positions = (start + 7 + torch.arange(width)).repeat(rows, 1).int()
     last = torch.zeros(rows + 1, dtype=torch.int32)
     step = Verification(index, torch.full((rows,), start).int(), positions, drafts, counts, last)
-    kept = Sampler(tables[1]).verify(logits.flatten(0, 1), step, Filters.of(params))
+    kept = Sampler(tables[1]).verify(logits.flatten(0, 1), step, used_parts(params))
     tokens, accepted = kept.tokens, kept.counts
     assert accepted.tolist() == [1 + g for g in good]
     for row, (got, want, kept) in enumerate(zip(tokens, plain, accepted.tolist())):
@@ -260,13 +260,13 @@ def test_drafts_are_drawn_as_sampling_step_by_step_draws(data: st.DataObject) ->
     logits = torch.randn(rows, width, vocab, generator=generator) * 2
     kinds = [*FILTERS, {"temperature": 0.0, "presence_penalty": 2.0}, {"temperature": 0.0}]
     params = [SamplingParams(seed=i, **data.draw(st.sampled_from(kinds))) for i in range(rows)]
-    index, filters = torch.arange(1, rows + 1, dtype=torch.int32), Filters.of(params)
+    index, parts = torch.arange(1, rows + 1, dtype=torch.int32), used_parts(params)
     tables = [_table(params, [[1, 2]] * rows, vocab) for _ in range(2)]
     drafts = torch.empty(rows, 0, dtype=torch.int64)
     for t in range(width):
         places = torch.full((rows,), t).int()
-        plain = Sampler(tables[0])(logits[:, t], index, places, filters)
-        drawn = Sampler(tables[1]).draft(logits[:, t], index, places, filters, drafts)
+        plain = Sampler(tables[0])(logits[:, t], index, places, parts)
+        drawn = Sampler(tables[1]).draft(logits[:, t], index, places, parts, drafts)
         assert torch.equal(drawn, plain)
         drafts = torch.cat((drafts, drawn[:, None]), 1)
     assert not tables[1].output_counts.any()

@@ -51,7 +51,7 @@ class ByHand:
         self.pools = build_pools(self.config, self.target, self.plan)
         self.backend: Any = create_backend(
             self.config, self.target.model_config, layers=self.model.mixers(), kv_pool=self.pools.kv,
-            req_to_token_pool=self.pools.req_to_token, device=torch.device("cpu"), composite=self.model.composite,
+            req_to_token_pool=self.pools.req_to_token, composite=self.model.composite,
         )  # fmt: skip
         if garbage:
             spoil(self.pools)

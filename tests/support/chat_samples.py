@@ -167,6 +167,12 @@ SAMPLES = [
     ),
     Sample(
         "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.mcp:now:12<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        calls=(("mcp:now", {}),),
+        name="colon",
+    ),
+    Sample(
+        "kimi_k2",
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>city",
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>city",
         name="no object",

@@ -17,7 +17,6 @@ from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.runtime.build import Pools, RunTarget, host_budget, load_target, make_plan
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.ranks import Ranks
-from hybridrt.runtime.sampler import Filters
 from hybridrt.runtime.step import StepHandle, StepPlan
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
@@ -79,10 +78,10 @@ class Session:
         self.plans.append(plan)
         return (self.split or self.runner).launch(plan)
 
-    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, filters: Filters, bitmask: None) -> Tensor:
+    def _sample(self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, bitmask: None) -> Tensor:
         for line, row, index in zip(logits, rows.tolist(), output_indices.tolist(), strict=True):
             self.logits[self._seeds[row], index] = line.clone()
-        return self._sampler(logits, rows, output_indices, filters, bitmask)
+        return self._sampler(logits, rows, output_indices, parts, bitmask)
 
     def engine(self, *, chunk: int = 8192, overlap: bool = False, prefix_cache: bool = False, grid: int = 16) -> Engine:
         plan, model = self.plan, self.runner.model_config

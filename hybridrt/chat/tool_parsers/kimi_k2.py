@@ -4,6 +4,7 @@ Source: the chat template of moonshotai/Kimi-K2-Instruct, which Kimi-Linear shar
 as they are, so the model's own ids are kept.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from hybridrt.chat.conversation import Tool
@@ -13,6 +14,7 @@ from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import MAX_NAME, read_value
 
 _BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_NUMBER = re.compile(r":\d*$")  # behind the name, which may have a colon of its own
 
 
 class KimiK2(ToolParser):
@@ -33,7 +35,7 @@ class KimiK2(ToolParser):
         found = _BEGIN
         while found:
             called = yield from scanner.name(_ARGUMENTS, MAX_NAME)
-            name = called.removeprefix("functions.").partition(":")[0]
+            name = _NUMBER.sub("", called.removeprefix("functions."))
             yield from scanner.space()
             if not name or (yield from scanner.peek()) != "{":
                 raise Malformed

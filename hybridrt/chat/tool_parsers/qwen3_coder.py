@@ -33,7 +33,7 @@ _TYPES: dict[str, Any] = {
 _MAX_PARTS = 256  # of a schema, that tell its types
 _QUOTE_OR_ESCAPED = re.compile(r'\\.|"', re.DOTALL)
 # Rules of grammars: what a function without a strict schema holds, and text as a parameter.
-_FREE = r"free[lazy]: /(?s:.*)<\/function>/"
+_FREE = ('free: ("<parameter=" KEY ">\\n" value)* "</function>"', r"KEY: /[^\s<>]{1,256}/")
 # Text as a parameter cannot hold what the parser takes for its end.
 _TEXT = (
     "value[lazy]: VALUE",
@@ -52,7 +52,7 @@ class Qwen3Coder(ToolParser):
         """Parameters come in the schema's order. Enumerations of text are enforced, its length and patterns are not."""
         calls = limited(_call_rule(tool, f"call{i}") for i, tool in enumerate(tools))
         names = " | ".join(f"call{i}" for i in range(len(tools)))
-        return [f"section: {names}", *calls, _FREE, *_TEXT]
+        return [f"section: {names}", *calls, *_FREE, *_TEXT]
 
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         if opened != "<function=":
@@ -146,7 +146,7 @@ def _is(value: object, name: str) -> bool:
 
 def _call_rule(tool: Tool, rule: str) -> str:
     if not tool.strict:
-        return f"{rule}: {json_text(f'<function={tool.name}>')} free"
+        return f"{rule}: {json_text(f'<function={tool.name}>' + chr(10))} free"
     required = tool.parameters.get("required")
     parts = limited(
         _parameter_rule(key, schema, tool.parameters) + ("" if isinstance(required, list) and key in required else "?")

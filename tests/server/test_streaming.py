@@ -1,0 +1,140 @@
+"""How deltas become bytes of a stream: at once while the client reads, joined while it does not, first tokens first."""
+
+import asyncio
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hybridrt.engine.async_llm import AsyncLLM, DeltaStream
+from hybridrt.engine.outputs import Delta
+from hybridrt.server.http_limits import BODY_WRITER, BodyWriter
+from hybridrt.server.reply import Reply
+from hybridrt.server.respond import EventStream
+from tests.server.test_concurrency import address, expected, fetch, token_ids
+from tests.support.fake_llm import FIVE, make
+from tests.support.http_server import WAIT, Served
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, WAIT))
+
+
+def delta(text: str, **end: Any) -> Delta:
+    return Delta("r", 0, [5], text, **end)
+
+
+class Client:
+    """One that reads, or does not: its stream, and what was written for it, by which way."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, bytes]] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.flow: Any = SimpleNamespace(write_paused=False)
+        transport = SimpleNamespace(write=lambda data: self.written.append(("now", data)))
+        self.cycle: Any = SimpleNamespace(flow=self.flow, disconnected=False, transport=transport)
+        self.deltas = DeltaStream(cast(Any, None))
+        self.deltas.running = 1
+        self.gain = lambda delta: delta.text.encode()
+        reply = SimpleNamespace(
+            deltas=self.deltas, opening=lambda: b"", gain=lambda d: self.gain(d), closing=lambda: b"end", facts=dict
+        )
+        scope = {"type": "http", "path": "/", "extensions": {BODY_WRITER: BodyWriter(self.cycle)}}
+        answer = EventStream(cast(Reply, reply))
+        self.task = asyncio.ensure_future(answer(scope, asyncio.Event().wait, self.send))  # type: ignore[arg-type]
+
+    async def send(self, message: Any) -> None:
+        await self.reads.wait()
+        if message.get("body"):
+            self.written.append(("send", message["body"]))
+
+    def stop(self) -> None:
+        self.flow.write_paused = True
+        self.reads.clear()
+
+    def go_on(self) -> None:
+        self.flow.write_paused = False
+        self.reads.set()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_deltas_are_written_at_once_and_joined_for_a_slow_client() -> None:
+    async def main() -> None:
+        client = Client()
+        await settle()
+        client.deltas.put(delta("a"))
+        assert client.written == [("now", b"1\r\na\r\n")], "no task has run"
+        client.deltas.put(delta(""))
+        client.stop()
+        for text in "bcd":
+            client.deltas.put(delta(text))
+            await settle()
+        client.go_on()
+        client.deltas.put(delta("e"))
+        assert len(client.written) == 1, "what waits comes before what is new"
+        await settle()
+        client.deltas.put(delta("f"))
+        client.deltas.put(delta("g", finish_reason="length"))
+        await client.task
+        ways = [("send", b"b"), ("send", b"cde"), ("now", b"1\r\nf\r\n"), ("send", b"g"), ("send", b"end")]
+        assert client.written[1:] == ways and client.deltas.take is None
+
+    run(main())
+
+
+def test_what_fails_in_a_delta_fails_its_own_stream() -> None:
+    async def main() -> None:
+        client = Client()
+        await settle()
+        client.cycle.disconnected = True
+        client.deltas.put(delta("a"))
+        assert not client.written, "the client has gone"
+        client.gain = lambda delta: b"%d" % (1 // 0)
+        client.deltas.put(delta("b"))
+        with pytest.raises(ZeroDivisionError):
+            await client.task
+
+    run(main())
+
+
+def test_a_server_writes_tokens_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written = BodyWriter.write, list[bytes]()
+
+    def note(writer: BodyWriter, data: bytes) -> None:
+        written.append(data)
+        write(writer, data)
+
+    monkeypatch.setattr(BodyWriter, "write", note)
+    assert token_ids(asyncio.run(fetch(address(served), 3))) == expected(served.llm, 4)[3]
+    assert written, "all deltas have gone through the task"
+
+
+def test_first_tokens_are_handed_out_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, _ = make(monkeypatch)
+    steps: list[list[str]] = [[]]
+    put = DeltaStream.put
+
+    def note(stream: DeltaStream, delta: Delta) -> None:
+        steps[-1].append(delta.request_id)
+        put(stream, delta)
+
+    monkeypatch.setattr(DeltaStream, "put", note)
+
+    async def main() -> None:
+        with AsyncLLM(llm) as served:
+            served.watchers.append(lambda message: steps.append([]))
+            early = served.submit(await served.prepare([1], FIVE), "early")
+            await anext(early)
+            late = served.submit(await served.prepare([2], FIVE), "late")
+            await anext(late)
+            assert next(step for step in steps if "late" in step) == ["late", "early"]
+            early.close()
+            late.close()
+
+    run(main())
