@@ -18,7 +18,8 @@ _LAST_SECONDS = 60.0  # for the case that the other process has ended; else it e
 # Rendering these imports all modules that later renderings and their errors need, while files can still be opened.
 _FIRST = (
     "{{ strftime_now('%Y %B') }}{{ messages | tojson }}{{ messages | pprint }}{{ lipsum(1) }}{{ 'ä' | upper }}",
-    "{{ 'x' | urlize }}{{ 1.5 | round }}{{ [2, 1] | sort }}{{ [1] | random }}{{ 'x' | escape }}{{ '%s' | format(1) }}",
+    "{{ 'x' | urlize }}{{ 1.5 | round }}{{ [2, 1] | sort }}{{ [1] | random }}{{ 'x' | escape | striptags }}",
+    "{{ '%s' | format(1) }}",
     "{{ raise_exception('no') }}",
     "{{ nothing.at.all }}",
     "{% for %}",

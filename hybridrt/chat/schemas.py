@@ -1,16 +1,29 @@
-"""JSON schemas of tools, as parts of larger schemas."""
+"""JSON schemas of tools: as parts of larger schemas, and what they say of single arguments."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridrt.chat.conversation import Tool
-from hybridrt.errors import RequestError
+from hybridrt.chat.values import MAX_NAME
+from hybridrt.errors import RequestError, shown
 from hybridrt.structured_outputs import MAX_CHARACTERS
 
 # White space that llguidance allows between the tokens of a JSON text: models write calls in one or few lines.
 LITTLE_SPACE = {"whitespace_pattern": r"[\x20\x0A]{1,2}"}
+_TYPES: dict[str, Any] = {
+    "string": str, "object": dict, "array": list, "integer": int, "number": (int, float), "boolean": bool,
+    "null": type(None),
+}  # fmt: skip
+_MAX_PARTS = 256  # of a schema, that tell its types
 _MAX_REFERENCES = 8
+_DESCRIBE = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}  # what may describe properties elsewhere
+# What a schema may say about an object as a whole. Formats that write arguments one by one do not enforce it.
+_OF_THE_WHOLE = (
+    "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties",
+    "dependentRequired", "dependentSchemas",
+)  # fmt: skip
 
 
 def one_call(tools: Sequence[Tool]) -> dict[str, Any]:
@@ -33,13 +46,52 @@ def definitions(tools: Sequence[Tool]) -> dict[str, Any]:
     found = {}
     for i, tool in enumerate(tools):
         schema = {"type": "object", **tool.parameters}
-        if not schema.get("properties"):
+        schema.pop("$id", None)  # references would be relative to it
+        if not schema.get("properties") and not schema.keys() & _DESCRIBE:
             schema.setdefault("additionalProperties", False)
         try:
             found[str(i)] = _moved(schema, f"#/$defs/{i}")
         except RecursionError:
             raise RequestError(f"the parameters of {tool.name} are nested too deeply", "tools") from None
     return found
+
+
+def named_arguments(tool: Tool, name: re.Pattern[str]) -> dict[str, tuple[Any, bool]]:
+    """Of a strict tool, for formats that write arguments one by one: the schema of each, and whether it must be there.
+
+    Args:
+        name: what the format reads as the name of an argument.
+
+    Raises:
+        RequestError: such a format cannot be held to the tool's schema.
+    """
+    schema = resolved(tool.parameters, tool.parameters)
+    found, required = ((schema.get(key) if isinstance(schema, Mapping) else None) for key in ("properties", "required"))
+    properties: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    needed = required if isinstance(required, list) else []
+    wrong = [key for key in _OF_THE_WHOLE if key in schema]
+    wrong += [
+        f"the property {shown(key)}" for key in properties if not 0 < len(key) <= MAX_NAME or not name.fullmatch(key)
+    ]
+    wrong += [f"the undescribed property {shown(key)}" for key in needed if key not in properties]
+    if wrong:
+        raise RequestError(
+            f"the parameters of {tool.name} have {wrong[0]}, which this model's format of tool calls cannot enforce: "
+            "leave strict out, or set tool_choice to 'required'",
+            "tools",
+        )
+    return {key: (part, key in needed) for key, part in properties.items()}
+
+
+def check_names(tools: Sequence[Tool], name: re.Pattern[str]) -> None:
+    """Raises RequestError if a tool has a name that a format would not read."""
+    for tool in tools:
+        if not name.fullmatch(tool.name):
+            raise RequestError(
+                f"this model's format of tool calls has no room for the name {shown(tool.name)}: choose another "
+                "one, or set tool_choice to 'required'",
+                "tools",
+            )
 
 
 def calls(tools: Sequence[Tool], schema: Mapping[str, Any]) -> str:
@@ -75,6 +127,43 @@ def limited(rules: Iterable[str]) -> list[str]:
         if length > MAX_CHARACTERS:
             raise RequestError("the strict schemas of the tools are too large: leave strict out of some", "tools")
     return found
+
+
+def types_of(schema: object, root: Mapping[str, Any]) -> set[str]:
+    """Types that a part of the schema `root` names, in its alternatives, too. Empty: nothing is known. Alternatives may
+    refer to each other: at most _MAX_PARTS are looked at."""
+    parts, found = [schema], set[str]()
+    for part in parts:
+        part = resolved(part, root)
+        if not isinstance(part, Mapping):
+            continue
+        found |= _named_types(part)
+        for key in ("anyOf", "oneOf", "allOf"):
+            options = part.get(key)
+            parts += options[: _MAX_PARTS - len(parts)] if isinstance(options, list) else ()
+    return found
+
+
+def _named_types(schema: Mapping[str, Any]) -> set[str]:
+    named, options = schema.get("type"), options_of(schema)
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    found = {name for name in names[:_MAX_PARTS] if isinstance(name, str)}
+    if not found and options is not None:
+        found = {name for name in _TYPES for value in options[:_MAX_PARTS] if is_of(value, name)}
+    return found
+
+
+def options_of(schema: Any) -> list[Any] | None:
+    """The values that a schema allows; None: it does not name them."""
+    if not isinstance(schema, Mapping):
+        return None
+    options = [schema["const"]] if "const" in schema else schema.get("enum")
+    return options if isinstance(options, list) and options else None
+
+
+def is_of(value: object, name: str) -> bool:
+    """Whether a value has the JSON type of a name. True is no number, though it is one in Python."""
+    return isinstance(value, _TYPES.get(name, ())) and not (isinstance(value, bool) and name in ("integer", "number"))
 
 
 def json_text(value: Any) -> str:

@@ -123,6 +123,9 @@ def save(file: Path, turns: list[Turn]) -> None:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
             out.write(encoded(turns))
         part.replace(file)
+    except OSError as e:
+        e.filename = str(file)  # the only name that the user knows
+        raise
     finally:
         part.unlink(missing_ok=True)
 

@@ -40,6 +40,8 @@ class LocalModel:
         """As ChatModel.save_session."""
         if file.exists():
             raise RequestError(f"{file} exists; choose another name, or remove it")
+        if not turns:
+            raise RequestError("nothing was said yet, so there are no states to save: say something first")
         messages = [turn.message() for turn in turns]
         talk = read_conversation(messages, add_generation_prompt=False)
         tokens = self._chat.prompt(talk, self._params).tokens

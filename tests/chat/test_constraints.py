@@ -220,3 +220,32 @@ def test_what_a_format_cannot_do_is_refused() -> None:
     sentences = Chat(byte_tokenizer(), template="Here is my thought process:", reasoning_parser="granite")
     with pytest.raises(RequestError, match="single tokens"):
         sentences.prompt(read_conversation([USER], thinking_budget=5), PARAMS)
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "lfm2"])
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("pick", {"allOf": [{"required": ["a"]}]}, "allOf"),
+        ("pick", {"maxProperties": 1}, "maxProperties"),
+        ("pick", {"properties": {"a>b": {}}}, "'a>b'"),
+        ("pick", {"properties": {"": {}}}, "property ''"),
+        ("pick", {"required": ["b"]}, "undescribed property 'b'"),
+        ("pick>(", {}, "no room for the name"),
+    ],
+)
+def test_a_schema_that_is_written_one_argument_at_a_time_is_enforced_or_refused(
+    parser: str, name: str, change: dict[str, Any], text: str
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {}}} | change
+    tool = {"type": "function", "function": {"name": name, "strict": True, "parameters": parameters}}
+    with pytest.raises(RequestError, match=text) as error:
+        Chat(byte_tokenizer(), tool_parser=parser).prompt(read_conversation([USER], [tool]), PARAMS)
+    assert error.value.field == "tools"
+
+
+def test_a_value_that_its_format_cannot_write_is_refused() -> None:
+    parameters = {"type": "object", "properties": {"a": {"enum": ["</parameter>", "<parameter=b>"]}}}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+    with pytest.raises(RequestError, match="no value of a of f"):
+        Chat(byte_tokenizer(), tool_parser="qwen3_coder").prompt(read_conversation([USER], [tool]), PARAMS)

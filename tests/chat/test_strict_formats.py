@@ -36,7 +36,25 @@ SCHEMA: dict[str, Any] = {
     "required": ["text", "count"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "note", "strict": True, "parameters": SCHEMA}}
+# Values that are named one by one, behind references that a format must follow.
+LITERALS: dict[str, Any] = {
+    "$id": "https://example.com/literals",
+    "$ref": "#/$defs/arguments",
+    "$defs": {
+        "arguments": {
+            "type": "object",
+            "properties": {
+                "kind": {"const": "b c", "type": "string"},
+                "mixed": {"enum": ["a", 1, None, "null", "12"]},
+                "one": {"$ref": "#/$defs/one"},
+                "count": {"type": "integer"},
+            },
+            "required": ["kind", "mixed"],
+            "additionalProperties": False,
+        },
+        "one": {"const": 1},
+    },
+}
 # What may stand in text and means something outside of it.
 HOSTILE = [
     "</tool_call>", "</TOOLCALL>", "</tool_calls>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<tool_call>",
@@ -73,9 +91,10 @@ def written(matcher: Matcher, rng: random.Random) -> str | None:
     return None
 
 
-def check(name: str, compiler: GrammarCompiler, count: int) -> None:
+def check(name: str, compiler: GrammarCompiler, count: int, schema: dict[str, Any] = SCHEMA) -> None:
     kind, rng, found = TOOL_PARSERS.load(name), random.Random(name), 0
-    tools = read_conversation([USER], [TOOL]).tools
+    function = {"name": "note", "strict": True, "parameters": schema}
+    tools = read_conversation([USER], [{"type": "function", "function": function}]).tools
     tags = Constraints(TOKENIZER.hf.get_added_vocab())
     rules = kind({}).section_rules(tools, lambda text: tags._literals([text]))
     assert rules is not None, "a format of ours takes strict functions"
@@ -86,12 +105,12 @@ def check(name: str, compiler: GrammarCompiler, count: int) -> None:
             continue
         text = kind.opens[0] + section + "".join(kind.closes[:1])
         for pieces in ([text], list(text)):
-            parser = AnswerParser(kind({"note": SCHEMA}))
+            parser = AnswerParser(kind({"note": schema}))
             message = ChatMessage().extend([e for piece in pieces for e in parser.feed(piece)] + parser.finish())
             assert not message.content and message.tool_calls, text
             for call in message.tool_calls:
                 assert call.name == "note"
-                jsonschema.validate(json.loads(call.arguments), SCHEMA)
+                jsonschema.validate(json.loads(call.arguments), schema)
         found += 1
     assert found >= count / 4
 
@@ -99,6 +118,7 @@ def check(name: str, compiler: GrammarCompiler, count: int) -> None:
 @pytest.mark.parametrize("name", TOOL_PARSERS.names())
 def test_what_the_grammar_allows_is_read_as_valid_arguments(name: str, compiler: GrammarCompiler) -> None:
     check(name, compiler, 3)
+    check(name, compiler, 4, LITERALS)
 
 
 @pytest.mark.slow

@@ -163,6 +163,16 @@ def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
     assert file.read_bytes() == content
 
 
+def test_what_cannot_be_saved_is_said_in_the_users_words(tmp_path: Path) -> None:
+    talk, _ = repl()
+    with pytest.raises(FileNotFoundError) as error:
+        talk.take(f"/save {tmp_path / 'none' / 'talk.json'}")
+    assert error.value.filename == str(tmp_path / "none" / "talk.json")
+    nothing: Any = None
+    with pytest.raises(RequestError, match="nothing was said yet"):
+        LocalModel("x", nothing, nothing, nothing).save_session(tmp_path / "talk.safetensors", [])
+
+
 def test_a_file_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversation, "MAX_FILE_BYTES", 8)
     (tmp_path / "file").write_text('{"messages": []}')

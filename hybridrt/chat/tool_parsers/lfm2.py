@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
-from hybridrt.chat.schemas import json_text, limited, resolved, with_definitions
+from hybridrt.chat.schemas import check_names, json_text, limited, named_arguments, resolved, with_definitions
 from hybridrt.chat.tool_parser import CallSink
 from hybridrt.chat.tool_parsers.json_calls import JsonCalls, read_list
 from hybridrt.chat.values import MAX_NAME, escaped, read_value
@@ -27,6 +27,7 @@ class Lfm2(JsonCalls):
 
     def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
         """Values are JSON, and required arguments come first."""
+        check_names(tools, _NAME)
         calls = limited(_call_rules(tool, f"call{i}") for i, tool in enumerate(tools))
         names = " | ".join(f"call{i}" for i in range(len(tools)))
         return ['section: "[" call (", " call)* "]"', f"call: {names}", *calls, r"KEYWORD: /\w{1,256}/"]
@@ -45,10 +46,10 @@ def _call_rules(tool: Tool, rule: str) -> str:
     opened, must, may = json_text(f"{tool.name}("), list[str](), list[str]()
     if not tool.strict:
         return f'{rule}: {opened} (KEYWORD "=" %json {{}} (", " KEYWORD "=" %json {{}})*)? ")"'
-    required = tool.parameters.get("required")
-    rules = limited(f"{rule}_{i}: {text}" for i, text in enumerate(_argument_rules(tool)))
-    for i, name in enumerate(_properties(tool)):
-        (must if isinstance(required, list) and name in required else may).append(f"{rule}_{i}")
+    arguments = named_arguments(tool, _KEYWORD)
+    rules = limited(f"{rule}_{i}: {text}" for i, text in enumerate(_argument_rules(tool, arguments)))
+    for i, (_, needed) in enumerate(arguments.values()):
+        (must if needed else may).append(f"{rule}_{i}")
     # The optional arguments from the i-th on are a rule of their own: written out behind each that may come first, they
     # would make a text of quadratic length.
     ends = [f"{rule}_from{i}" for i in range(len(may))] + ['""']
@@ -60,16 +61,11 @@ def _call_rules(tool: Tool, rule: str) -> str:
     return "\n".join([f"{rule}: {opened} ({inner}) {json_text(')')}", *rules])
 
 
-def _argument_rules(tool: Tool) -> Iterator[str]:
+def _argument_rules(tool: Tool, arguments: Mapping[str, tuple[Any, bool]]) -> Iterator[str]:
     """What each argument looks like, with its name."""
-    for name, schema in _properties(tool).items():
+    for name, (schema, _) in arguments.items():
         schema = with_definitions(resolved(schema, tool.parameters), tool.parameters)
         yield f"{json_text(f'{name}=')} %json {json_text(schema)}"
-
-
-def _properties(tool: Tool) -> Mapping[str, Any]:
-    found = tool.parameters.get("properties")
-    return found if isinstance(found, Mapping) else {}
 
 
 def _call(scanner: Scanner, sink: CallSink) -> Step[None]:

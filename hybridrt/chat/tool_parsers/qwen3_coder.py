@@ -20,17 +20,24 @@ from typing import Any
 
 from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
-from hybridrt.chat.schemas import json_text, limited, resolved, with_definitions
+from hybridrt.chat.schemas import (
+    check_names,
+    is_of,
+    json_text,
+    limited,
+    named_arguments,
+    options_of,
+    resolved,
+    types_of,
+    with_definitions,
+)
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import MAX_NAME, escaped, read_value
+from hybridrt.errors import RequestError
 
 # Each ends a value. The line break before a tag belongs to the tag.
 _ENDS = tuple(space + tag for tag in ("</parameter>", "<parameter=", "</function>") for space in ("\n", ""))
-_TYPES: dict[str, Any] = {
-    "string": str, "object": dict, "array": list, "integer": int, "number": (int, float), "boolean": bool,
-    "null": type(None),
-}  # fmt: skip
-_MAX_PARTS = 256  # of a schema, that tell its types
+_NAME = re.compile(r"(?!\s)[^>\n]+(?<!\s)")  # of a function or a parameter
 _QUOTE_OR_ESCAPED = re.compile(r'\\.|"', re.DOTALL)
 # Rules of grammars: what a function without a strict schema holds, and text as a parameter.
 _FREE = ('free: ("<parameter=" KEY ">\\n" value)* "</function>"', r"KEY: /[^\s<>]{1,256}/")
@@ -50,6 +57,7 @@ class Qwen3Coder(ToolParser):
 
     def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
         """Parameters come in the schema's order. Enumerations of text are enforced, its length and patterns are not."""
+        check_names(tools, _NAME)
         calls = limited(_call_rule(tool, f"call{i}") for i, tool in enumerate(tools))
         names = " | ".join(f"call{i}" for i in range(len(tools)))
         return [f"section: {names}", *calls, *_FREE, *_TEXT]
@@ -60,7 +68,7 @@ class Qwen3Coder(ToolParser):
             yield from scanner.expect("<function=")
         name = yield from scanner.name(">", MAX_NAME)
         schema = self.tools.get(name, {})
-        properties = _properties(schema)
+        properties = _properties(resolved(schema, schema))
         yield from scanner.space()
         found = yield from scanner.expect("<parameter=", "</function>")
         sink.begin(name)
@@ -68,7 +76,7 @@ class Qwen3Coder(ToolParser):
         while found == "<parameter=":
             key = yield from scanner.name(">", MAX_NAME)
             sink.arguments(f'{before}"{escaped(key)}": ')
-            found = yield from _parameter(scanner, sink, _types(properties.get(key), schema))
+            found = yield from _parameter(scanner, sink, types_of(properties.get(key), schema))
             before = ", "
             if found == "</parameter>":
                 yield from scanner.space()
@@ -118,7 +126,7 @@ def _converted(text: str, types: set[str]) -> str:
     found = _python_as_json(text.strip())
     if found is not None:
         value = json.loads(found)
-        if any(_is(value, name) for name in types - {"string"}):
+        if any(is_of(value, name) for name in types - {"string"}):
             return found
         if "integer" in types and isinstance(value, float) and value.is_integer():
             return str(int(value))
@@ -140,27 +148,27 @@ def _python_as_json(text: str) -> str | None:
     return None if scanner.num_ready else "".join(pieces)
 
 
-def _is(value: object, name: str) -> bool:
-    return isinstance(value, _TYPES.get(name, ())) and not (isinstance(value, bool) and name in ("integer", "number"))
-
-
 def _call_rule(tool: Tool, rule: str) -> str:
     if not tool.strict:
         return f"{rule}: {json_text(f'<function={tool.name}>' + chr(10))} free"
-    required = tool.parameters.get("required")
     parts = limited(
-        _parameter_rule(key, schema, tool.parameters) + ("" if isinstance(required, list) and key in required else "?")
-        for key, schema in _properties(tool.parameters).items()
+        _parameter_rule(key, schema, tool) + ("" if needed else "?")
+        for key, (schema, needed) in named_arguments(tool, _NAME).items()
     )
     return " ".join([f"{rule}:", json_text(f"<function={tool.name}>\n"), *parts, '"</function>"'])
 
 
-def _parameter_rule(key: str, schema: Any, root: Mapping[str, Any]) -> str:
+def _parameter_rule(key: str, schema: Any, tool: Tool) -> str:
+    root = tool.parameters
     schema = resolved(schema, root)
-    options, types = schema.get("enum") if isinstance(schema, Mapping) else None, _types(schema, root)
+    options, types = options_of(schema), types_of(schema, root)
     end = json_text("\n</parameter>\n")
-    if types == {"string"} and isinstance(options, list) and options:
-        value = f"({' | '.join(map(json_text, options))}) {end}"
+    if options is not None and (not types or "string" in types):
+        texts = [text for text in map(_as_text, options) if not any(tag in text for tag in _ENDS)]
+        texts = [text for text in texts if types == {"string"} or json.loads(_converted(text, types)) in options]
+        if not texts:
+            raise RequestError(f"no value of {key} of {tool.name} can be written: leave strict out", "tools")
+        value = f"({' | '.join(map(json_text, texts))}) {end}"
     elif not types or "string" in types:
         value = "value"
     else:
@@ -168,30 +176,11 @@ def _parameter_rule(key: str, schema: Any, root: Mapping[str, Any]) -> str:
     return f"({json_text(f'<parameter={key}>' + chr(10))} {value})"
 
 
-def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = schema.get("properties")
+def _as_text(option: Any) -> str:
+    """A value as a parameter holds it."""
+    return option if isinstance(option, str) else json_text(option)
+
+
+def _properties(schema: Any) -> Mapping[str, Any]:
+    found = schema.get("properties") if isinstance(schema, Mapping) else None
     return found if isinstance(found, Mapping) else {}
-
-
-def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
-    """Types that a part of the schema `root` names, in its alternatives, too. Empty: nothing is known. Alternatives may
-    refer to each other: at most _MAX_PARTS are looked at."""
-    parts, found = [schema], set[str]()
-    for part in parts:
-        part = resolved(part, root)
-        if not isinstance(part, Mapping):
-            continue
-        found |= _named_types(part)
-        for key in ("anyOf", "oneOf", "allOf"):
-            options = part.get(key)
-            parts += options[: _MAX_PARTS - len(parts)] if isinstance(options, list) else ()
-    return found
-
-
-def _named_types(schema: Mapping[str, Any]) -> set[str]:
-    named, options = schema.get("type"), schema.get("enum")
-    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    found = {name for name in names[:_MAX_PARTS] if isinstance(name, str)}
-    if not found and isinstance(options, list):
-        found = {name for name in _TYPES for value in options[:_MAX_PARTS] if _is(value, name)}
-    return found
