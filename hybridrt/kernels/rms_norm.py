@@ -32,5 +32,5 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.device.type == "cpu" and x.numel() == weight.numel() and eps > 0:
         # torch.rms_norm is six operations on a CPU. The scale of one row is a number that Python can compute.
         row = x.reshape(-1)
-        return torch.mul(x, weight).mul_((torch.dot(row, row).item() / len(row) + eps) ** -0.5)
+        return torch.mul(x, weight).mul_((torch.dot(row, row).item() / x.numel() + eps) ** -0.5)
     return torch.rms_norm(x, weight.shape, weight, eps)

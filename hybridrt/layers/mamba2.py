@@ -49,6 +49,7 @@ class Mamba2Mixer(nn.Module):
         self.heads, self.head_dim, _ = self.shape.temporal
         self.width = self.heads * self.head_dim
         conv_dim, device = self.shape.conv_dim, build.device
+        self.sizes = (self.width, conv_dim, self.heads)
         self.conv_weight = parameter(conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
         self.conv_bias = parameter(conv_dim, dtype=build.dtype, device=device, dummy="zeros") if conv_bias else None
         # The recurrence's own numbers stay float32: rounding a decay of 0.999 would change what the state forgets.
@@ -65,7 +66,7 @@ class Mamba2Mixer(nn.Module):
     def forward(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` unless there
         is a draft tree or a norm follows."""
-        z, xBC, dt = projected.split_with_sizes((self.width, self.shape.conv_dim, self.heads), dim=-1)
+        z, xBC, dt = projected.split_with_sizes(self.sizes, dim=-1)
         place = out if self.norm is None else z.new_empty(z.shape)
         backend = batch.attn_backend.route(self)
         y: torch.Tensor = backend.run(self, batch, z=z, xBC=xBC, dt=dt, out=place)
