@@ -23,7 +23,7 @@ from benchmarks.traces import TRACES, Item, Shape
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
-from hybridrt.runtime.step import StepPlan, StepResult
+from hybridrt.runtime.step import StepHandle, StepPlan, StepResult
 
 VOCAB, PAGE_SIZE, NUM_PAGES = 50_000, 16, 2**17
 TOKEN_SECONDS = 0.004  # of a prompt. A step takes a second beside
@@ -49,12 +49,15 @@ class SimulatedExecutor:
         self._now = 0.0
         self._seeds = dict[int, int]()
 
-    def launch(self, plan: StepPlan) -> Answered:
-        self._seeds |= {admission.row: admission.seed for admission in plan.admissions}
+    def launch(self, plan: StepPlan) -> StepHandle:
         self._now += 1 + TOKEN_SECONDS * sum(len(row.tokens) for row in plan.extend)
+        return Answered(self._answer(plan))
+
+    def _answer(self, plan: StepPlan) -> StepResult:
+        self._seeds |= {admission.row: admission.seed for admission in plan.admissions}
         sampled = [*plan.decode, *(row for row in plan.extend if row.sample)]
         tokens = [[3 + hash((self._seeds[row.row], row.output_index)) % (VOCAB - 3)] for row in sampled]
-        return Answered(StepResult(tokens, [None] * len(tokens)))
+        return StepResult(tokens, [None] * len(tokens))
 
     def copied(self, ticket: int) -> bool:
         return True
@@ -64,6 +67,8 @@ class SimulatedExecutor:
 
     def monotonic(self) -> float:
         return self._now
+
+    perf_counter = monotonic
 
     def sleep(self, seconds: float) -> None:
         self._now += seconds

@@ -16,13 +16,22 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.common import environment, free, save, settle
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
+from hybridrt.engine.engine import Engine
 
 LEAST_CONTEXT = 2048  # tokens of max_model_len, as deployments have: graphs of prompts are no larger than it
+
+
+class Clock(Protocol):
+    """What `serve` needs of the module `time`."""
+
+    def perf_counter(self) -> float: ...
+
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -80,22 +89,22 @@ def arriving(work: Sequence[Work], rate: float, seed: int) -> list[Work]:
     return found
 
 
-def serve(llm: LLM, work: Sequence[Work]) -> tuple[list[Timing], float]:
+def serve(engine: Engine, work: Sequence[Work], clock: Clock = time) -> tuple[list[Timing], float]:
     """Runs requests as they arrive; returns their timings and the seconds until the last one ended."""
-    engine, timings, due = llm.engine, [Timing(item.arrival) for item in work], 0
-    start = time.perf_counter()
+    timings, due = [Timing(item.arrival) for item in work], 0
+    start = clock.perf_counter()
     while due < len(work) or engine.has_unfinished():
-        now = time.perf_counter() - start
+        now = clock.perf_counter() - start
         while due < len(work) and work[due].arrival <= now:
             engine.add_request(work[due].prompt, work[due].params, str(due))
             due += 1
         if not engine.has_unfinished():
-            time.sleep(max(work[due].arrival - now, 0.0))
+            clock.sleep(max(work[due].arrival - now, 0.0))
             continue
-        deltas, seen = engine.step(), time.perf_counter() - start
+        deltas, seen = engine.step(), clock.perf_counter() - start
         for delta in deltas:
             timings[int(delta.request_id)].saw(len(delta.token_ids), seen)
-    return timings, time.perf_counter() - start
+    return timings, clock.perf_counter() - start
 
 
 def percentile(values: Sequence[float], share: int) -> float:
@@ -121,18 +130,20 @@ def show(row: dict[str, Any]) -> None:
           f"{row['between tokens p50 ms']:7.2f} p99 {row['between tokens p99 ms']:7.2f} ms", flush=True)  # fmt: skip
 
 
-def measure(llm: LLM, args: argparse.Namespace, saturated: float | None = None) -> list[dict[str, Any]]:
+def measure(
+    engine: Engine, args: argparse.Namespace, saturated: float | None = None, clock: Clock = time
+) -> list[dict[str, Any]]:
     """
     Args:
         saturated: requests a second, of which loads are shares; None: what this run finds.
     """
-    work = make_work(args, llm.model_config.vocab_size)
-    serve(llm, work[: max(len(work) // 10, 1)])
-    rows = [summary("saturated", *serve(llm, work))]
+    work = make_work(args, engine.intake.limits.vocab_size)
+    serve(engine, work[: max(len(work) // 10, 1)], clock)
+    rows = [summary("saturated", *serve(engine, work, clock))]
     show(rows[0])
     for share in args.shares:
         rate = (saturated or rows[0]["requests/s"]) * share
-        rows.append(summary(f"{share:.0%}", *serve(llm, arriving(work, rate, args.seed))))
+        rows.append(summary(f"{share:.0%}", *serve(engine, arriving(work, rate, args.seed), clock)))
         show(rows[-1])
     return rows
 
@@ -180,7 +191,7 @@ def main() -> None:
         )  # fmt: skip
         print(f"chunk {chunk}, target {target} ms; {llm.plan.summary()}" if not rows else f"chunk {chunk}, {target} ms")
         settle()
-        found = measure(llm, args, rows[0]["requests/s"] if rows else None)
+        found = measure(llm.engine, args, rows[0]["requests/s"] if rows else None)
         if (error := llm.engine.counters().step_cost_error) is not None:
             print(f"median error of the predicted times of steps: {error:.1%}")
         rows += [{"chunk": chunk, "target_itl_ms": target} | row for row in found]

@@ -35,6 +35,8 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 def is_number(value: object, kind: type) -> bool:
     """True for numbers of `kind`, Integral or Real, of Python and numpy. A bool and a numpy duration are instances of
     these classes, but they do not count as numbers."""
+    if type(value) is int or (type(value) is float and kind is Real):
+        return True  # at once: a check for an abstract class takes long, and there are a dozen a request
     if not isinstance(value, kind) or isinstance(value, bool):
         return False
     return getattr(getattr(value, "dtype", None), "kind", "") != "m"

@@ -1,9 +1,11 @@
 """Two parts of a step that don't need each other, side by side in a CUDA graph."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+_IN_LINE = nullcontext()
 
 
 class Branch:
@@ -16,13 +18,14 @@ class Branch:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self) -> AbstractContextManager[object]:
         """What is launched within runs beside what is launched after it, until `join`."""
         stream = self._capturing()
-        if stream is None:
-            yield
-            return
+        return _IN_LINE if stream is None else self._forked(stream)
+
+    @staticmethod
+    @contextmanager
+    def _forked(stream: torch.cuda.Stream) -> Iterator[None]:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             yield

@@ -9,10 +9,12 @@ from hybridrt.attention.segments import DecodeSegment, ExtendSegment
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba2_decode import mamba2_decode
+from hybridrt.kernels.mamba2_in_place import PoolRows, mamba2_in_place
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
 from hybridrt.kernels.records import SSMInputs, SSMWeights
 from hybridrt.kernels.selective_state_update import selective_state_update
 from hybridrt.kernels.views import by_head
+from hybridrt.mem_cache.mamba_pool import LayerCache
 
 
 class Mamba2AttnBackend(MambaAttnBackendBase):
@@ -25,6 +27,25 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
     kind, scan, saves_at_chunks = "mamba2", "mamba2_chunk_scan", True
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        cache, rows = self.layer_cache(layer.layer_id), segment.pool_rows
+        if rows is not None and cache.ring_values is None:
+            found = self._decode_in_place(layer, inputs, cache, rows)
+            if found is not None:
+                return found
+        return self._decode_rows(layer, inputs, segment)
+
+    def _decode_in_place(self, layer: Any, inputs: Inputs, cache: LayerCache, rows: PoolRows) -> torch.Tensor | None:
+        """The rows of a plain step on a CPU; None where they cannot be updated in place."""
+        xBC, conv_weights = inputs["xBC"], self.conv_weights(layer)
+        if not rows.holds(xBC, cache.conv, cache.temporal, conv_weights.weight.shape[1]):
+            return None
+        z = inputs["z"] if layer.norm is None else None
+        return mamba2_in_place(
+            xBC, inputs["dt"], z, conv_weights, self.weights(layer), cache.conv, cache.temporal, rows, inputs.get("out")
+        )
+
+    def _decode_rows(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        """The rows of any step."""
         xBC, dt, gate = segment.by_row(inputs["xBC"]), segment.by_row(inputs["dt"]), None
         if layer.norm is None:
             gate = segment.by_row(inputs["z"]).unflatten(2, (layer.heads, layer.head_dim))

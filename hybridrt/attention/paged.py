@@ -184,13 +184,15 @@ class PagedAttnBackend(PagedKVBackend):
             self._latent_extend = select("latent_extend", kv_pool.device.type, self.provider)
 
     def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        heads = q.unflatten(1, (layer.spec.num_heads, -1)).unflatten(0, (batch.num_decode_rows, -1))
+        heads = q.view(batch.num_decode_rows, batch.tokens_per_row, layer.spec.num_heads, -1)
         kv, rows = self.layer_kv(layer), self.decode_rows(layer, batch)
         if layer.spec.variant == "mla":
             sums = self._decode(into_latent(heads, layer.weights), kv, rows)
             return from_latent(sums, layer.weights).view(q.shape[0], -1)
-        place = None if out is None else out.view(heads.shape)
-        return self._decode(heads, kv, rows, place).reshape(q.shape[0], -1)
+        if out is None:
+            return self._decode(heads, kv, rows, None).reshape(q.shape[0], -1)
+        self._decode(heads, kv, rows, out.view(heads.shape))
+        return out
 
     def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = by_head(q, layer.spec.num_heads, q.shape[1] // layer.spec.num_heads)

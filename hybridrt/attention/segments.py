@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.decode_metadata import DecodeBuffers
+from hybridrt.kernels.mamba2_in_place import PoolRows, pool_rows
 from hybridrt.kernels.records import ConvState, IntermediateStates, Prompts, StateRing, StateSlots
 from hybridrt.mem_cache.mamba_pool import LayerCache
 
@@ -27,6 +29,13 @@ class DecodeSegment:
     def by_row(self, t: torch.Tensor) -> torch.Tensor:
         """[n * tokens_per_row, ...] as [n, tokens_per_row, ...]."""
         return t.view(self.rows.shape[0], self.tokens_per_row, *t.shape[1:])
+
+    @cached_property
+    def pool_rows(self) -> PoolRows | None:
+        """Of one token a row on a CPU: the rows as neighbours in the pools, the same in all layers. Else None."""
+        if self.tokens_per_row > 1:
+            return None
+        return pool_rows(self.buffers.state_slots, self.buffers.start_positions)
 
     def state(self, cache: LayerCache) -> StateSlots:
         """A layer's recurrent states, read and written at the same slots. One token is final at once: only a verify

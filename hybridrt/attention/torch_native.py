@@ -1,17 +1,37 @@
 """Softmax attention in plain torch: the CPU path, and the oracle of the other backends."""
 
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from hybridrt.attention.paged import PagedAttnBackend, PagedMetadata
 from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.paged_attention import RowContext, attend, row_context
+from hybridrt.kernels.paged_attention import CellPlaces, RowContext, attend, cell_places, row_context, store_at
+from hybridrt.kernels.records import Rope
+from hybridrt.kernels.rotary import turned, turns
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 
+@dataclass
+class TorchPlan:
+    """What the layers of a step share; the first one that needs it computes it.
+
+    Attributes:
+        contexts: of the decode rows, by window.
+        turns: cosines and sines of the tokens, by the address of their table.
+        places: where keys and values go.
+    """
+
+    contexts: dict[int | None, RowContext] = field(default_factory=dict)
+    turns: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    places: CellPlaces | None = None
+
+
 class TorchNativeAttnBackend(PagedAttnBackend):
-    """Gathers a request's pages and calls scaled_dot_product_attention. The decode rows' pages are looked up once for
-    all layers of a window."""
+    """Gathers a request's pages and calls scaled_dot_product_attention. What all layers share is computed once a
+    step."""
 
     provider = "torch"
     latent_operations = ("latent_extend", "attention_decode")
@@ -21,12 +41,29 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
         self._decode = attend
 
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
+        plan, spec, table = self._plan(batch), layer.spec, rope.cos_sin.data_ptr()
+        if table not in plan.turns:
+            plan.turns[table] = turns(rope.cos_sin, batch.positions)
+        if plan.places is None:
+            plan.places = cell_places(batch.out_cache_loc, self.kv_pool.page_size)
+        heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
+        rotated, key = turned(q.view(heads), k.view(kv_heads), rope, plan.turns[table])
+        k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
+        store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places)
+        return rotated.flatten(1)
+
     def decode_rows(self, layer: Any, batch: ForwardBatch) -> RowContext:
+        step, window = self.planned(batch), layer.spec.sliding_window
+        contexts = self._plan(batch).contexts
+        if window not in contexts:
+            table = self.req_to_token_pool.req_to_token
+            contexts[window] = row_context(table, step.decode, batch.tokens_per_row, window)
+        return contexts[window]
+
+    def _plan(self, batch: ForwardBatch) -> TorchPlan:
         step: PagedMetadata = self.planned(batch)
-        assert step.decode is not None
-        table, window = self.req_to_token_pool.req_to_token, layer.spec.sliding_window
-        by_window: dict[int | None, RowContext] = step.plan or {}
-        if window not in by_window:
-            by_window[window] = row_context(table, step.decode, batch.tokens_per_row, window)
-            step.plan = by_window
-        return by_window[window]
+        if step.plan is None:
+            step.plan = TorchPlan()
+        plan: TorchPlan = step.plan
+        return plan

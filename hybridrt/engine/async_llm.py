@@ -123,6 +123,7 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self.watchers: list[Callable[[StepMessage], None]] = []
         self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()
+        self._left: dict[str, int] = {}  # by request: samples whose last delta has not been handed out
         self._names = count()
         self.draining = False
         self._events: asyncio.AbstractEventLoop | None = None
@@ -186,19 +187,23 @@ class AsyncLLM:
         events = asyncio.get_running_loop()
         if self._streams and events is not self._events:
             raise EngineError("an AsyncLLM serves one event loop at a time: end the requests of the other one first")
+        if events is not self._events:
+            self._left.clear()  # messages that an earlier loop has not taken are lost
         self._events = events
         name = f"async-{next(self._names)}" if name is None else name
         if isinstance(prepared, PreparedPrompt):
             batch = {name: prepared}
         else:
             batch = {f"{name}-{i}": prompt for i, prompt in enumerate(prepared)}
-        for taken in filter(self._streams.__contains__, (name, *batch)):
+        # A request whose reader has gone blocks its id until its last deltas are here: they would go to the new one.
+        for taken in (known for known in (name, *batch) if known in self._streams or known in self._left):
             raise RequestError(f"request id {taken!r} is in use; pass another one, or None to get one", "request_id")
         deltas = DeltaStream(self._loop)
         try:
             for request_id, prompt in batch.items():
                 self._loop.submit(prompt, request_id, stream=stream)
                 deltas.requests[request_id] = prompt
+                self._left[request_id] = prompt.params.n
                 deltas.running += prompt.params.n
         except Exception:
             deltas.close()
@@ -341,5 +346,9 @@ class AsyncLLM:
             stream = self._streams.get(delta.request_id)
             if stream is not None:
                 stream.put(delta)
+            if delta.finish_reason is not None:
+                left = self._left.pop(delta.request_id, 1) - 1
+                if left:
+                    self._left[delta.request_id] = left
         for watch in self.watchers:
             watch(message)

@@ -23,7 +23,7 @@ from hybridrt.engine.request import Request, derive_seed, new_samples
 from hybridrt.engine.samples import Samples
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.sessions import Sessions
-from hybridrt.engine.step_cost import GraphedPrompts, StepCost
+from hybridrt.engine.step_cost import StepCost
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
@@ -123,8 +123,8 @@ class Engine:
         coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
         target = None
         if config.target_itl_ms:
-            graphed = GraphedPrompts(*runner.prompt_graphs.largest) if runner.prompt_graphs else None
-            target = ItlTarget(config.target_itl_ms / 1e3, cost=StepCost(graphed))
+            buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
+            target = ItlTarget(config.target_itl_ms / 1e3, cost=StepCost(buckets))
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
             target=target,
@@ -373,6 +373,7 @@ class Engine:
     def _consume(self, failure: Exception | None = None) -> None:
         """Reads the oldest launched step, also one that failed. An interrupt during the wait leaves it launched."""
         step, handle = self._launched[0]
+        step.late = len(self._launched) > 1 and handle.ready()
         try:
             result = handle.result()
             if failure is not None:

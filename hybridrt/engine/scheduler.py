@@ -20,12 +20,13 @@ from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
 class ScheduledStep:
     """A plan and the requests of its rows. `rows` has the plan's order, decode rows then extend rows: each request and
     how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on other chunks). `sampled`: it has the masks that it
-    needs, if any. `launched`: when, by the clock of the scheduler's ItlTarget."""
+    needs, if any. `launched`: when, by the clock of the scheduler's ItlTarget. `late`: it ended before it was read."""
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
     sampled: bool = True
     launched: float = 0.0
+    late: bool = False
 
     def check(self, result: StepResult) -> None:
         """Raises EngineError if the result has a wrong number of rows, a row gained more than its limit, or an
@@ -131,7 +132,7 @@ class Scheduler:
         have finished and that no other launched step names."""
         self._in_flight -= 1
         if self._target is not None:
-            self._target.ended(step.plan, step.launched, sum(gained))
+            self._target.ended(step.plan, step.launched, sum(gained), step.late)
         decode, extend = step.plan.decode, step.plan.extend
         lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
         if any(lost):

@@ -1,12 +1,13 @@
 """Predicts the seconds of a step, as a sum of non-negative costs of its parts that is fitted to earlier steps."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
+from hybridrt.runtime.prompt_columns import Bucket
 from hybridrt.runtime.step import StepPlan
 
 # Numbers of tokens at which the cost of one more token may rise. A step with few tokens takes the time to read all
@@ -14,6 +15,7 @@ from hybridrt.runtime.step import StepPlan
 # convex function of the tokens.
 _KNOTS = (0, 64, 256, 1024)
 _KINDS = ("decode", "prefill", "mixed")
+_OF_KIND = {kind: tuple(float(kind == other) for other in _KINDS) for kind in _KINDS}
 _DECAY = 0.98  # weight of a step after the next one of its kind
 _RIDGE = 1e-6  # of normalised features: makes the fit unique where the steps leave it open
 _ENOUGH, _FIT_EVERY, _REMEMBERED = 8, 32, 128  # steps
@@ -59,24 +61,15 @@ class StepWork(NamedTuple):
         """One of _KINDS."""
         return "mixed" if self.decode_tokens and self.prompt_tokens else "decode" if self.decode_tokens else "prefill"
 
-    def features(self) -> list[float]:
-        """The features, each of which has one cost."""
-        tokens = self.decode_tokens + self.prompt_tokens
+    def features(self, tokens: int) -> list[float]:
+        """The features, each of which has one cost. `tokens`: of the step, with those that pad it."""
         return [
-            *(float(self.kind == kind) for kind in _KINDS), *(float(max(tokens - knot, 0)) for knot in _KNOTS),
-            float(self.decode_tokens), float(self.decode_context), float(self.prompt_rows), float(self.prompt_pairs),
-            float(self.passes),
+            *_OF_KIND[self.kind], *(max(tokens - knot, 0) for knot in _KNOTS), self.decode_tokens, self.decode_context,
+            self.prompt_rows, self.prompt_pairs, self.passes,
         ]  # fmt: skip
 
 
-_SIZE = len(StepWork().features()) + 1
-
-
-class GraphedPrompts(NamedTuple):
-    """Prompts, and tokens of all of them, of the largest step with prompts that runs as a graph."""
-
-    rows: int
-    tokens: int
+_SIZE = len(StepWork().features(0)) + 1
 
 
 class StepCost:
@@ -88,19 +81,20 @@ class StepCost:
     that was slow for another reason (a kernel was compiled) has little effect, because its error relative to its own
     time is at most one.
 
-    A step that no graph holds takes longer to launch than to run. No cost of a token describes such a jump, so these
-    steps have a cost of their own.
+    A graph takes as long for few tokens as for all that its bucket has room for, so a step is predicted by its bucket's
+    tokens. A step that no graph holds takes longer to launch than to run, however few its tokens are. No cost of a
+    token describes that: these steps have a cost of their own, and count as many tokens as the largest graph at least.
 
     Args:
-        graphed: None: no step with prompts runs as a graph.
+        buckets: of the graphs of steps with prompts. Empty: no such step runs as a graph.
 
     Attributes:
         max_prompt_tokens: prompt tokens of the largest step that has run.
     """
 
-    def __init__(self, graphed: GraphedPrompts | None = None) -> None:
+    def __init__(self, buckets: Iterable[Bucket] = ()) -> None:
         self.max_prompt_tokens = 0
-        self._graphed = graphed
+        self._buckets = sorted(buckets, key=sum)
         self._costs: list[float] | None = None
         self._squares = np.zeros((len(_KINDS), _SIZE, _SIZE))  # sums over steps, by kind
         self._moments = np.zeros((len(_KINDS), _SIZE))
@@ -125,20 +119,44 @@ class StepCost:
         if self._count >= _ENOUGH and (self._count < _FIT_EVERY or self._count % _FIT_EVERY == 0):
             self._costs = _nonnegative_costs(self._squares.sum(0), self._moments.sum(0)).tolist()
 
+    def fills(self, work: StepWork) -> list[int]:
+        """Tokens of one more chunk that fill the graphs which may run the step with it, ascending: a chunk of as many
+        takes little longer than a shorter one for which the next smaller graph has no room."""
+        longer = work.with_chunk(0, 1)
+        return sorted({bucket.tokens - work.prompt_tokens for bucket in self._buckets if _has_room(bucket, longer)})
+
     @property
     def error(self) -> float | None:
         """Median relative error of the last predictions, each made before its step was observed; None without one."""
         return median(self._errors) if self._errors else None
 
     def _features(self, work: StepWork) -> list[float]:
-        graphed = self._graphed
-        alone = graphed is not None and (work.prompt_rows > graphed.rows or work.prompt_tokens > graphed.tokens)
-        return [*work.features(), float(alone)]
+        """`StepWork.features` and whether the step runs without a graph although there are graphs."""
+        if not work.prompt_tokens or not self._buckets:
+            return [*work.features(work.decode_tokens + work.prompt_tokens), 0.0]
+        bucket = self._bucket(work)
+        tokens = max(work.decode_tokens + work.prompt_tokens, sum(self._buckets[-1])) if bucket is None else sum(bucket)
+        return [*work.features(tokens), float(bucket is None)]
+
+    def _bucket(self, work: StepWork) -> Bucket | None:
+        """The one whose graph runs a step with prompts (`PromptGraphs.bucket`)."""
+        for bucket in self._buckets:
+            if _has_room(bucket, work):
+                return bucket
+        return None
 
     def _note_error(self, works: Sequence[StepWork], seconds: float) -> None:
         predicted = [self.predict(work) for work in works]
         if None not in predicted:
             self._errors.append(abs(sum(predicted) - seconds) / seconds)  # type: ignore[arg-type]
+
+
+def _has_room(bucket: Bucket, work: StepWork) -> bool:
+    return (
+        bucket.decode_rows >= work.decode_tokens
+        and bucket.tokens >= work.prompt_tokens
+        and bucket.prompts >= work.prompt_rows
+    )
 
 
 def _nonnegative_costs(squares: np.ndarray, moments: np.ndarray) -> np.ndarray:

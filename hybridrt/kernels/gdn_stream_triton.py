@@ -69,13 +69,11 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     old_keys = tl.load(old_cells, mask=(w < length)[:, None] & k_mask[None, :], other=0.0)
 
     # The step's vectors: keys as the ring will hold them, queries as they are and their scale apart.
-    raw = conv_tokens(
-        source, st, conv_row, conv_row, weight_ptr, bias_ptr, k_channel, k_mask, position, False, t_all, T, TAPS, WC
-    ).to(tl.float32)
-    new_keys = (raw * tl.rsqrt(tl.sum(raw * raw, axis=1) + _EPS)[:, None]).to(vectors_ptr.dtype.element_ty)
-    queries = conv_tokens(
-        source, st, conv_row, conv_row, weight_ptr, bias_ptr, q_channel, k_mask, position, False, t_all, T, TAPS, WC
+    raw = conv_tokens(source, st, conv_row, weight_ptr, bias_ptr, k_channel, k_mask, position, t_all, T, TAPS, WC).to(
+        tl.float32
     )
+    new_keys = (raw * tl.rsqrt(tl.sum(raw * raw, axis=1) + _EPS)[:, None]).to(vectors_ptr.dtype.element_ty)
+    queries = conv_tokens(source, st, conv_row, weight_ptr, bias_ptr, q_channel, k_mask, position, t_all, T, TAPS, WC)
     squares = queries.to(tl.float32) * queries.to(tl.float32)
     scale = tl.rsqrt(tl.sum(squares, axis=1) + _EPS) * (K**-0.5)
     queries = queries.to(vectors_ptr.dtype.element_ty)
@@ -164,9 +162,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     channel, live = 2 * HK * K + h * V + v, v < tl.where(slot < 0, 0, V)
     source, conv_row = qkv_ptr + b * qkv_strides[0] + channel, conv_ptr + safe_slot * conv_ss
     if T == 1:
-        raw = conv_one_token(
-            source, conv_row, conv_row, weight_ptr, bias_ptr, channel, live, position, False, TAPS, WC
-        ).to(tl.float32)
+        raw = conv_one_token(source, conv_row, weight_ptr, bias_ptr, channel, live, position, TAPS, WC).to(tl.float32)
     else:
         push_inputs(source, st, conv_row, conv_row, channel, live, position, False, T, TAPS, WC)
         raw = step_input(source, st, conv_row, weight_ptr, bias_ptr, channel, live, position, 0, TAPS, WC)

@@ -59,15 +59,14 @@ def prepare_channels(  # type: ignore[no-untyped-def]
 
     # Keys as the ring will hold them.
     raw = conv_tokens(
-        source, st, conv_row, conv_row, weight_ptr, bias_ptr, (HK + h) * K + k, k_mask, position, False,
-        t_all, T, TAPS, WC,
-    ).to(tl.float32)  # fmt: skip
+        source, st, conv_row, weight_ptr, bias_ptr, (HK + h) * K + k, k_mask, position, t_all, T, TAPS, WC
+    ).to(tl.float32)
     new_keys = (raw * tl.rsqrt(tl.sum(raw * raw, axis=1) + _EPS)[:, None]).to(keys_ptr.dtype.element_ty)
     new_cells = keys_row + ((start + length + t_all) % W)[:, None] * K + k[None, :]
     tl.store(new_cells, new_keys, mask=token_mask[:, None] & k_mask[None, :])
     new_keys = new_keys.to(tl.float32)
     queries = conv_tokens(
-        source, st, conv_row, conv_row, weight_ptr, bias_ptr, h * K + k, k_mask, position, False, t_all, T, TAPS, WC
+        source, st, conv_row, weight_ptr, bias_ptr, h * K + k, k_mask, position, t_all, T, TAPS, WC
     ).to(tl.float32)
     queries *= (tl.rsqrt(tl.sum(queries * queries, axis=1) + _EPS) * (K**-0.5))[:, None]
 

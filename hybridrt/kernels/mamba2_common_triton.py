@@ -151,36 +151,32 @@ def push_operands(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def conv_one_token(  # type: ignore[no-untyped-def]
-    source, conv_row, write_row, weight_ptr, bias_ptr, channel, mask, position, moved,
-    TAPS: tl.constexpr, WC: tl.constexpr,
-):  # fmt: skip
-    """`step_input` and `push_inputs` of a single token."""
+    source, conv_row, weight_ptr, bias_ptr, channel, mask, position, TAPS: tl.constexpr, WC: tl.constexpr
+):
+    """`step_input` and `push_inputs` of a single token, whose row keeps its slot."""
     new, ring = conv_operands(source, conv_row, channel, mask, WC)
     out = conv_of_operands(new, ring, None, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC)
-    push_operands(new, ring, write_row, channel, mask, position, moved, TAPS, WC)
+    push_operands(new, ring, conv_row, channel, mask, position, False, TAPS, WC)
     return out
 
 
 @triton.jit
 def conv_tokens(  # type: ignore[no-untyped-def]
-    source, stride_t: tl.constexpr, conv_row, write_row, weight_ptr, bias_ptr, channel, mask, position, moved, t,
+    source, stride_t: tl.constexpr, conv_row, weight_ptr, bias_ptr, channel, mask, position, t,
     T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
     """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype, zero past T. Their
-    raw inputs enter the conv ring `write_row`, as in `push_inputs`. Without taps it is SiLU alone."""
+    raw inputs enter the conv ring `conv_row`, as in `push_inputs`. Without taps it is SiLU alone."""
     if TAPS == 0:
         raw = source + t[:, None] * stride_t + channel[None, :]
         values = tl.load(raw, mask=mask[None, :] & (t < T)[:, None], other=0.0)
         out = silu(values.to(tl.float32)).to(source.dtype.element_ty)
     elif T == 1:
-        out = conv_one_token(
-            source + channel, conv_row, write_row, weight_ptr, bias_ptr, channel, mask, position, moved, TAPS, WC
-        )[None, :]
+        out = conv_one_token(source + channel, conv_row, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC)
+        out = out[None, :]
     else:
-        push_inputs(source + channel, stride_t, conv_row, write_row, channel, mask, position, moved, T, TAPS, WC)
-        total = tl.zeros([t.shape[0], channel.shape[0]], tl.float32)
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)[None, :]
+        push_inputs(source + channel, stride_t, conv_row, conv_row, channel, mask, position, False, T, TAPS, WC)
+        total = tl.zeros([t.shape[0], channel.shape[0]], tl.float32) + bias_of(bias_ptr, channel, mask)[None, :]
         for k in tl.static_range(TAPS):
             tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
             token = t + (k - (TAPS - 1))

@@ -67,7 +67,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
                 x = x.to(source.dtype.element_ty)
                 tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
         elif T == 1:
-            x = conv_one_token(source + c, conv_row, conv_row, weight_ptr, bias_ptr, c, mask, position, False, TAPS, WC)
+            x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC)
             tl.store(cells + (first % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
         else:
             push_inputs(source + c, st, conv_row, conv_row, c, mask, position, False, T, TAPS, WC)
@@ -103,13 +103,11 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         BLOCK_T: tl.constexpr = 16 if T > 1 else 1
         t_all = tl.arange(0, BLOCK_T)
         new_keys = conv_tokens(
-            source, st, conv_row, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, False, t_all,
-            T, TAPS, WC,
-        )  # fmt: skip
+            source, st, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, t_all, T, TAPS, WC
+        )
         queries = conv_tokens(
-            source, st, conv_row, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, False, t_all,
-            T, TAPS, WC,
-        )  # fmt: skip
+            source, st, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, t_all, T, TAPS, WC
+        )
         token_mask = (t_all < T)[:, None] & n_mask[None, :]
         new_column = (start + length + t_all) % W
         tl.store(keys_row + new_column[:, None] * N + n[None, :], new_keys, mask=token_mask)

@@ -33,15 +33,38 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_l
 
 def store(caches: Iterable[tuple[Tensor, Tensor]], out_cache_loc: Tensor) -> None:
     """`write_kv` of caches, each with what it gets, in plain torch."""
+    caches = tuple(caches)
+    store_at(caches, cell_places(out_cache_loc, caches[0][0].shape[1]))
+
+
+class CellPlaces(NamedTuple):
+    """Where tokens go in the cells [pages * page, ...] of a cache, the same in all layers of a step.
+
+    Attributes:
+        cells: [T] int64; 0 for padding.
+        padding: [T] bool; None where it is known that there is none.
+    """
+
+    cells: Tensor
+    padding: Tensor | None
+
+
+def cell_places(out_cache_loc: Tensor, page: int) -> CellPlaces:
+    """The places of slots [T] in pages of so many tokens."""
     slots = out_cache_loc.long()
+    if slots.device.type == "cpu" and (slots.numpy() >= page).all():
+        return CellPlaces(slots, None)
+    padding = slots < page
+    return CellPlaces(slots.masked_fill(padding, 0), padding)
+
+
+def store_at(caches: Iterable[tuple[Tensor, Tensor]], places: CellPlaces) -> None:
+    """Each cache [pages, page, ...] gets its values [T, ...], but for padding."""
     for cache, new in caches:
-        page, cells, values = cache.shape[1], cache.view(-1, *cache.shape[2:]), new.to(cache.dtype)
-        if slots.device.type == "cpu" and (slots.numpy() >= page).all():
-            cells.index_copy_(0, slots, values)
-        else:
-            padding = slots < page
-            values = torch.where(padding[:, None, None], cells[:1], values)
-            cells.index_copy_(0, slots.masked_fill(padding, 0), values)
+        cells, values = cache.view(-1, *cache.shape[2:]), new.to(cache.dtype)
+        if places.padding is not None:
+            values = torch.where(places.padding[:, None, None], cells[:1], values)
+        cells.index_copy_(0, places.cells, values)
 
 
 @operation(By("triton"), By("sgl_kernel", priority=5, supports=_FA3))
@@ -78,10 +101,7 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
         if query_len > 0:
             first = 0 if sliding_window is None else max(seq_len - query_len - sliding_window + 1, 0)
             slots = req_to_token[:, first:seq_len].index_select(0, rows[row : row + 1]).view(-1)
-            keys, values = (
-                _gather(cache, slots).view(1, seq_len - first, *cache.shape[2:]).transpose(1, 2).to(q.dtype)
-                for cache in (k_cache, v_cache)
-            )
+            keys, values = (_by_head(cache, slots, 1, q.dtype) for cache in (k_cache, v_cache))
             query = q[start:end].transpose(0, 1).unsqueeze(0)
             out[start:end] = _causal_attention(query, keys, values, scale, sliding_window)[0].transpose(0, 1)
         start = end
@@ -131,19 +151,22 @@ def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = Non
         visible = visible.unsqueeze(1)
         if tokens > 1:
             visible = visible.expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * tokens, -1)
-    keys, values = (
-        _gather(cache, slots).view(num_rows, -1, kv_heads, cache.shape[3]).transpose(1, 2).to(q.dtype)
-        for cache in (k_cache, v_cache)
-    )
+    keys, values = _by_head(k_cache, slots, num_rows, q.dtype), _by_head(v_cache, slots, num_rows, q.dtype)
     # The query heads that share a key head become extra query positions of that head: nothing is repeated.
-    query = q.view(num_rows, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
-    query = query.reshape(num_rows, kv_heads, groups * tokens, head_dim)
+    if tokens == 1:
+        query = q.view(num_rows, kv_heads, groups, head_dim)
+    else:
+        query = q.view(num_rows, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
     result = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
-    result = result.view(num_rows, kv_heads, groups, tokens, -1).permute(0, 3, 1, 2, 4)
-    result = result.reshape(num_rows, tokens, query_heads, -1)
     if visible is not None:
         result.masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
-    return result if out is None else out.copy_(result)
+    if out is None:
+        out = q.new_empty(num_rows, tokens, query_heads, v_cache.shape[3])
+    if tokens == 1:
+        out.view(num_rows, kv_heads, groups, -1).copy_(result)
+    else:
+        out.copy_(result.unflatten(2, (groups, tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3))
+    return out
 
 
 def _run(slots: Tensor) -> Tensor | slice:
@@ -158,9 +181,15 @@ def _all_reach(seq_lens: Tensor, context: int) -> bool:
     return not seq_lens.is_cuda and seq_lens.tolist() == [context] * len(seq_lens)
 
 
-def _gather(cache: Tensor, slots: Tensor | slice) -> Tensor:
-    cells = cache.view(-1, cache.shape[2] * cache.shape[3])
-    return cells[slots] if isinstance(slots, slice) else cells.index_select(0, slots)
+def _by_head(cache: Tensor, slots: Tensor | slice, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """[B, Hkv, L, D]: what B rows find at slots [B * L] of a cache. Adjacent slots are a view."""
+    heads, dim = cache.shape[2:]
+    if isinstance(slots, slice):
+        (_, token, head, element), length = cache.stride(), (slots.stop - slots.start) // num_rows
+        shape, strides = (num_rows, heads, length, dim), (length * token, head, token, element)
+        return cache.as_strided(shape, strides, cache.storage_offset() + slots.start * token).to(dtype)
+    cells = cache.view(-1, heads * dim).index_select(0, slots)
+    return cells.view(num_rows, -1, heads, dim).transpose(1, 2).to(dtype)
 
 
 def _last_slots(

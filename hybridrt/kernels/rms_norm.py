@@ -13,7 +13,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x `[..., D]` any float dtype, may be a strided view; weight `[D]` float32 (a zero-centred norm's 1 + w is folded at
     load time). Returns a new tensor of x's shape and dtype.
     """
-    return torch.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return _normed(x.float(), weight, eps).to(x.dtype)
 
 
 @operation(By("triton"), By("flashinfer", priority=5), By("sgl_kernel", priority=4))
@@ -24,4 +24,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     sum and comes in x's dtype.
     """
     residual.add_(x)
-    return torch.rms_norm(residual.float(), weight.shape, weight, eps).to(x.dtype), residual
+    return _normed(residual.float(), weight, eps).to(x.dtype), residual
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Of x [..., D] float32."""
+    if x.device.type == "cpu" and x.numel() == weight.numel() and eps > 0:
+        # torch.rms_norm is six operations on a CPU. The scale of one row is a number that Python can compute.
+        row = x.reshape(-1)
+        return torch.mul(x, weight).mul_((torch.dot(row, row).item() / len(row) + eps) ** -0.5)
+    return torch.rms_norm(x, weight.shape, weight, eps)

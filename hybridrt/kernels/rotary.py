@@ -9,6 +9,27 @@ from hybridrt.kernels.records import KVPlaces, Rope
 from hybridrt.kernels.rms_norm import rms_norm
 
 
+def turns(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, 1, rot / 2] of tokens at `positions` [T]: the same in all layers of a table."""
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    return cos, sin
+
+
+def turned(q: Tensor, k: Tensor, rope: Rope, by: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """`qk_norm_rotary` in plain torch, by the cosines and sines of the tokens."""
+    cos, sin = by
+    normed_q = q if rope.q_weight is None else rms_norm.reference(q, rope.q_weight, rope.eps)
+    normed_k = k if rope.k_weight is None else rms_norm.reference(k, rope.k_weight, rope.eps)
+    # One tensor for both takes half as many operations: a decode step on a CPU spends its time on their number.
+    heads, half = torch.cat((normed_q, normed_k), dim=1).float(), cos.shape[2]
+    first, second, _ = heads.split_with_sizes((half, half, heads.shape[2] - 2 * half), dim=-1)
+    rotated = (first * cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(rotated)
+    rotated_q, rotated_k = heads.to(q.dtype).split_with_sizes((q.shape[1], k.shape[1]), dim=1)
+    return rotated_q, rotated_k
+
+
 @operation(By("triton"))
 def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     """Norms q and k per head if there are weights (Qwen3-Next), then rotates the first `rot` dims of every head by its
@@ -18,19 +39,7 @@ def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple
     dtypes, possibly views of one tensor. With an implementation that works in place, the arguments themselves come
     back.
     """
-    cos_sin, q_weight, k_weight, eps = rope
-    normed_q = q if q_weight is None else rms_norm.reference(q, q_weight, eps)
-    normed_k = k if k_weight is None else rms_norm.reference(k, k_weight, eps)
-    # One tensor for both takes half as many operations: a decode step on a CPU spends its time on their number.
-    heads = torch.cat((normed_q, normed_k), dim=1).float()
-    half = cos_sin.shape[1] // 2
-    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)
-    first, second = heads[..., :half], heads[..., half : 2 * half]
-    rotated = (first * cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).addcmul_(first, sin)
-    first.copy_(rotated)
-    rotated_q, rotated_k = heads.to(q.dtype).split_with_sizes((q.shape[1], k.shape[1]), dim=1)
-    return rotated_q, rotated_k
+    return turned(q, k, rope, turns(rope.cos_sin, positions))
 
 
 @operation(By("triton"))

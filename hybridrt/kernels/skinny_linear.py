@@ -24,8 +24,10 @@ ALONE_UP_TO, FILLING_ROWS = 32, 16384
 
 def is_skinny(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
     """Whether skinny_linear beats the separate operations for x `[T, K]`: few rows and 16-bit weights, on a GPU."""
+    if not x.is_cuda:
+        return False
     max_tokens = ALONE_UP_TO if activation is None or len(weight) < FILLING_ROWS else MAX_TOKENS
-    return x.is_cuda and 0 < x.shape[0] <= max_tokens and weight.dtype in (torch.bfloat16, torch.float16)
+    return 0 < x.shape[0] <= max_tokens and weight.dtype in (torch.bfloat16, torch.float16)
 
 
 class InputNorm(NamedTuple):

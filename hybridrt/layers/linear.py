@@ -137,7 +137,7 @@ class RowLinear(_SegmentedLinear):
     def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
         """`forward` and the residual that it is to be added to: how a block ends. May overwrite `residual`."""
         if self.bias is not None or not self.method.adds(residual, x):
-            return self(x, tail), residual
+            return self.forward(x, tail), residual
         # One rank adds the residual, as it would a bias: the sum over ranks must hold it once.
         onto = self.tp.rank == 0
         total = self.method.apply_onto(residual, x, tail) if onto else self.method.apply(x, None, tail=tail)
@@ -146,7 +146,7 @@ class RowLinear(_SegmentedLinear):
     def places(self, like: torch.Tensor) -> list[torch.Tensor]:
         """[T, size] for each segment, T and dtype as `like`: neighbouring columns of one tensor. What branches leave
         there need not be copied together."""
-        return list(like.new_empty(like.shape[0], sum(self.sizes)).split(self.sizes, dim=-1))
+        return list(like.new_empty(like.shape[0], sum(self.sizes)).split_with_sizes(self.sizes, dim=-1))
 
     def targets(self, key: str, name: str, *, bias: bool = False, scale: float = 1.0) -> CheckpointMap:
         """Targets of `key`.weight (and .bias), the matrix that reads segment `name`. `scale` scales its output."""

@@ -217,7 +217,7 @@ def _further_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 class _Plans:
-    """Plans of steps over a runner's pools. Which slots and pages they name is of no account: nothing is computed."""
+    """Plans of steps over a runner's pools. It does not matter which slots and pages they name: nothing is computed."""
 
     def __init__(self, runner: StepRunner) -> None:
         self.runner, self.plan = runner, runner.memory_plan

@@ -29,7 +29,7 @@ class Leader:
     """Rank 0, as the other ranks see it. This process ends as soon as rank 0 is gone.
 
     Args:
-        directory: goes with rank 0, if that cannot remove it any more.
+        directory: where the ranks found each other; removed here if rank 0 ends without removing it.
     """
 
     def __init__(self, link: Link, directory: str | None = None) -> None:

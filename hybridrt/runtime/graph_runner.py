@@ -281,7 +281,7 @@ class GraphRunner:
         self.backend.prepare(batch, graph=self._view)
 
     def rows(self, n: int) -> GraphRows:
-        """The first n rows of a step. They are made once for each n: that costs the host 20 microseconds."""
+        """The first n rows of a step. They are kept for each n, because making them takes the host 20 microseconds."""
         if n in self._rows:
             return self._rows[n]
         buffers, total = self.buffers, n * self.tokens

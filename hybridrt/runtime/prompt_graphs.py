@@ -6,8 +6,8 @@ chunks, the states that they start from and leave. Kernels get it from there. On
 a graph is captured with one padding row that has all of the bucket's tokens: grids are large enough for whatever step
 is replayed, and programs without work end at once.
 
-Beside the graph run, before it: what the step changes in tables (admissions, pages), one copy of its integers, and
-the metadata of its decode rows; behind it: sampling. The rest of the planning is recorded (`prepare_in_graph`).
+Outside of the graph run, before it, the changes of tables (admissions, pages), one copy of the step's integers and the
+planning for its decode rows; after it, sampling. The rest of the planning is recorded (`prepare_in_graph`).
 """
 
 from collections.abc import Callable, Sequence
@@ -106,10 +106,9 @@ class PromptGraphs:
         self.captured_bytes = free - free_device_bytes(self.model.device)
 
     @property
-    def largest(self) -> tuple[int, int]:
-        """Prompts, and tokens of all of them, beyond which no graph holds a step."""
-        prompts = max((bucket.prompts for bucket in self._graphs), default=0)
-        return prompts, max((bucket.tokens for bucket in self._graphs), default=0)
+    def captured(self) -> list[Bucket]:
+        """The buckets that have a graph."""
+        return list(self._graphs)
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
         """The captured bucket of the fewest tokens that holds a step (`Bucket.holds`). None: it runs eagerly."""
@@ -194,9 +193,9 @@ class PromptGraphs:
 
 
 def splits(parts: int) -> list[int]:
-    """Before which of a stack's parts a graph is split. The host takes a microsecond for each kernel of a graph before
-    the first one starts, a tenth of the time that they run: the launch of each piece but a small first one passes
-    while the piece in front runs."""
+    """Before which of a stack's parts a graph is split. To launch a graph takes the host a microsecond for each of its
+    kernels, a tenth of the time that they run, and none of them starts before. After a small first piece, each piece is
+    launched while the piece before it runs."""
     return sorted({parts // 24, parts // 4} - {0})
 
 

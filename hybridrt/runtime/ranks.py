@@ -28,7 +28,7 @@ class Ranks:
     Args:
         links: to ranks 1, 2, ...
         processes: those ranks if they were started here; none under torchrun, which watches them itself.
-        directory: where the ranks found each other, which goes with them.
+        directory: where the ranks found each other; `close` removes it.
         timeout: seconds after which a rank that sends nothing is lost.
     """
 

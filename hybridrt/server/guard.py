@@ -109,9 +109,12 @@ class Guard:
             )
 
     def _seconds(self, headers: dict[bytes, bytes]) -> float:
-        asked = headers.get(b"x-request-timeout", b"")
-        longest_s = self._config.request_timeout
-        return min(float(asked), longest_s) if _SECONDS.fullmatch(asked) else longest_s
+        asked = headers.get(b"x-request-timeout")
+        if asked is None:
+            return self._config.request_timeout
+        if not _SECONDS.fullmatch(asked.strip()):
+            raise APIError(400, "X-Request-Timeout must be a number of seconds, such as 2.5")
+        return min(float(asked), self._config.request_timeout)
 
 
 class _Sent:

@@ -42,11 +42,16 @@ class LimitedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
+        self._answers: list[RequestResponseCycle] = []  # not complete; several if requests do not wait
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
+        """The connection has ended, for every request that is not answered: uvicorn tells the latest one alone."""
         self._stop_timer()
+        for answer in self._answers:
+            if not answer.response_complete:
+                answer.disconnected = True
+                answer.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -74,6 +79,7 @@ class LimitedHttp(HttpToolsProtocol):
         """The body begins."""
         self._stop_timer()
         super().on_headers_complete()
+        self._answers = [*(a for a in self._answers if not a.response_complete), self.cycle]
         self.scope["extensions"] = {BODY_WRITER: BodyWriter(self.cycle)}  # type: ignore[dict-item]
 
     def _count(self, length: int) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import math
 import resource
 import socket
 import sys
@@ -149,6 +150,9 @@ def bind(config: ServerConfig) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: one that takes no bytes would stay for ever
+        milliseconds = math.ceil(min(1000 * config.request_timeout, 2**31 - 1))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     try:
         with _address_errors(config):
             listener.bind((config.host, config.port))

@@ -112,9 +112,7 @@ class PrefillWorker:
         self._peers: list[_Peer] = []
         self._waiting: deque[_Job] = deque()
         self._computing: dict[str, _Job] = {}
-        self._lingering: deque[tuple[float, int]] = (
-            deque()
-        )  # when a region of a lost connection is freed, and its offset
+        self._lingering: deque[tuple[float, int]] = deque()  # regions of lost connections: when freed, and the offset
         self._totals = PrefillCounters()
 
     def attach(self, channel: SocketChannel) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -134,6 +135,30 @@ def test_a_reader_that_leaves_ends_its_request(how: str, monkeypatch: pytest.Mon
                 assert [delta.finish_reason async for delta in stream] == ["abort"]
                 assert not served.abort("mine"), "it has ended"
         assert llm.engine.counters().aborted == 1
+
+    run(main())
+    assert_nothing_left(llm)
+
+
+def test_a_request_of_a_name_whose_deltas_are_still_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that leaves and asks again under the same name gets none of what was meant for the first request."""
+    llm, _ = make(monkeypatch)
+
+    async def main() -> None:
+        with AsyncLLM(llm) as served:
+            prepared = await served.prepare([1], LONG)
+            first = served.submit(prepared, "mine")
+            await anext(first)
+            first.close()
+            del first
+            while served.unfinished:
+                time.sleep(0.001)  # the engine goes on, and the event loop waits
+            with pytest.raises(RequestError, match="'mine' is in use"):
+                served.submit(prepared, "mine")
+            await asyncio.sleep(0)
+            second = served.submit(prepared, "mine")
+            assert [t async for d in second for t in d.token_ids] == tokens_alone([1], 2, 60, VOCAB)
+            assert not served._left
 
     run(main())
     assert_nothing_left(llm)

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine.step_cost import GraphedPrompts, StepCost, StepWork, _nonnegative_costs
+from hybridrt.engine.step_cost import StepCost, StepWork, _nonnegative_costs
+from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS, Bucket
 from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
 
+BUCKETS = sorted((Bucket(rows, tokens) for rows in DECODE_ROWS for tokens in PROMPT_TOKENS), key=sum)
 Truth = Callable[[StepWork], float]
 
 
@@ -81,33 +83,48 @@ def test_what_prompts_cost_is_not_forgotten_over_decode_steps_and_a_change_is_le
     assert cost.predict(prompt) == pytest.approx(3 * truth(prompt), rel=0.1)
 
 
-def test_steps_that_no_graph_holds_do_not_spoil_the_costs_of_tokens() -> None:
-    """Their launch takes 37 ms. Without a cost of their own, 600 tokens are predicted to take 28 ms, not 20."""
+def test_steps_with_graphs_cost_what_their_buckets_do_and_steps_without_have_a_cost_of_their_own() -> None:
+    """The launch of a step that no graph holds takes 37 ms, which spoils the costs of tokens otherwise. A step of 260
+    tokens takes as long as one of 384."""
 
     def seconds(work: StepWork) -> float:
-        tokens, most = work.prompt_tokens, (8, 896)
+        rows, prompts, tokens = work.decode_tokens, work.prompt_rows, work.prompt_tokens
         if not tokens:
-            return 4.1e-3 + 4.3e-5 * work.decode_tokens
-        if work.prompt_rows <= most[0] and tokens <= most[1]:
-            return 6.8e-3 + 4.3e-5 * work.decode_tokens + 1.95e-5 * tokens
-        return max(37e-3, 6e-3 + 4.3e-5 * work.decode_tokens + 2.45e-5 * tokens)
+            return 4.1e-3 + 4.3e-5 * rows
+        graph = next((b for b in BUCKETS if b[0] >= rows and b[1] >= tokens and b.prompts >= prompts), None)
+        if graph is None:
+            return max(37e-3, 6e-3 + 4.3e-5 * rows + 2.45e-5 * tokens)
+        return 4e-3 + 2.4e-5 * sum(graph) + 8e-6 * rows
 
-    draw, cost = random.Random(4), StepCost(GraphedPrompts(8, 896))
+    draw, cost = random.Random(4), StepCost(reversed(BUCKETS))
     for i in range(1500):
         rows, kind = draw.randint(8, 60), draw.random()
         work = StepWork(rows, 700 * rows)
         if i < 20:
             work = StepWork().with_chunk(0, 4000)
         elif kind < 0.25:
-            work = work.with_chunk(draw.choice([0, 0, 300]), draw.randint(100, 768))
+            for _ in range(draw.randint(1, 3)):
+                work = work.with_chunk(draw.choice([0, 0, 300]), draw.randint(30, 256))
         elif kind < 0.29:
-            work = work.with_chunk(0, draw.randint(450, 500)).with_chunk(0, draw.randint(450, 500))
+            prompts, most = draw.choice([(2, 600), (9, 60)])
+            for _ in range(prompts):
+                work = work.with_chunk(0, draw.randint(most - 50, most))
         cost.observe([work], seconds(work) * draw.lognormvariate(0, 0.02))
-    for prompts, tokens in ((1, 256), (2, 300), (2, 475), (4, 625)):
-        work = StepWork(30, 21000)
+    for rows, prompts, tokens in ((30, 1, 260), (30, 1, 384), (40, 1, 520), (40, 2, 300), (30, 4, 240), (40, 9, 30)):
+        work = StepWork(rows, 700 * rows)
         for _ in range(prompts):
             work = work.with_chunk(0, tokens)
-        assert cost.predict(work) == pytest.approx(seconds(work), rel=0.2), (prompts, tokens)
+        assert cost.predict(work) == pytest.approx(seconds(work), rel=0.06), (prompts, tokens)
+
+
+def test_what_fills_a_graph() -> None:
+    """Graphs of too few decode rows or prompts, and those that are full, do not count."""
+    cost = StepCost(BUCKETS)
+    assert cost.fills(StepWork(20)) == [128, 256, 384, 512, 768, 1024]
+    assert cost.fills(StepWork(100).with_chunk(0, 300)) == [84, 212, 468, 724]
+    three = StepWork(20).with_chunk(0, 5).with_chunk(0, 5)
+    assert cost.fills(three) == [246, 374, 502, 758, 1014], "a graph of 128 tokens has room for two prompts"
+    assert cost.fills(StepWork(129)) == StepCost().fills(StepWork(1)) == []
 
 
 def test_steps_that_ended_together() -> None:

@@ -94,14 +94,13 @@ def test_eager_steps(name: str, model: str) -> None:
         ({4: (2, 1), 1: (1001, 1), 5: (0, 90), 3: (17, 1)}, 2, 1),
         ({4: (3, 4), 1: (1002, 4)}, 2, 4),
     ):
+        sides = [(each, step(lens, decode, each, tokens)) for each in (backend, oracle)]
+        for each, batch in sides:
+            each.prepare(batch)
         for layer in layers:
             q, k, v = inputs(layer, sum(n for _, n in lens.values()))
-            results = []
-            for each, parts in ((backend, (q, k, v)), (oracle, (q.float(), k.float(), v.float()))):
-                batch = step(lens, decode, each, tokens)
-                if layer is layers[0]:
-                    each.prepare(batch)
-                results.append(each.forward(*parts, layer, batch))
+            parts = ((q, k, v), (q.float(), k.float(), v.float()))
+            results = [each.forward(*given, layer, batch) for (each, batch), given in zip(sides, parts)]
             assert_near(*results)
 
 

@@ -1,13 +1,19 @@
-"""The Mamba-2 decode step that updates neighbouring pool rows where they stand, against the general path."""
+"""The Mamba-2 decode step that updates neighbouring pool rows where they stand, against the general operation."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hybridrt.kernels import mamba2_decode as module
+from hybridrt.attention.mamba2 import Mamba2AttnBackend
+from hybridrt.attention.segments import DecodeSegment
+from hybridrt.kernels.decode_metadata import DecodeBuffers
 from hybridrt.kernels.mamba2_decode import mamba2_decode
+from hybridrt.kernels.mamba2_in_place import mamba2_in_place, pool_rows
+from hybridrt.kernels.records import NO_LIMIT, ConvWeights, SSMWeights
 from hybridrt.kernels.slots import neighbours
+from hybridrt.mem_cache.mamba_pool import LayerCache
 from tests.support.flat import flat
 from tests.support.mamba2_oracle import changed_rows, int32
 
@@ -28,18 +34,24 @@ def inputs(batch: int, heads: int, groups: int, width: int, **changed: Any) -> d
     return terms | changed
 
 
-def step(
-    terms: dict[str, Any], slots: list[int], in_place: bool, monkeypatch: pytest.MonkeyPatch
-) -> list[torch.Tensor]:
-    """Output, conv rings and states after one step; `in_place` False takes the general path."""
+def in_place(terms: dict[str, Any], slots: list[int]) -> list[torch.Tensor]:
+    """Output, conv rings and states after one step."""
+    conv, states, z = terms["conv"].clone(), terms["states"].clone(), terms["z"]
+    rows = pool_rows(int32(*slots), terms["start_positions"])
+    assert rows is not None and rows.holds(terms["xBC"], conv, states, K)
+    weights = SSMWeights(*(terms[name] for name in ("A", "D", "dt_bias")), terms.get("dt_limit", NO_LIMIT))
+    gate = None if z is None else z[:, 0].flatten(1)
+    conv_weights = ConvWeights(terms["weight"], terms["bias"])
+    place = torch.empty(len(slots), 2 * states[0, ..., 0].numel())[:, ::2]
+    out = mamba2_in_place(terms["xBC"][:, 0], terms["dt"][:, 0], gate, conv_weights, weights, conv, states, rows, place)
+    assert out is place
+    return [out.reshape(len(slots), 1, *states.shape[1:3]), conv, states]
+
+
+def general(terms: dict[str, Any], slots: list[int]) -> list[torch.Tensor]:
     terms = terms | {"conv": terms["conv"].clone(), "states": terms["states"].clone()}
-    with monkeypatch.context() as patched:
-        forbidden = "causal_conv1d_update" if in_place else "_one_token"
-        patched.setattr(module, forbidden, None)
-        if not in_place:
-            patched.setattr(module, "neighbours", lambda slots: None)
-        ids = int32(*slots)
-        out = flat(mamba2_decode.reference, read_state_slots=ids, write_state_slots=ids, **terms)
+    ids = int32(*slots)
+    out = flat(mamba2_decode.reference, read_state_slots=ids, write_state_slots=ids, **terms)
     return [out, terms["conv"], terms["states"]]
 
 
@@ -53,16 +65,16 @@ def step(
     [([2], 4, 1, 4), ([4, 2, 3], 4, 2, 8), ([2, 3, 4], 4, 2, 8), ([3, 6, 4, 2, 5], 3, 3, 4)],
 )
 def test_in_place_equals_the_general_path(
-    slots: list[int], heads: int, groups: int, width: int, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    slots: list[int], heads: int, groups: int, width: int, changed: dict[str, Any]
 ) -> None:
     terms = inputs(len(slots), heads, groups, width, **changed)
-    for ours, theirs in zip(step(terms, slots, True, monkeypatch), step(terms, slots, False, monkeypatch)):
+    for ours, theirs in zip(in_place(terms, slots), general(terms, slots), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_rows_that_are_not_in_the_batch_keep_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_in_the_batch_keep_their_bytes() -> None:
     terms = inputs(3, 4, 2, 4)
-    _, conv, states = step(terms, [4, 5, 6], True, monkeypatch)
+    _, conv, states = in_place(terms, [4, 5, 6])
     assert changed_rows(terms["conv"], conv) == changed_rows(terms["states"], states) == {4, 5, 6}
 
 
@@ -71,15 +83,31 @@ def test_rows_that_are_not_in_the_batch_keep_their_bytes(monkeypatch: pytest.Mon
     [
         {"start_positions": int32(K - 2, 50)},
         {"states": torch.zeros(SLOTS, 4, P, N, dtype=torch.bfloat16)},
-        {"stored": torch.zeros(3, 1, 4, P, N), "rows": int32(1, 2)},
+        {"xBC": torch.zeros(2, 1, 10, dtype=torch.bfloat16)},
     ],
-    ids=["prompt-shorter-than-the-window", "bfloat16-state", "state-kept"],
+    ids=["prompt-shorter-than-the-window", "bfloat16-state", "bfloat16-model"],
 )
-def test_other_steps_take_the_general_path(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_one_token", None)
-    ids = int32(1, 2)
+def test_rows_that_cannot_be_updated_in_place(changed: dict[str, Any]) -> None:
     terms = inputs(2, 4, 2, 4, **changed)
-    flat(mamba2_decode.reference, read_state_slots=ids, write_state_slots=ids, **terms)
+    rows = pool_rows(int32(1, 2), terms["start_positions"])
+    assert rows is not None and not rows.holds(terms["xBC"], terms["conv"], terms["states"], K)
+
+
+@pytest.mark.parametrize(("tokens", "ring"), [(2, False), (1, True)], ids=["verify", "replay"])
+def test_steps_that_keep_the_state_take_the_general_path(
+    tokens: int, ring: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verify step may have to go back, and in replay mode the state in the pool is a checkpoint."""
+    buffers = DecodeBuffers.allocate(2, "cpu")
+    buffers.state_slots.copy_(int32(1, 2))
+    segment = DecodeSegment(int32(1, 2), buffers, tokens, None)
+    none = torch.empty(0)
+    cache = LayerCache(none, none, ring_values=none if ring else None)
+    backend = object.__new__(Mamba2AttnBackend)
+    monkeypatch.setattr(backend, "layer_cache", lambda layer_id: cache)
+    monkeypatch.setattr(backend, "_decode_in_place", None)
+    monkeypatch.setattr(backend, "_decode_rows", lambda *_: none)
+    assert backend.decode(SimpleNamespace(layer_id=0), {}, segment) is none
 
 
 @pytest.mark.parametrize(

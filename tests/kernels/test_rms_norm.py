@@ -20,10 +20,10 @@ def slow_rms_norm(x, weight, eps):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 63, 128])
-def test_rms_norm(dtype, width):
+@pytest.mark.parametrize(("rows", "width"), [(5, 1), (5, 63), (5, 128), (1, 63)])
+def test_rms_norm(dtype, rows, width):
     torch.manual_seed(0)
-    merged = (torch.randn(5, 3 * width) * 0.01).to(dtype)
+    merged = (torch.randn(rows, 3 * width) * 0.01).to(dtype)
     x, weight = merged[:, width : 2 * width], torch.randn(width)
     before = merged.clone()
     out = rms_norm(x, weight, EPS)
@@ -37,6 +37,16 @@ def test_any_number_of_leading_dims_and_no_rows():
     expected = rms_norm(x.view(-1, 16), weight, EPS).view_as(x)
     assert torch.equal(rms_norm(x, weight, EPS), expected)
     assert rms_norm(torch.empty(0, 16), weight, EPS).shape == (0, 16)
+
+
+@pytest.mark.parametrize("eps", [0.0, EPS])
+@pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
+def test_one_row_without_a_norm_is_as_one_of_two(value, eps):
+    """Zeros with and without an epsilon, and numbers that are not finite."""
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    x[:, 3:] = value
+    x[:, :3] = 0.0 if value == 0 else 1.0
+    torch.testing.assert_close(rms_norm(x[:1], weight, eps), rms_norm(x, weight, eps)[:1], equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

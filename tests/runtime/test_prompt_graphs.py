@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from typing import Any, ClassVar
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridrt.engine.engine import Engine
+from hybridrt.engine.step_cost import StepWork
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime import prompt_columns
@@ -120,7 +123,7 @@ def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, che
     play = Play(dict.fromkeys(range(1, ROWS + 1), 0), SPARE if saves else None, seed=3)
     for _ in range(6):
         plan = play.step()
-        assert graphs.largest == (8, 48), "the prompts and tokens that the cost of steps knows"
+        assert graphs.captured == graphs.buckets[::-1], "what the cost of steps knows"
         bucket = graphs.bucket(plan)
         assert bucket is not None
         with torch.inference_mode():
@@ -246,7 +249,10 @@ def test_the_option_leaves_them_out(checkpoints: CheckpointStore) -> None:
     for on in (True, False):
         session = Session(checkpoints["falcon-plain"].path, cuda_graph_prompts=on, chunked_prefill_size=128)
         session.runner.capture()
-        assert (session.runner.prompt_graphs is not None) == on and session.runner.graphs
+        graphs = session.runner.prompt_graphs
+        assert (graphs is not None) == on and session.runner.graphs
+        target = Engine.from_config(replace(session.runner.config, target_itl_ms=15.0), session.runner).target
+        assert target is not None and target.cost.fills(StepWork()) == ([128] if graphs else [])
 
 
 def test_common_steps_are_padded_little() -> None:

@@ -89,6 +89,17 @@ def test_clients_that_go_away_leave_nothing(count: int, served: Served) -> None:
     assert not served.service.llm._streams, "no stream is kept"
 
 
+def test_requests_that_do_not_wait_for_the_answer_before_end_with_the_connection(served: Served) -> None:
+    """The one that runs, too: uvicorn tells the last one alone that the client has gone."""
+    count = served.llm.engine.counters().aborted
+    with socket.create_connection(address(served)) as connection:
+        connection.sendall(request(3, max_tokens=200, stream=False).replace(b"close", b"keep-alive") * 3)
+        while not served.service.llm.unfinished:
+            time.sleep(0.001)
+    served.wait_until_idle()
+    assert served.llm.engine.counters().aborted == count + 1
+
+
 def test_slow_readers_do_not_delay_others(served: Served) -> None:
     """Clients that ask for more than the buffers on the way hold and read none of it, while others get theirs."""
     slow = []

@@ -1,6 +1,7 @@
 """Around every request: keys, sizes, deadlines, connections, the queue, CORS and request ids."""
 
 import asyncio
+import errno
 import json
 import socket
 import time
@@ -22,7 +23,7 @@ from hybridrt.server.respond import FAILURE
 from hybridrt.server.run import Server, bind
 from hybridrt.server.service import Service
 from tests.server.test_errors import COMPLETION, assert_error
-from tests.support.http_server import Served, serving
+from tests.support.http_server import WAIT, Served, serving
 from tests.support.lazily import lazily
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ def test_a_request_that_takes_too_long_ends(locked: Served) -> None:
     events = [line for line in answer.text.splitlines() if line]
     assert events[-1] == "data: [DONE]" and "longer than it may" in events[-2]
     locked.wait_until_idle()
+    for wrong in ("-1", "nan", "5s", "1e5"):
+        answer = locked.post("/v1/completions", COMPLETION, headers=KEY | {"x-request-timeout": wrong})
+        assert_error(answer, 400, None, "X-Request-Timeout must be a number of seconds")
     short = KEY | {"x-request-timeout": "0.001"}
     assert_error(locked.post("/v1/completions", endless, headers=short), 504, None, "longer than it may")
 
@@ -211,6 +215,20 @@ def test_request_ids_go_in_and_out(served: Served) -> None:
             assert made and made != bad
         answer = client.post("/v1/completions", json=COMPLETION | {"request_id": "my-run"})
         assert answer.json()["id"] == "cmpl-my-run"
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux ends such connections")
+def test_a_connection_whose_client_takes_nothing_ends() -> None:
+    """What is written when the deadline ends a request would stay in its buffers, and the connection open."""
+    with bind(ServerConfig(port=0, request_timeout=0.05)) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()):
+            connection, _ = listener.accept()
+            connection.settimeout(WAIT)
+            with connection, pytest.raises(TimeoutError, match="timed out") as info:
+                while True:
+                    connection.send(bytes(65536))
+    assert info.value.errno == errno.ETIMEDOUT, "by the system, not by the test"
 
 
 def test_two_servers_that_start_at_once_at_one_port(embedded: LLM) -> None:
