@@ -155,8 +155,8 @@ class AnswerParser:
         self._emit(Content, text, hold=self._tools is not None)
 
     def _emit(self, kind: type[Content] | type[Reasoning], text: str, hold: bool) -> None:
-        """White space at the end waits for what follows it, and so does half a character, behind which a thinking budget
-        may have ended the reasoning."""
+        """White space at the end waits for what follows it. So does half a character: a thinking budget may have ended
+        the reasoning behind it."""
         text = self._held + text
         kept = text.rstrip().rstrip("\N{REPLACEMENT CHARACTER}").rstrip() if hold else text
         self._held = text[len(kept) :]
