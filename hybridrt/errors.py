@@ -168,8 +168,8 @@ def shown(value: object) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What another library's error says, for an error's text: one line, cut to 300 characters. Such texts may hold whole
-    values of a file."""
+    """What another library's error says, in one line, cut to 300 characters. Such texts may hold whole values of a
+    file."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else f"{text[:297]}..."
 
