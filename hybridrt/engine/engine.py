@@ -373,8 +373,8 @@ class Engine:
     def _consume(self, failure: Exception | None = None) -> None:
         """Reads the oldest launched step, also one that failed. An interrupt during the wait leaves it launched."""
         step, handle = self._launched[0]
-        step.late = len(self._launched) > 1 and handle.ready()
         try:
+            step.late = len(self._launched) > 1 and handle.ready()  # a lost device raises here already
             result = handle.result()
             if failure is not None:
                 raise failure

@@ -12,7 +12,7 @@ from hybridrt.engine.request import derive_seed
 from hybridrt.errors import EngineError, MemoryBudgetError, RequestError
 from hybridrt.sampling_params import SamplingParams
 from tests.support.engine_harness import EOS, VOCAB, ByteTokenizer, Rig
-from tests.support.mock_executor import tokens_alone
+from tests.support.mock_executor import MockHandle, tokens_alone
 from tests.support.samples import Samples
 
 ENDLESS = dict(max_tokens=30, ignore_eos=True, seed=1)
@@ -330,6 +330,18 @@ def test_a_failed_step_ends_its_requests_alone(where: str, overlap: bool) -> Non
     assert rig.outputs[names[2], 0].token_ids == tokens_alone([3], 3, 12, VOCAB), "it was waiting, and runs"
     assert rig.engine.counters().failed == 2
     assert rig.finish([5], max_tokens=4, ignore_eos=True, seed=0).token_ids == tokens_alone([5], 0, 4, VOCAB)
+
+
+def test_a_device_that_is_lost_before_a_step_is_read_ends_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a step has ended is asked first, and on a lost device this raises as reading the step does."""
+    rig = Rig(overlap=True, late=2)
+    name = rig.add([1], **ENDLESS)
+    rig.executor.fail_result[2] = ValueError("device lost")
+    monkeypatch.setattr(MockHandle, "ready", lambda handle: handle.error is not None and handle.result() is None)
+    rig.run()
+    output = rig.outputs[name, 0]
+    assert output.finish_reason == "abort" and isinstance(output.error, EngineError)
+    assert isinstance(output.error.__cause__, ValueError)
 
 
 def test_a_failed_step_does_not_end_what_has_ended_before() -> None:
