@@ -16,7 +16,7 @@ from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 
 @dataclass
 class TorchPlan:
-    """What the layers of a step share; the first one that needs it computes it.
+    """What the layers of a step on a CPU share; the first one that needs it computes it.
 
     Attributes:
         contexts: of the decode rows, by window.
@@ -30,8 +30,8 @@ class TorchPlan:
 
 
 class TorchNativeAttnBackend(PagedAttnBackend):
-    """Gathers a request's pages and calls scaled_dot_product_attention. What all layers share is computed once a
-    step."""
+    """Gathers a request's pages and calls scaled_dot_product_attention. On a CPU, what all layers share is computed
+    once a step."""
 
     provider = "torch"
     latent_operations = ("latent_extend", "attention_decode")
@@ -62,6 +62,8 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         return contexts[window]
 
     def _plan(self, batch: ForwardBatch) -> TorchPlan:
+        if self.kv_pool.device.type == "cuda":  # a graph would keep what the run before its capture has computed
+            return TorchPlan()
         step: PagedMetadata = self.planned(batch)
         if step.plan is None:
             step.plan = TorchPlan()

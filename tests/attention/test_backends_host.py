@@ -1,11 +1,15 @@
 """A decode step reads nothing from the device: no operation makes the host wait."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridrt.attention.paged import PagedMetadata
+from hybridrt.attention.torch_native import TorchNativeAttnBackend
+from hybridrt.mem_cache.kv_pool import KVPool
 from tests.runtime.test_graph_runner import inputs_of, runner_of
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
@@ -83,3 +87,12 @@ def test_greedy_and_sampled_steps_of_the_runner(name: str, checkpoints: Checkpoi
     for _ in range(5):
         engine.step()
     assert not questions.found
+
+
+@pytest.mark.parametrize(("device", "shared"), [("cpu", True), ("cuda", False)])
+def test_layers_share_what_a_step_computes_where_no_graph_can_keep_it(device: str, shared: bool) -> None:
+    """A step runs once before it is captured: what is kept from that run would be a constant of the graph."""
+    backend, batch = object.__new__(TorchNativeAttnBackend), SimpleNamespace(metadata={})
+    backend.kv_pool = cast(KVPool, SimpleNamespace(device=torch.device(device)))
+    batch.metadata[backend] = PagedMetadata(None, None)
+    assert (backend._plan(cast(Any, batch)) is backend._plan(cast(Any, batch))) is shared
