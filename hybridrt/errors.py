@@ -167,6 +167,13 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def reason(error: BaseException) -> str:
+    """What another library's error says, in one line, cut to 300 characters. Such texts may hold whole values of a
+    file."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
 def is_text(value: str) -> bool:
     """False for a string with a lone surrogate: no encoding, and so no tokenizer and no message, takes it."""
     try:

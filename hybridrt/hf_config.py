@@ -13,7 +13,7 @@ import torch
 from hybridrt.config import DTYPES, AttentionConfig, ModelConfig
 from hybridrt.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
 from hybridrt.config_json import NULL, check_fields, either, integer, read_object
-from hybridrt.errors import ConfigError, UnsupportedModelError, shown
+from hybridrt.errors import ConfigError, UnsupportedModelError, reason, shown
 from hybridrt.families.base import Family, FamilyFields, routed_experts
 from hybridrt.families.registry import family_of
 from hybridrt.kinds.registry import state_shape
@@ -192,10 +192,12 @@ def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any
             f"{path}/config.json: model_type is {shown(raw['model_type'])}, but {family.architecture} goes with "
             f"{cls.model_type!r}"
         )
+    if own := [name for name in raw if name == "attribute_map" or callable(getattr(cls, name, None))]:
+        raise ConfigError(f"{path}/config.json: {shown(own[0])} belongs to transformers' class; remove it")
     try:
         return cls.from_dict(raw)
     except Exception as e:  # transformers raises many types here; all of them mean that config.json cannot be used
-        raise ConfigError(f"{path}/config.json: transformers cannot read it: {e}") from e
+        raise ConfigError(f"{path}/config.json: transformers cannot read it: {reason(e)}") from e
 
 
 def _dtype(raw: Mapping[str, Any]) -> torch.dtype:

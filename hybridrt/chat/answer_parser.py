@@ -36,7 +36,7 @@ class AnswerParser:
         self._tools, self._reasoning, self._dropped = tools, reasoning, tuple(dropped)
         self._scanner = Scanner()
         self._sink = CallSink(self._scanner, max_calls)
-        self._held = ""  # white space at the content's end, which is dropped if a call follows
+        self._held = ""  # the end of the text (`_emit`), which is dropped if a call follows
         self._steps = self._run(in_reasoning)
         self.in_reasoning = in_reasoning
 
@@ -155,9 +155,10 @@ class AnswerParser:
         self._emit(Content, text, hold=self._tools is not None)
 
     def _emit(self, kind: type[Content] | type[Reasoning], text: str, hold: bool) -> None:
-        """White space at the end waits for what follows it."""
+        """White space at the end waits for what follows it. So does half a character: a thinking budget may have ended
+        the reasoning behind it."""
         text = self._held + text
-        kept = text.rstrip() if hold else text
+        kept = text.rstrip().rstrip("\N{REPLACEMENT CHARACTER}").rstrip() if hold else text
         self._held = text[len(kept) :]
         if kept:
             self._sink.events.append(kind(kept))

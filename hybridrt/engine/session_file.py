@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hybridrt.errors import SessionError, is_text, shown
+from hybridrt.errors import SessionError, is_text, reason, shown
 from hybridrt.mem_cache.mamba_pool import Shapes
 from hybridrt.runtime.prefix_copy import Tensors
 from hybridrt.runtime.state_identity import Identity, first_difference
@@ -110,7 +110,7 @@ class SessionReader:
             self._metadata: dict[str, str] = self._file.metadata() or {}
             self._names = set(self._file.keys())
         except SafetensorError as e:
-            raise SessionError(f"{path} is damaged, or no safetensors file: {e}") from e
+            raise SessionError(f"{path} is damaged, or no safetensors file: {reason(e)}") from e
         self._check_identity()
         self.num_tokens, self.num_states = self._length(TOKENS), self._length(POSITIONS)
 
@@ -127,7 +127,7 @@ class SessionReader:
         try:
             found = {name: self._file.get_tensor(name) for name in (TOKENS, POSITIONS, *shapes)}
         except SafetensorError as e:
-            raise SessionError(f"{self._path} is damaged: {e}") from e
+            raise SessionError(f"{self._path} is damaged: {reason(e)}") from e
         checksum = self._metadata.pop("checksum", None)
         if checksum != _checksum(found, self._metadata):
             raise SessionError(f"{self._path} is damaged: its contents do not match their checksum")

@@ -98,6 +98,8 @@ def test_every_odd_config_ends_in_a_typed_error(every: int, family: str, tmp_pat
     [
         ({"architectures": 5}, ConfigError, "architectures is 5; it must be null, or a list"),
         ({"architectures": [["x"]]}, ConfigError, "architectures"),
+        ({"attribute_map": "linear_attention"}, ConfigError, "'attribute_map' belongs to transformers' class"),
+        ({"to_dict": 5}, ConfigError, "'to_dict' belongs to transformers' class"),
         ({"architectures": ["x"]}, UnsupportedModelError, "'x' is not supported"),
         ({"eos_token_id": "x"}, ConfigError, "eos_token_id is 'x'"),
         ({"eos_token_id": [1, -2]}, ConfigError, "eos_token_id"),
@@ -128,6 +130,13 @@ def test_an_odd_field_is_named(change: dict[str, Any], error: type[Exception], t
     write_fields(tmp_path, {**fields, **change})
     with pytest.raises(error, match=text):
         describe_model(EngineConfig(str(tmp_path), device="cpu"))
+
+
+def test_what_transformers_says_of_a_long_value_is_cut(tmp_path: Path) -> None:
+    write_fields(tmp_path, {**fields_of("jamba", tmp_path), "dtype": "a" * 5000})
+    with pytest.raises(ConfigError, match="transformers cannot read it") as caught:
+        describe_model(EngineConfig(str(tmp_path), device="cpu"))
+    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize("family", ["falcon", "qwen", "swa_ssm"])

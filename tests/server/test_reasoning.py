@@ -58,6 +58,9 @@ def test_a_budget_ends_the_reasoning(stream: bool, talker: Talker) -> None:
     assert answered(served, stream, thinking_token_budget=20) == ("So.", "0123456789", 12, "stop")
     assert answered(served, stream, thinking_token_budget=4) == ("56789</think>So.", "0123", 6, "stop")
     assert answered(served, stream, thinking_token_budget=0)[1:] == ("", 2, "stop")
+    model.say("01é</think>So.")
+    _, *others = answered(served, stream, thinking_token_budget=3, **OPEN)
+    assert others == ["01", 4, "stop"], "the budget ends within a character"
     model.say("0123456789</think>So.")
     assert answered(served, stream, thinking_token_budget=4, **OPEN) == ("56789</think>So.", "0123", 5, "stop")
     model.say("No thought.")

@@ -9,16 +9,20 @@ import pytest
 
 from hybridrt.engine.async_llm import AsyncLLM, DeltaStream
 from hybridrt.engine.outputs import Delta
+from hybridrt.sampling_params import SamplingParams
 from hybridrt.server.http_limits import BODY_WRITER, BodyWriter
 from hybridrt.server.reply import Reply
 from hybridrt.server.respond import EventStream
 from tests.server.test_concurrency import address, expected, fetch, token_ids
-from tests.support.fake_llm import FIVE, make
+from tests.support.fake_llm import make
 from tests.support.http_server import WAIT, Served
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, WAIT))
+
+
+LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=2)
 
 
 def delta(text: str, **end: Any) -> Delta:
@@ -39,7 +43,12 @@ class Client:
         self.deltas.running = 1
         self.gain = lambda delta: delta.text.encode()
         reply = SimpleNamespace(
-            deltas=self.deltas, opening=lambda: b"", gain=lambda d: self.gain(d), closing=lambda: b"end", facts=dict
+            deltas=self.deltas,
+            failure=None,
+            opening=lambda: b"",
+            gain=lambda d: self.gain(d),
+            closing=lambda: b"end",
+            facts=dict,
         )
         scope = {"type": "http", "path": "/", "extensions": {BODY_WRITER: BodyWriter(self.cycle)}}
         answer = EventStream(cast(Reply, reply))
@@ -129,9 +138,11 @@ def test_first_tokens_are_handed_out_first(monkeypatch: pytest.MonkeyPatch) -> N
     async def main() -> None:
         with AsyncLLM(llm) as served:
             served.watchers.append(lambda message: steps.append([]))
-            early = served.submit(await served.prepare([1], FIVE), "early")
+            both = [await served.prepare([i], LONG) for i in (1, 2)]
+            early = served.submit(both[0], "early")
             await anext(early)
-            late = served.submit(await served.prepare([2], FIVE), "late")
+            with llm.engine.turns:  # the early one cannot end before
+                late = served.submit(both[1], "late")
             await anext(late)
             assert next(step for step in steps if "late" in step) == ["late", "early"]
             early.close()
