@@ -103,7 +103,7 @@ class CausalLM(nn.Module, ABC):
         """Hidden states after the final norm, [T, hidden]."""
         x, residual = self.embed(batch.input_ids), None
         for norm, part in self.stack:
-            x, residual = part.forward(norm, x, residual, batch)
+            x, residual = part(norm, x, residual, batch)
         return self.norm(x, residual)[0]
 
     def shortened(self) -> AbstractContextManager[None]:
@@ -175,7 +175,7 @@ class MTPHead(nn.Module, ABC):
         x = self.fuse(self.embedding_norm(embedded)[0], tail=self.hidden_norm(hidden)[0])
         residual = None
         for norm, part in self.stack:
-            x, residual = part.forward(norm, x, residual, batch)
+            x, residual = part(norm, x, residual, batch)
         return self.norm(x, residual)[0]
 
     @abstractmethod

@@ -55,7 +55,7 @@ class ParallelMixer(nn.Module):
         for_attn, for_ssm = self.out_proj.places(projected)
         for_mamba, q, k, v = projected.split_with_sizes(self.sizes, dim=-1)
         with self.branch.beside():
-            ssm = self.mamba.forward(for_mamba, batch, for_ssm)
+            ssm = self.mamba(for_mamba, batch, for_ssm)
         attn = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope, out=for_attn)
         self.branch.join()
         return self.out_proj.onto(residual, attn, ssm)

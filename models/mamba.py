@@ -44,7 +44,7 @@ class PureMamba(CausalLM):
         x = self.embed(batch.input_ids)
         x, residual = torch.zeros_like(x), x.to(self.residual_dtype)
         for norm, part in self.stack:
-            x, residual = part.forward(norm, x, residual, batch)
+            x, residual = part(norm, x, residual, batch)
         return self.norm(x, residual)[0]
 
 

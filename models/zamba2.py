@@ -111,7 +111,7 @@ class Zamba2ForCausalLM(CausalLM):
         x, residual = embedded.clone(), None
         for norm, part in self.stack:
             more = (embedded,) if isinstance(part, HybridPart) else ()
-            x, residual = part.forward(norm, x, residual, batch, *more)
+            x, residual = part(norm, x, residual, batch, *more)
         return self.norm(x, residual)[0]
 
     def checkpoint_map(self) -> CheckpointMap:

@@ -137,7 +137,7 @@ class RowLinear(_SegmentedLinear):
     def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
         """`forward` and the residual that it is to be added to: how a block ends. May overwrite `residual`."""
         if self.bias is not None or not self.method.adds(residual, x):
-            return self.forward(x, tail), residual
+            return self(x, tail), residual
         # One rank adds the residual, as it would a bias: the sum over ranks must hold it once.
         onto = self.tp.rank == 0
         total = self.method.apply_onto(residual, x, tail) if onto else self.method.apply(x, None, tail=tail)

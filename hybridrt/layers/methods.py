@@ -141,7 +141,7 @@ class LinearMethod(Method, ABC):
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """(act(norm(x + residual) W^T + b), x + residual), as `norm` counts a missing residual."""
-        h, residual = norm.forward(x, residual)
+        h, residual = norm(x, residual)
         return self.apply(h, bias, activation), residual
 
     def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -49,8 +49,7 @@ class ResidualStack(nn.Module):
                 self.keys.append((i, each.norm_key, each.key))
 
     def __iter__(self) -> Iterator[tuple[RMSNorm, Any]]:
-        """(norm, part) in their order. A model calls `part.forward(norm, x, residual, batch)` itself: the frames of
-        `nn.Module` take longer than an operation of one token on a CPU."""
+        """(norm, part) in their order. A model calls `part(norm, x, residual, batch)` itself: a frame less in each."""
         parts: Any = zip(self.norms, self.parts) if self._short is None else self._short
         return iter(parts) if self._between is None else self._with_calls(parts, *self._between)
 
