@@ -1,6 +1,8 @@
 """The command line: `hybridrt generate`, `chat`, `serve`, `bench`, `inspect`, `doctor`. Importing it does not import
 torch."""
 
+import atexit
+import signal
 import sys
 
 
@@ -11,4 +13,8 @@ def main() -> None:
         from hybridrt.cli.app import run
     except KeyboardInterrupt:  # `run` reports those that come later
         sys.exit(130)
-    run()
+    try:
+        run()
+    finally:
+        # Python takes up to a second to end after this. An interrupt then would print a traceback and change nothing.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)

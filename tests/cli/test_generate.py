@@ -284,6 +284,15 @@ def test_control_c_leaves_no_traceback(tiny: Path) -> None:
     assert process.returncode == 130
 
 
+def test_control_c_while_the_interpreter_ends_leaves_no_traceback() -> None:
+    code = (
+        "import atexit, os, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGINT); "
+        "from hybridrt.cli import main; sys.argv[1:] = ['--help']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_text_has_the_form_that_options_ask_for(tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"enum": [["a"]], "x-guidance": {"whitespace_flexible": false}}')
