@@ -13,7 +13,7 @@ LATE_SECONDS, LATE_FACTOR = 0.25, 2.0  # a longer wait raises the target in prop
 # often than two medians say (91 of 100): buckets seldom fill the time, and steps without prompts take less.
 MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
 LEAST_SHARE = 0.1  # of the time of a step's decode rows: prompts may take it with any target
-_LATE_STEPS = 8  # read late, after which a time is taken all the same
+_LATE_STEPS = 8  # at most so many steps that were read late are observed as one
 
 
 class ChunkBudget:

@@ -140,10 +140,7 @@ class StepCost:
 
     def _bucket(self, work: StepWork) -> Bucket | None:
         """The one whose graph runs a step with prompts (`PromptGraphs.bucket`)."""
-        for bucket in self._buckets:
-            if _has_room(bucket, work):
-                return bucket
-        return None
+        return next((bucket for bucket in self._buckets if _has_room(bucket, work)), None)
 
     def _note_error(self, works: Sequence[StepWork], seconds: float) -> None:
         predicted = [self.predict(work) for work in works]
@@ -152,11 +149,7 @@ class StepCost:
 
 
 def _has_room(bucket: Bucket, work: StepWork) -> bool:
-    return (
-        bucket.decode_rows >= work.decode_tokens
-        and bucket.tokens >= work.prompt_tokens
-        and bucket.prompts >= work.prompt_rows
-    )
+    return bucket.has_room(work.decode_tokens, work.prompt_rows, work.prompt_tokens)
 
 
 def _nonnegative_costs(squares: np.ndarray, moments: np.ndarray) -> np.ndarray:

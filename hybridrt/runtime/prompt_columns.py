@@ -41,10 +41,14 @@ class Bucket(NamedTuple):
         """Most tokens that stand behind saved states, of all prompts."""
         return TAIL * self.prompts
 
+    def has_room(self, decode_rows: int, prompts: int, tokens: int) -> bool:
+        """Whether a step with so many decode rows, prompts, and tokens of prompts fits, if it saves no states."""
+        return decode_rows <= self.decode_rows and prompts <= self.prompts and tokens <= self.tokens
+
     def holds(self, plan: StepPlan, saves: "StateSaves") -> bool:
         """Whether a step has prompts, and fits, with the states that it saves within them."""
         rows, tokens = plan.extend, sum(len(row.tokens) for row in plan.extend)
-        if not 0 < len(rows) <= self.prompts or tokens > self.tokens or len(plan.decode) > self.decode_rows:
+        if not rows or not self.has_room(len(plan.decode), len(rows), tokens):
             return False
         behind = [len(row.tokens) - row.saves[0][0] for row in rows if row.saves]
         if not behind or saves is StateSaves.NONE:

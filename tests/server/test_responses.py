@@ -271,7 +271,7 @@ def test_a_failure_within_a_stream_is_an_event(talker: tuple[Served, Scripted]) 
 def test_what_ends_a_stream_from_outside_is_an_event_of_it(
     talker: tuple[Served, Scripted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The deadline, and an error that nobody expected."""
+    """The deadline, and an error of no known type."""
     served, model = talker
     model.say("a" * 7000)
     failed(served, "longer than it may", extra_headers={"X-Request-Timeout": "0.1"})
@@ -282,12 +282,13 @@ def test_what_ends_a_stream_from_outside_is_an_event_of_it(
 def test_an_aborted_answer_is_cancelled(talker: tuple[Served, Scripted]) -> None:
     served, model = talker
     model.say("a" * 7000)
-    events = served.client().responses.create(
-        model="tested", input="Hello", stream=True, extra_body={"request_id": "mine"}
-    )
-    first = next(iter(events))
-    assert first.response.id == "resp_mine"  # type: ignore[union-attr]
-    assert served.post("/abort", {"request_id": "mine"}).json() == {"aborted": True}
+    with served.llm.engine.turns:  # the answer cannot end before it is aborted
+        events = served.client().responses.create(
+            model="tested", input="Hello", stream=True, extra_body={"request_id": "mine"}
+        )
+        first = next(iter(events))
+        assert first.response.id == "resp_mine"  # type: ignore[union-attr]
+        assert served.post("/abort", {"request_id": "mine"}).json() == {"aborted": True}
     *_, last = events
     assert last.type == "response.incomplete" and last.response.status == "cancelled"
 
