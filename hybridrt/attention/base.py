@@ -1,7 +1,7 @@
 """The interface of every attention and recurrent backend, as an embedding runtime programs against it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -80,6 +80,11 @@ class AttentionBackend(ABC):
         Raises:
             BackendError: the batch contradicts itself or the pools.
         """
+
+    def recording_key(self, batch: ForwardBatch) -> Hashable:
+        """Of a prepared plain decode step on a CPU whose tensors are kept: steps of equal keys are the same operations
+        on the same tensors, so one can be recorded for all (hybridrt.kernels.recording). None: it cannot be."""
+        return None
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027  # decode rows need none of it
         """What a graph itself plans of its extend rows, in each replay: everything that is computed from the batch's

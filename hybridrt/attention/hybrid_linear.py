@@ -1,6 +1,6 @@
 """The composite: each layer goes to the backend of its kind, every hook goes to all of them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -108,6 +108,10 @@ class HybridLinearAttnBackend(AttentionBackend):
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         for backend in self.backends:
             backend.prepare(batch, graph=graph)
+
+    def recording_key(self, batch: ForwardBatch) -> Hashable:
+        keys = tuple(backend.recording_key(batch) for backend in self.backends)
+        return None if None in keys else keys
 
     @property
     def saves_at_chunks(self) -> bool:  # type: ignore[override]

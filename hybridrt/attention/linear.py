@@ -1,7 +1,7 @@
 """What every recurrent backend shares: the split of a step by segment, its metadata, graph buffers and its commit."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -65,6 +65,8 @@ class MambaAttnBackendBase(AttentionBackend):
         self.pools = req_to_token_pool
         self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
         self.chunk_size = chunk_size
+        spec = self.mamba_pool.spec
+        self._ring_width = max(shape.conv_width(spec.tokens_per_step) for shape in spec.groups)
         self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
         self.members = [self]  # the backends that this one plans and commits for
         self.lead = self  # the one that plans and commits for this one
@@ -187,6 +189,14 @@ class MambaAttnBackendBase(AttentionBackend):
         if step.open:
             self._last = step
         batch.metadata[self] = step
+
+    def recording_key(self, batch: ForwardBatch) -> Hashable:
+        """The first slot of rows that are neighbours in the pools."""
+        decode = self.planned(batch).decode
+        rows = decode.pool_rows
+        if rows is None or rows.order is not None or rows.first < self._ring_width:
+            return None
+        return rows.run.start
 
     def _uncommitted(self) -> ForwardMetadata | None:
         """The last prepared step whose commit is missing, or None. Forgets the closed steps after it."""

@@ -1,5 +1,6 @@
 """One full-attention backend for prefill and another for decode."""
 
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -63,6 +64,9 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
             batch.metadata[self] = True
         for backend in self._planning(batch):
             backend.prepare(batch, graph=graph)
+
+    def recording_key(self, batch: ForwardBatch) -> Hashable:
+        return self._decode_segment_backend(batch).recording_key(batch)
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
         for backend in self._planning(batch):

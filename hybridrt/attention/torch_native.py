@@ -1,5 +1,6 @@
 """Softmax attention in plain torch: the CPU path, and the oracle of the other backends."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from hybridrt.attention.paged import PagedAttnBackend, PagedMetadata
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.paged_attention import CellPlaces, RowContext, attend, cell_places, row_context, store_at
+from hybridrt.kernels.recording import live
 from hybridrt.kernels.records import Rope
 from hybridrt.kernels.rotary import turned, turns
 from hybridrt.mem_cache.kv_pool import KVPool
@@ -41,6 +43,10 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
         self._decode = attend
 
+    def recording_key(self, batch: ForwardBatch) -> Hashable:
+        """There is one unless the step has padding: contexts and places of padding are looked up in each step."""
+        return cell_places(batch.out_cache_loc, self.kv_pool.page_size).padding is None or None
+
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         plan, spec, table = self._plan(batch), layer.spec, rope.cos_sin.data_ptr()
         if table not in plan.turns:
@@ -52,6 +58,9 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places)
         return rotated.flatten(1)
+
+    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+        return live(lambda: super(TorchNativeAttnBackend, self).decode(q, layer, batch, out))
 
     def decode_rows(self, layer: Any, batch: ForwardBatch) -> RowContext:
         step, window = self.planned(batch), layer.spec.sliding_window

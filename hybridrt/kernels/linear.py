@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridrt.kernels.recording import live
+
 # Multiply-adds from which oneDNN's faster product pays for its two copies (70 microseconds together).
 ONEDNN_FROM = 1 << 21
 # Tokens from which it also pays for turning a weight that is stored column by column.
@@ -24,7 +26,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not _is_for_onednn(x, weight):
         return F.linear(x, weight, bias)
-    return F.linear(x.to_mkldnn(), weight, bias).to_dense()
+    return live(lambda: F.linear(x.to_mkldnn(), weight, bias).to_dense())
 
 
 def add_linear(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ It equals `mamba2_decode` in classic mode, with half of the operations and no co
 takes as long as the calls of its operations, so what is equal in all layers is looked up once a step (`PoolRows`).
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -14,24 +14,34 @@ from hybridrt.kernels.records import NO_LIMIT, ConvWeights, SSMWeights
 from hybridrt.kernels.slots import neighbours
 
 
-class PoolRows(NamedTuple):
+@dataclass(frozen=True)
+class PoolRows:
     """Rows of one token each whose slots are neighbours in the pools.
 
     Attributes:
         run: the slots.
         order: [B] int64, the step's row of each slot; None where the rows are in the order of the slots.
-        positions: of the new tokens, by slot; first: the smallest.
+        positions: [B] int32, of the new tokens, by slot; first: the smallest.
     """
 
     run: slice
     order: Tensor | None
-    positions: list[int]
+    positions: Tensor
     first: int
+    _columns: dict[int, Tensor] = field(default_factory=dict)
 
     def holds(self, xBC: Tensor, conv: Tensor, states: Tensor, taps: int) -> bool:
         """Whether the rows of these pools may be updated in place: all is float32, and each row is past its first K - 1
         positions, before which its ring holds what another request left."""
         return self.first >= taps - 1 and xBC.dtype == conv.dtype == states.dtype == torch.float32
+
+    def columns(self, width: int) -> Tensor:
+        """[B, 1, Wc] int64: the columns of rings of Wc columns, from that of the oldest input to that of the new one.
+        The first layer of a step computes them."""
+        if width not in self._columns:
+            positions = self.positions.view(-1, 1, 1) + torch.arange(1 - width, 1)
+            self._columns[width] = positions & width - 1
+        return self._columns[width]
 
 
 def pool_rows(slots: Tensor, start_positions: Tensor) -> PoolRows | None:
@@ -41,8 +51,8 @@ def pool_rows(slots: Tensor, start_positions: Tensor) -> PoolRows | None:
     if found is None:
         return None
     run, order = found
-    positions = (start_positions if order is None else start_positions.index_select(0, order)).tolist()
-    return PoolRows(run, order, positions, min(positions))
+    positions = start_positions if order is None else start_positions.index_select(0, order)
+    return PoolRows(run, order, positions, min(positions.tolist()))
 
 
 def mamba2_in_place(
@@ -61,23 +71,22 @@ def mamba2_in_place(
     """
     rings, states, order = conv[rows.run], states[rows.run], rows.order
     if order is None:
-        return _step(xBC, dt, z, conv_weights, weights, rings, states, rows.positions, out)
+        return _step(xBC, dt, z, conv_weights, weights, rings, states, rows, out)
     sorted_z = None if z is None else z.index_select(0, order)
     y = _step(
-        xBC.index_select(0, order), dt.index_select(0, order), sorted_z, conv_weights, weights, rings, states,
-        rows.positions,
-    )  # fmt: skip
+        xBC.index_select(0, order), dt.index_select(0, order), sorted_z, conv_weights, weights, rings, states, rows
+    )
     return (torch.empty_like(y) if out is None else out).index_copy_(0, order, y)
 
 
 def _step(
     xBC: Tensor, dt: Tensor, z: Tensor | None, conv_weights: ConvWeights, weights: SSMWeights, rings: Tensor,
-    states: Tensor, positions: list[int], out: Tensor | None = None,
+    states: Tensor, rows: PoolRows, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     A, D, dt_bias, dt_limit = weights
     batch, heads, dim, columns = states.shape
     width, keys = heads * dim, (xBC.shape[1] - heads * dim) // 2
-    conved = F.silu(_conv(xBC, conv_weights, rings, positions) if conv_weights.weight.shape[1] else xBC)
+    conved = F.silu(_conv(xBC, conv_weights, rings, rows) if conv_weights.weight.shape[1] else xBC)
     channels, B, C = conved.split_with_sizes((width, keys, keys), 1)
     x = channels.view(batch, heads, dim)
     step = F.softplus(dt if dt_bias is None else dt + dt_bias)
@@ -97,19 +106,10 @@ def _step(
     return torch.mul(y, F.silu(z), out=y if out is None else out)
 
 
-def _conv(xBC: Tensor, weights: ConvWeights, rings: Tensor, positions: list[int]) -> Tensor:
+def _conv(xBC: Tensor, weights: ConvWeights, rings: Tensor, rows: PoolRows) -> Tensor:
     """The conv [B, C] of the new tokens xBC [B, C], which enter the rings [B, C, Wc]."""
     weight, bias, _ = weights
-    width, taps = rings.shape[2], weight.shape[1]
-    newest = {position & width - 1 for position in positions}
-    if len(newest) == 1 and width == taps:  # as one row: no indices of single columns
-        column = newest.pop()
-        rings.select(2, column).copy_(xBC)
-        inputs = rings.roll(-1 - column, 2)
-    else:
-        last = torch.tensor(positions)[:, None]
-        columns = (last + torch.arange(1 - taps, 1) & width - 1)[:, None].expand(-1, xBC.shape[1], -1)
-        rings.scatter_(2, columns[..., -1:], xBC.unsqueeze(2))
-        inputs = rings.gather(2, columns)
-    conved = inputs.mul_(weight).sum(-1)
+    columns = rows.columns(rings.shape[2])[..., -weight.shape[1] :].expand(-1, xBC.shape[1], -1)
+    rings.scatter_(2, columns[..., -1:], xBC.unsqueeze(2))
+    conved = rings.gather(2, columns).mul_(weight).sum(-1)
     return conved if bias is None else conved.add_(bias)

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridrt.kernels.activation import clamped_silu_and_mul, relu2, silu_and_mul
 from hybridrt.kernels.linear import linear
 from hybridrt.kernels.operation import By, operation
+from hybridrt.kernels.recording import live
 
 
 class SoftmaxChoice(NamedTuple):
@@ -116,6 +117,11 @@ def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor)
     x `[T, D]`; weights `[T, k]` float32; ids `[T, k]` int32, -1 for none (padding). Returns `[T, D]` in x's dtype,
     summed in float32.
     """
+    return live(lambda: _each_expert(x, experts, weights, ids))
+
+
+def _each_expert(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
+    """`fused_experts`, which reads on the host how many tokens each expert has."""
     w_up, w_down, *_ = experts
     # Token-expert pairs sorted by expert, one pair of matrix products for each expert that was hit
     count, top_k = w_up.shape[0], ids.shape[1]

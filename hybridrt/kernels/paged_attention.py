@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridrt.kernels.libraries.common import attention_limits
 from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.providers import decline
+from hybridrt.kernels.recording import live, steady
 from hybridrt.kernels.records import AttentionPrompts, AttentionRows, PagedKV
 
 _FA3 = attention_limits(head_dims=(64, 96, 128, 192, 256), architectures=(8, 9))
@@ -34,7 +35,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_l
 def store(caches: Iterable[tuple[Tensor, Tensor]], out_cache_loc: Tensor) -> None:
     """`write_kv` of caches, each with what it gets, in plain torch."""
     caches = tuple(caches)
-    store_at(caches, cell_places(out_cache_loc, caches[0][0].shape[1]))
+    live(lambda: store_at(caches, cell_places(out_cache_loc, caches[0][0].shape[1])))
 
 
 class CellPlaces(NamedTuple):
@@ -52,7 +53,7 @@ class CellPlaces(NamedTuple):
 def cell_places(out_cache_loc: Tensor, page: int) -> CellPlaces:
     """The places of slots [T] in pages of so many tokens."""
     slots = out_cache_loc.long()
-    if slots.device.type == "cpu" and (slots.numpy() >= page).all():
+    if slots.device.type == "cpu" and steady(lambda: (slots.numpy() >= page).all()):
         return CellPlaces(slots, None)
     padding = slots < page
     return CellPlaces(slots.masked_fill(padding, 0), padding)

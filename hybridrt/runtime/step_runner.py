@@ -75,7 +75,7 @@ class StepRunner:
         self._packing = Packing(self.trees, self.drafter is not None, self.backend.chunk_sizes)
         # With HYBRIDRT_DEBUG=1 the backends look at all numbers of a step: then it is eager.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
-        self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
+        self._cpu_decode = CPUDecode(self.model, self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
 
     def capture(self, progress: bool = False) -> None:
         """Records steps as graphs (hybridrt.runtime.capture)."""
@@ -179,7 +179,7 @@ class StepRunner:
     def _launch_cpu_decode(self, plan: StepPlan, steps: CPUDecode) -> LaunchSampling:
         self._apply_bookkeeping(plan)
         batch, indices = steps.prepare(plan.decode)
-        logits = self.model.logits(self.model(batch))
+        logits = steps.logits(batch)
         self.backend.commit(batch)
         on_host = plan.decode.rows, plan.decode.output_indices
         return partial(self._sample, SampledLines(batch.req_pool_indices, indices, on_host, logits))

@@ -1,0 +1,164 @@
+"""The operations of a step on a CPU, recorded once and then repeated over the same tensors.
+
+In a step of a small model, Python's layers, views and allocations take longer than most operations. A recording is a
+flat list of the operations. Each repetition writes into the tensors of the recorded step, so that no view is made again.
+
+What reads numbers of a step on the host stands within `live`, which a repetition calls again, or within `steady`. Any
+other read ends the recording with a reason, and so does an operation that cannot be repeated. The recorded step itself
+runs as any other.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+R = TypeVar("R")
+# Numbers of tensors go to Python: item, tolist, numpy.
+_READS = frozenset(("_local_scalar_dense", "resolve_conj", "resolve_neg"))
+# What they leave is not read before it is written.
+_PLACES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+_COPIES = frozenset(("clone", "_to_copy"))
+_OWNERS = torch._C._VariableFunctions, torch._C._nn, Tensor
+
+# Operations that are made of others.
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+_current = threading.local()
+
+
+def live(call: Callable[[], R]) -> R:
+    """call(), which each repetition of a recorded step calls again. It works on tensors of the recorded step. If it
+    returns a tensor, the repetitions leave theirs there."""
+    recording: Recording | None = getattr(_current, "recording", None)
+    return call() if recording is None else recording.live(call)
+
+
+def steady(call: Callable[[], R]) -> R:
+    """call(), whose result is the same in all repetitions of a recorded step: the key of the recording says so."""
+    recording: Recording | None = getattr(_current, "recording", None)
+    return call() if recording is None else recording.aside(call)
+
+
+class Recording(TorchDispatchMode):
+    """A step that ran once within `record`.
+
+    Attributes:
+        problem: why it cannot be repeated; None if it can.
+        bytes: what the tensors that it has made take.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch.compile, which nothing here uses, would be imported."""
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problem: str | None = None
+        self.bytes = 0
+        self._calls: list[Callable[[], object]] = []
+        self._aside = False
+
+    def record(self, step: Callable[[], Tensor]) -> Tensor:
+        """step()."""
+        _current.recording = self
+        try:
+            with self:
+                return step()
+        finally:
+            _current.recording = None
+
+    def repeat(self) -> None:
+        """The step again. What it returns is in the tensor that `record` has returned."""
+        for call in self._calls:
+            call()
+
+    def aside(self, call: Callable[[], R]) -> R:
+        """call(), of which nothing is recorded."""
+        before, self._aside = self._aside, True
+        try:
+            return call()
+        finally:
+            self._aside = before
+
+    def live(self, call: Callable[[], R]) -> R:
+        """call(), which each repetition calls again."""
+        result = self.aside(call)
+        if not self._aside:
+            self._calls.append(partial(_leave, call, result) if isinstance(result, Tensor) else call)
+        return result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
+        if self._aside:
+            return func(*args, **kwargs)
+        if "::" in name or name in _READS:
+            self.problem = self.problem or f"{name} cannot be repeated"
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
+            with self:
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
+        if func._schema.is_mutable:
+            call = _call(name, args, kwargs)
+            if call is None:
+                call = partial(func._op, *args, **kwargs)
+                call()
+            self._calls.append(call)
+            return kwargs.get("out", args[0])
+        result = func(*args, **kwargs)
+        if name not in _PLACES and not _is_view(result, args):
+            self._make(func, name, args, kwargs, result)
+        return result
+
+    def _make(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Notes how `result` was made."""
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        if any(not isinstance(each, Tensor) or each.layout != torch.strided for each in results):
+            self.problem = self.problem or f"{name} cannot be repeated: it makes no dense tensors"
+            return
+        self.bytes += sum(each.nbytes for each in results)
+        if name in _COPIES:
+            call: Callable[[], object] | None = partial(result.copy_, args[0])
+        else:
+            call = _call(name, args, {**kwargs, "out": result})
+        self._calls.append(call or partial(_leave, partial(func._op, *args, **kwargs), result))
+
+
+def _call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], object] | None:
+    """An operation by its function or method in Python, which is called sooner than the operator; it is called here.
+    None if there is none that takes these arguments."""
+    for owner in _OWNERS:
+        function = getattr(owner, name, None)
+        if function is not None:
+            call = partial(function, *args, **kwargs)
+            try:
+                call()
+            except TypeError:
+                continue
+            return call
+    return None
+
+
+def _leave(call: Callable[[], Any], place: Any) -> None:
+    """Leaves what call() gives, one tensor or several, where the recorded step had it."""
+    result = call()
+    if isinstance(place, Tensor):
+        if result is not place:
+            place.copy_(result)
+        return
+    for each, made in zip(place, result, strict=True):
+        each.copy_(made)
+
+
+def _is_view(result: Any, args: Sequence[Any]) -> bool:
+    """Whether an operation has given a view, or several, of an argument."""
+    first = result[0] if isinstance(result, (list, tuple)) else result
+    if not isinstance(first, Tensor) or first.layout != torch.strided:
+        return False
+    storage = first.untyped_storage()._cdata
+    dense = (a for a in args if isinstance(a, Tensor) and a.layout == torch.strided)
+    return any(a.untyped_storage()._cdata == storage for a in dense)
