@@ -203,6 +203,7 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
     from hybridrt.kernels import paged_attention_triton
 
     monkeypatch.setattr(paged_attention_triton, "LONG_CONTEXT", long)
+    monkeypatch.setattr(paged_attention_triton, "PARTS_AT_ONCE", 2)  # of up to six
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: multiprocessors)
     torch.manual_seed(0)
     lengths, tokens = [70, 6, 33], 5
