@@ -30,7 +30,7 @@ def _gated_norm_kernel(  # type: ignore[no-untyped-def]
     weight = tl.load(weight_ptr + d, mask=mask, other=0.0)
     begin(PDL)
     # Loads of all tokens come before the first store, because the compiler does not move them over it.
-    hs, gates = (), ()
+    hs, gates = (), ()  # type: tuple[Tensor, ...], tuple[Tensor, ...]
     for t in tl.static_range(TOKENS):
         token = tl.minimum(first + t, tokens - 1).to(tl.int64)  # past the last token that one is computed again
         hs += (tl.load(x_ptr + token * x_st + d, mask=mask, other=0.0),)
