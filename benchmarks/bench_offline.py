@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.common import PRODUCT_FLOPS_PER_S, environment, prefill_flops, prompts, save, settle, step_bytes
 from benchmarks.short_prompts import measure_short
 from hybridrt import LLM, SamplingParams
-from hybridrt.config import DTYPES
+from hybridrt.config import DTYPES, EngineConfig
 
 FIRST, LAST = 16, 144
 
@@ -70,9 +70,14 @@ def prefill_tokens_per_s(llm: LLM, count: int, length: int) -> float:
     return count * length / (time.perf_counter() - start)
 
 
+def most_tokens(args: argparse.Namespace) -> int:
+    """That a request generates: as many as are measured, and one in each step that computes the others' prompts."""
+    return LAST + max(64, FIRST + max(args.batches, default=0) * args.ctx // EngineConfig.chunked_prefill_size)
+
+
 def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    params = SamplingParams(max_tokens=LAST + 64, temperature=args.temperature, ignore_eos=True, seed=1)
+    params = SamplingParams(max_tokens=most_tokens(args), temperature=args.temperature, ignore_eos=True, seed=1)
     executor: Any = llm.engine.executor
     runner = executor if args.tp == 1 else executor.runner
     for batch in args.batches:
@@ -131,7 +136,7 @@ def main() -> None:
     args = parse()
     start = time.perf_counter()
     lengths = [*(length for _, length in args.prefill), *args.first_token, *(chunk for _, chunk in args.mixed)]
-    longest = max([args.ctx + LAST + 80, *(length + 16 for length in lengths)])
+    longest = max([args.ctx + most_tokens(args) + 16, *(length + 16 for length in lengths)])
     rows = max([*args.batches, *(count + 4 for count, _ in args.mixed)], default=16)
     llm = LLM(
         args.model, load_format="dummy", max_model_len=longest, mamba_ssm_dtype=args.state_dtype,

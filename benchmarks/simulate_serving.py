@@ -23,16 +23,18 @@ from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
 from hybridrt.engine.step_cost import StepCost
 from hybridrt.runtime.graph_runner import buckets
-from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS, Bucket, StateSaves
+from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS, Bucket, StateSaves, make_buckets
 from hybridrt.runtime.step import StepHandle, StepPlan, StepResult
 
 _DECODE_GRAPHS = buckets(1024)
+TILE = 128
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """Milliseconds of a step. Fitted by hand to measured ones: decode steps of 32, 64 and 128 rows (5.8, 7.2, 9.7), and
-    the medians between tokens of fixed chunks (docs/performance.md, "Size of chunks").
+    graphs of 128, 192 ... 512 prompt tokens beside 64 rows (9.1, 10.3, 12.4, 13.1, 15.5, 15.8, 17.6). Products go in
+    tiles of 128 tokens, decode rows included.
 
     Attributes:
         noise: standard deviation of the logarithm of a step's time.
@@ -49,8 +51,10 @@ class StepTimes:
         bucket = next((bucket for bucket in self.buckets if bucket.holds(plan, StateSaves.NONE)), None)
         if bucket is None:
             return 4 + 0.0235 * tokens + 0.028 * rows, False
-        beside = 2 + 0.002 * bucket.tokens + 0.02 * bucket.decode_rows + 0.008 * rows if rows else 0.0
-        return max(2 + 0.022 * bucket.tokens + beside, 6.2), True
+        if not rows:
+            return max(2 + 0.022 * bucket.tokens, 6.2), True
+        tiles = -(-sum(bucket) // TILE) * TILE
+        return 4.1 + 0.0145 * tiles + 0.007 * sum(bucket) + 0.011 * rows, True
 
     def host(self, plan: StepPlan, graph: bool) -> float:
         """Of the launch."""
@@ -105,7 +109,7 @@ def simulate(
     args: argparse.Namespace, chunk: int, target_ms: float | None, seed: int, saturated: float | None
 ) -> list[dict[str, Any]]:
     """Rows of `bench_serving.measure`, with the median error of the predicted times."""
-    times = StepTimes(sorted((Bucket(d, t) for d in args.decode_rows for t in args.prompt_tokens), key=sum))
+    times = StepTimes(sorted(make_buckets(args.decode_rows, args.prompt_tokens), key=sum))
     device = SimulatedDevice(times, seed)
     args = argparse.Namespace(**vars(args), seed=seed, temperature=0.0)
     simulated = engine(device, times, chunk, target_ms, args.max_running)

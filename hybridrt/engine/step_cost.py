@@ -122,8 +122,11 @@ class StepCost:
     def fills(self, work: StepWork) -> list[int]:
         """Tokens of one more chunk that fill the graphs which may run the step with it, ascending: a chunk of as many
         takes little longer than a shorter one for which the next smaller graph has no room."""
-        longer = work.with_chunk(0, 1)
-        return sorted({bucket.tokens - work.prompt_tokens for bucket in self._buckets if _has_room(bucket, longer)})
+        longer, found = work.with_chunk(0, 1), [work.prompt_tokens]
+        for bucket in self._buckets:  # the first one with room runs a step
+            if bucket.tokens > found[-1] and _has_room(bucket, longer):
+                found.append(bucket.tokens)
+        return [tokens - work.prompt_tokens for tokens in found[1:]]
 
     @property
     def error(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Triton kernel of `gated_rms_norm`: one program per token and group."""
+"""Triton kernel of `gated_rms_norm`: a program takes one group of one token, or of several where there are many."""
 
 import torch
 import triton
@@ -6,30 +6,45 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.gated_norm import GateActivation
+from hybridrt.kernels.launch import multiprocessors
 from hybridrt.kernels.mamba2_common_triton import silu
 from hybridrt.kernels.pdl_triton import begin, pdl
 
+# So many numbers of x and of the gate are on their way to a program at once; more do not fit into the registers.
+NUMBERS = 512
+PROGRAMS = 64  # for each multiprocessor: up to here programs of one token fill the device no more than twice
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["tokens"])
 def _gated_norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, gate_ptr, weight_ptr, out_ptr, x_st: tl.constexpr, gate_st: tl.constexpr, eps,
-    D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr, SIGMOID: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, gate_ptr, weight_ptr, out_ptr, x_st: tl.constexpr, gate_st: tl.constexpr, eps, tokens,
+    D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, NORM_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
-    token = tl.program_id(0).to(tl.int64)
+    """Programs that start together read groups that lie side by side. Each token of a program is a tile of its own, so
+    that its sum has the same order whatever TOKENS is."""
+    first = tl.program_id(0) // (D // GROUP) * TOKENS
     i = tl.arange(0, BLOCK)
     mask = i < GROUP
-    d = tl.program_id(1) * GROUP + i
-    h = tl.load(x_ptr + token * x_st + d, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + token * gate_st + d, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.sigmoid(gate) if SIGMOID else silu(gate)
-    if not NORM_FIRST:
-        h *= gate
-    h *= tl.rsqrt(tl.sum(h * h, axis=0) / GROUP + eps) * tl.load(weight_ptr + d, mask=mask, other=0.0)
-    if NORM_FIRST:
-        h *= gate
-    tl.store(out_ptr + token * D + d, h.to(out_ptr.dtype.element_ty), mask=mask)
+    d = tl.program_id(0) % (D // GROUP) * GROUP + i
+    weight = tl.load(weight_ptr + d, mask=mask, other=0.0)
+    begin(PDL)
+    # Loads of all tokens come before the first store, because the compiler does not move them over it.
+    hs, gates = (), ()  # type: tuple[Tensor, ...], tuple[Tensor, ...]
+    for t in tl.static_range(TOKENS):
+        token = tl.minimum(first + t, tokens - 1).to(tl.int64)  # past the last token that one is computed again
+        hs += (tl.load(x_ptr + token * x_st + d, mask=mask, other=0.0),)
+        gates += (tl.load(gate_ptr + token * gate_st + d, mask=mask, other=0.0),)
+    for t in tl.static_range(TOKENS):
+        h, gate = hs[t].to(tl.float32), gates[t].to(tl.float32)
+        gate = tl.sigmoid(gate) if SIGMOID else silu(gate)
+        if not NORM_FIRST:
+            h *= gate
+        h *= tl.rsqrt(tl.sum(h * h, axis=0) / GROUP + eps) * weight
+        if NORM_FIRST:
+            h *= gate
+        token = tl.minimum(first + t, tokens - 1).to(tl.int64)
+        tl.store(out_ptr + token * D + d, h.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gated_rms_norm_triton(
@@ -40,10 +55,12 @@ def gated_rms_norm_triton(
     tokens, channels = x.shape
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     if tokens:
-        block = triton.next_power_of_2(group_size)
-        _gated_norm_kernel[tokens, channels // group_size](
-            x, gate, weight, out, x.stride(0), gate.stride(0), eps,
-            D=channels, GROUP=group_size, BLOCK=block, NORM_FIRST=norm_before_gate, SIGMOID=activation == "sigmoid",
-            num_warps=min(8, max(1, block // 512)), **pdl(x.device),
+        block, groups = triton.next_power_of_2(group_size), channels // group_size
+        many = tokens * groups > PROGRAMS * multiprocessors(x.device)
+        together = max(1, NUMBERS // block) if many else 1
+        _gated_norm_kernel[(triton.cdiv(tokens, together) * groups,)](
+            x, gate, weight, out, x.stride(0), gate.stride(0), eps, tokens,
+            D=channels, GROUP=group_size, BLOCK=block, TOKENS=together, NORM_FIRST=norm_before_gate,
+            SIGMOID=activation == "sigmoid", num_warps=min(8, max(1, block // 512)), **pdl(x.device),
         )  # fmt: skip
     return out

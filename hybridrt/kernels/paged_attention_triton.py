@@ -24,7 +24,8 @@ BLOCK_N = 64  # context positions per tile; half of it in float32
 BLOCK_M = 64  # query rows per tile at most; half of it in float32
 PROGRAMS_PER_MULTIPROCESSOR = 4
 LONG_CONTEXT = 4096  # positions that one program may have to walk where the device is full anyway
-MAX_SPLITS = 64
+MAX_SPLITS = 256
+PARTS_AT_ONCE = 64  # that `_combine_kernel` loads together
 
 
 @triton.jit
@@ -183,25 +184,30 @@ def _join(  # type: ignore[no-untyped-def]
 def _combine_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, out_st,
     T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and head: the splits' outputs weighted by their sums of exponentials."""
     begin(PDL)
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, LEAST, BLOCK_N)
-    d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
-    d_mask = d < D
-    row = (b * SPLITS + s) * (T * HQ) + head
-    lse = tl.load(lse_ptr + row, mask=s < used, other=float("-inf"))
+    d, s, part = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, PARTS)
+    first = b * SPLITS * (T * HQ) + head
+    lse = tl.load(lse_ptr + first + s * (T * HQ), mask=s < used, other=float("-inf"))
     largest = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(largest == float("-inf"), 0.0, largest))
-    total = tl.sum(weight, 0)
-    weight /= tl.where(total == 0, 1.0, total)
-    mask = (s < used)[:, None] & d_mask[None, :]
-    partial = tl.load(partial_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0)
-    out = tl.sum(partial * weight[:, None], 0)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp2(lse - largest), 0)
+    total = tl.where(total == 0, 1.0, total)
+    out = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, used, PARTS):
+        live = start + part < used
+        row = first + (start + part) * (T * HQ)
+        weight = tl.exp2(tl.load(lse_ptr + row, mask=live, other=float("-inf")) - largest) / total
+        mask = live[:, None] & (d < D)[None, :]
+        partial = tl.load(partial_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0)
+        out += tl.sum(partial * weight[:, None], 0)
     cells = out_ptr + (b * T + head // HQ) * out_st + (head % HQ) * D + d
-    tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=d_mask)
+    tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
@@ -242,7 +248,8 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
             partial, lse, seq_lens, out, token_stride,
             T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
             LEAST=walk.least, BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"],
-            BLOCK_S=triton.next_power_of_2(splits), num_warps=8 if tile["BLOCK_D"] > 256 else 4, **pdl(q.device),
+            BLOCK_S=triton.next_power_of_2(splits), PARTS=min(triton.next_power_of_2(splits), PARTS_AT_ONCE),
+            num_warps=8 if tile["BLOCK_D"] > 256 else 4, **pdl(q.device),
         )  # fmt: skip
     return out
 

@@ -12,7 +12,7 @@ planning for its decode rows; after it, sampling. The rest of the planning is re
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,7 +24,15 @@ from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.graph_runner import POISON, Recorder, free_device_bytes, make_recorder
-from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS, PROMPT_TOKENS, Bucket, StateSaves, pack_padded
+from hybridrt.runtime.prompt_columns import (
+    DECODE_ROWS,
+    PROMPT_ROWS,
+    PROMPT_TOKENS,
+    Bucket,
+    StateSaves,
+    make_buckets,
+    pack_padded,
+)
 from hybridrt.runtime.sampler import SampledLines
 from hybridrt.runtime.saved_states import saved_states
 from hybridrt.runtime.step import StepPlan
@@ -79,7 +87,7 @@ class PromptGraphs:
             self.saves = StateSaves.AT_CHUNKS if backend.saves_at_chunks else StateSaves.SECOND_PASS
         self.exact = self.poisoned  # the host knows each step's own numbers: reference operations need them
         self.recorder = recorder or make_recorder(model.device)
-        self.buckets = make_buckets(sizes, min(max_bs, req_to_token_pool.num_rows), max_tokens, req_to_token_pool)
+        self.buckets = needed_buckets(sizes, min(max_bs, req_to_token_pool.num_rows), max_tokens, req_to_token_pool)
         most = max((bucket.decode_rows for bucket in self.buckets), default=0)
         self._logits = torch.zeros(most + PROMPT_ROWS, model.config.vocab_size, dtype=model.dtype, device=model.device)
         self._view = backend.prompt_graph_state(most)
@@ -199,12 +207,15 @@ def splits(parts: int) -> list[int]:
     return sorted({parts // 24, parts // 4} - {0})
 
 
-def make_buckets(
+def needed_buckets(
     sizes: tuple[Sequence[int], Sequence[int]], rows: int, max_tokens: int, pool: HybridReqToTokenPool
 ) -> list[Bucket]:
     """Those of up to `rows` decode rows that a step of up to `max_tokens` prompt tokens may need. The padding row may
     have all tokens, so that a page table must be as long."""
-    decode_rows = sorted({min(size, rows) for size in sizes[0]})
+    buckets = make_buckets((min(size, rows) for size in sizes[0]), sizes[1])
     longest = pool.max_context or max(sizes[1])
-    needed = [n for i, n in enumerate(sizes[1]) if n <= longest and (not i or sizes[1][i - 1] < max_tokens)]
-    return [Bucket(*pair) for pair in product(decode_rows, needed)]
+    return [
+        bucket
+        for smaller, bucket in pairwise((Bucket(-1, 0), *buckets))
+        if bucket.tokens <= longest and (smaller.decode_rows < bucket.decode_rows or smaller.tokens < max_tokens)
+    ]

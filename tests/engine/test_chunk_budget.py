@@ -13,7 +13,7 @@ from hybridrt.engine.chunk_budget import LEAST_TOKENS, ChunkBudget, ItlTarget
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.step_cost import StepCost, StepWork
 from hybridrt.errors import ConfigError
-from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS, Bucket
+from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS, Bucket, make_buckets
 from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
 from hybridrt.server.metrics import Metrics
 from hybridrt.server.warm_up import warm_up
@@ -22,7 +22,7 @@ from tests.support.checkpoints import falcon
 from tests.support.tiny import write_tiny
 
 CHUNK = 2048
-BUCKETS = sorted((Bucket(rows, tokens) for rows in DECODE_ROWS for tokens in PROMPT_TOKENS), key=sum)
+BUCKETS = sorted(make_buckets(DECODE_ROWS, PROMPT_TOKENS), key=sum)
 
 
 def seconds(work: StepWork) -> float:

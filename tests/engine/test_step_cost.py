@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.engine.step_cost import StepCost, StepWork, _nonnegative_costs
-from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS, Bucket
+from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS, make_buckets
 from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
 
-BUCKETS = sorted((Bucket(rows, tokens) for rows in DECODE_ROWS for tokens in PROMPT_TOKENS), key=sum)
+BUCKETS = sorted(make_buckets(DECODE_ROWS, PROMPT_TOKENS), key=sum)
 Truth = Callable[[StepWork], float]
 
 
@@ -118,12 +118,15 @@ def test_steps_with_graphs_cost_what_their_buckets_do_and_steps_without_have_a_c
 
 
 def test_what_fills_a_graph() -> None:
-    """Graphs of too few decode rows or prompts, and those that are full, do not count."""
+    """Graphs of too few decode rows or prompts, those that are full, and those that another one is taken for, do not
+    count."""
     cost = StepCost(BUCKETS)
-    assert cost.fills(StepWork(20)) == [128, 256, 384, 512, 768, 1024]
-    assert cost.fills(StepWork(100).with_chunk(0, 300)) == [84, 212, 468, 724]
+    assert cost.fills(StepWork()) == [128, 256, 384, 512, 768, 1024]
+    assert cost.fills(StepWork(20)) == [128, 256, 352, 512, 768, 1024]
+    assert cost.fills(StepWork(40)) == [128, 256, 320, 512, 768, 1024]
+    assert cost.fills(StepWork(100).with_chunk(0, 300)) == [212, 468, 724]
     three = StepWork(20).with_chunk(0, 5).with_chunk(0, 5)
-    assert cost.fills(three) == [246, 374, 502, 758, 1014], "a graph of 128 tokens has room for two prompts"
+    assert cost.fills(three) == [246, 342, 502, 758, 1014], "a graph of 128 tokens has room for two prompts"
     assert cost.fills(StepWork(129)) == StepCost().fills(StepWork(1)) == []
 
 

@@ -183,7 +183,8 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "router_sigmoid_grouped of one group", partial(others.router_sigmoid_grouped, 1, 1, 1)
         yield "router_product", partial(others.router_product, hidden)
     if config.architecture.startswith("Qwen"):
-        yield "gated_rms_norm", partial(others.gated_rms_norm, 128, 128, True)
+        for tokens in (70, 601):  # a program for each group of a token, or for four tokens
+            yield f"gated_rms_norm {tokens}", partial(others.gated_rms_norm, 4096, 128, True, tokens)
         yield "sigmoid_mul", partial(others.elementwise, "sigmoid_mul", 4096, 40)
         yield "router_softmax", partial(others.router_softmax, config)
         for tokens in (8, 400):

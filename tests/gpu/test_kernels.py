@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridrt.errors import BackendError
 from hybridrt.kernels import providers
+from hybridrt.kernels.gated_norm import gated_rms_norm
 from hybridrt.kernels.skinny_linear import skinny_linear
 from tests.gpu import rig
 from tests.gpu.kernel_cases import (
@@ -267,6 +268,14 @@ def test_a_product_that_is_captured_first_counts_from_zero() -> None:
         captured.zero_()
         graph.replay()
         assert torch.equal(captured, wanted)
+
+
+def test_tokens_that_share_a_program_of_the_gated_norm_get_the_bits_they_get_alone() -> None:
+    args = dict(other_cases("qwen3-next-12l"))["gated_rms_norm 601"]().args
+    together, parts = gated_rms_norm(**args), range(0, 601, 100)
+    cut = {"x", "gate"}
+    each = [{name: t[start : start + 100] if name in cut else t for name, t in args.items()} for start in parts]
+    assert same_bits(together, torch.cat([gated_rms_norm(**part) for part in each]))
 
 
 def test_every_kernel_has_a_case() -> None:

@@ -1,8 +1,11 @@
+from typing import Any
+
 import pytest
 import torch
 
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.gated_norm import gated_rms_norm
+from hybridrt.kernels import gated_norm_triton
+from hybridrt.kernels.gated_norm import GateActivation, gated_rms_norm
 from tests.support.mamba2_oracle import close
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -26,6 +29,23 @@ def test_equals_formula(dtype: torch.dtype, channels: int, group_size: int, norm
             h = h if norm_before_gate else h * silu
             h = h / ((h * h).mean() + eps).sqrt() * weight[part].double()
             close(out[row, part], h * silu if norm_before_gate else h, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("norm_before_gate", [False, True])
+def test_tokens_that_share_a_program_get_the_bits_they_get_alone(
+    provider: str, norm_before_gate: bool, activation: GateActivation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of four tokens, the last of which has one."""
+    if provider == "torch":
+        pytest.skip("no programs")
+    torch.manual_seed(1)
+    (x, gate), weight = torch.randn(2, 9, 15), torch.randn(15)
+    kwargs: dict[str, Any] = {"group_size": 5, "norm_before_gate": norm_before_gate, "activation": activation}
+    alone = torch.cat([gated_rms_norm(x[t : t + 1], gate[t : t + 1], weight, 0.01, **kwargs) for t in range(9)])
+    monkeypatch.setattr(gated_norm_triton, "PROGRAMS", 0)
+    monkeypatch.setattr(gated_norm_triton, "NUMBERS", 4 * 8)
+    assert torch.equal(gated_rms_norm(x, gate, weight, 0.01, **kwargs), alone)
 
 
 @pytest.mark.parametrize("norm_before_gate", [False, True])

@@ -147,8 +147,8 @@ def norm(op: str, width: int, tokens: int) -> Case:
     return Case(op, args | {"residual": normal(tokens, width)}, {"residual": list(range(tokens))})
 
 
-def gated_rms_norm(width: int, group_size: int, norm_before_gate: bool) -> Case:
-    x, gate, _ = normal(70, 2 * width + 64).split([width, width, 64], -1)
+def gated_rms_norm(width: int, group_size: int, norm_before_gate: bool, tokens: int = 70) -> Case:
+    x, gate, _ = normal(tokens, 2 * width + 64).split([width, width, 64], -1)
     args = {"x": x, "gate": gate, "weight": 1 + normal(width, scale=0.2, dtype=torch.float32), "eps": 1e-5}
     return Case("gated_rms_norm", args | {"group_size": group_size, "norm_before_gate": norm_before_gate})
 
