@@ -44,8 +44,8 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         self._decode = attend
 
     def recording_key(self, batch: ForwardBatch) -> Hashable:
-        """There is one unless the step has padding: contexts and places of padding are looked up in each step."""
-        return cell_places(batch.out_cache_loc, self.kv_pool.page_size).padding is None or None
+        """There is one for all steps without padding. What the rows see is looked up in each step."""
+        return True if min(batch.out_cache_loc.tolist()) >= self.kv_pool.page_size else None
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
         plan, spec, table = self._plan(batch), layer.spec, rope.cos_sin.data_ptr()

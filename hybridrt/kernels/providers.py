@@ -16,12 +16,13 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
 from hybridrt.errors import BackendError, ConfigError, ProviderNotInstalledError
 from hybridrt.kernels.launch import settle_keys
+from hybridrt.kernels.recording import live
 
 Supports = Callable[[Mapping[str, Any]], str | None]
 ENVIRONMENT_VARIABLE = "HYBRIDRT_PROVIDERS"
@@ -138,7 +139,14 @@ def select(op: str, device_type: str, name: str | None = None, **facts: Any) -> 
     so a repeated call costs a dictionary look-up. Raises ConfigError (unknown operation or provider),
     ProviderNotInstalledError (a named provider is missing), BackendError (it does not fit, or nothing does).
     """
-    return _pick(op, device_type, name, facts).load()
+    picked = _pick(op, device_type, name, facts)
+    function = picked.load()
+    # Interpreted kernels are no operations of torch: a recording would not see them.
+    return partial(_live, function) if device_type == "cpu" and picked.provider != "torch" else function
+
+
+def _live(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return live(partial(function, *args, **kwargs))
 
 
 def needs_host(op: str, device_type: str) -> bool:

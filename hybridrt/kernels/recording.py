@@ -1,11 +1,12 @@
 """The operations of a step on a CPU, recorded once and then repeated over the same tensors.
 
-In a step of a small model, Python's layers, views and allocations take longer than most operations. A recording is a
-flat list of the operations. Each repetition writes into the tensors of the recorded step, so that no view is made again.
+In a step of a small model, layers in Python, views and allocations take longer than most operations. A recording is a
+flat list of the operations. Each repetition writes into the tensors of the recorded step, so no view is made again.
 
 What reads numbers of a step on the host stands within `live`, which a repetition calls again, or within `steady`. Any
-other read ends the recording with a reason, and so does an operation that cannot be repeated. The recorded step itself
-runs as any other.
+other read makes the recording useless and says so, as does an operation that cannot be repeated. The recorded step
+itself runs as any other. What is no operation of torch (a library that is given addresses) is not seen: it stands within
+`live` too.
 """
 
 import threading
@@ -18,13 +19,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 R = TypeVar("R")
-# Numbers of tensors go to Python: item, tolist, numpy.
+# Operations of item, tolist and numpy.
 _READS = frozenset(("_local_scalar_dense", "resolve_conj", "resolve_neg"))
 # What they leave is not read before it is written.
 _PLACES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _COPIES = frozenset(("clone", "_to_copy"))
+# Where operations are functions or methods in Python.
 _OWNERS = torch._C._VariableFunctions, torch._C._nn, Tensor
-
 # Operations that are made of others.
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -33,13 +34,13 @@ _current = threading.local()
 
 def live(call: Callable[[], R]) -> R:
     """call(), which each repetition of a recorded step calls again. It works on tensors of the recorded step. If it
-    returns a tensor, the repetitions leave theirs there."""
+    returns tensors, the repetitions leave theirs there."""
     recording: Recording | None = getattr(_current, "recording", None)
     return call() if recording is None else recording.live(call)
 
 
 def steady(call: Callable[[], R]) -> R:
-    """call(), whose result is the same in all repetitions of a recorded step: the key of the recording says so."""
+    """call(), whose result is the same in all repetitions of a recorded step (`AttentionBackend.recording_key`)."""
     recording: Recording | None = getattr(_current, "recording", None)
     return call() if recording is None else recording.aside(call)
 
@@ -47,20 +48,24 @@ def steady(call: Callable[[], R]) -> R:
 class Recording(TorchDispatchMode):
     """A step that ran once within `record`.
 
+    Args:
+        most_bytes: what the tensors that the step makes may take together.
+
     Attributes:
         problem: why it cannot be repeated; None if it can.
-        bytes: what the tensors that it has made take.
+        bytes: what these tensors take.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch.compile, which nothing here uses, would be imported."""
+        """False: torch.compile, which nothing here uses, would be imported. That takes a second."""
         return False
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
         super().__init__()
         self.problem: str | None = None
         self.bytes = 0
+        self._most_bytes = most_bytes
         self._calls: list[Callable[[], object]] = []
         self._aside = False
 
@@ -90,68 +95,77 @@ class Recording(TorchDispatchMode):
         """call(), which each repetition calls again."""
         result = self.aside(call)
         if not self._aside:
-            self._calls.append(partial(_leave, call, result) if isinstance(result, Tensor) else call)
+            self._calls.append(call if result is None else partial(_leave, call, result))
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
-        if self._aside:
-            return func(*args, **kwargs)
         if "::" in name or name in _READS:
-            self.problem = self.problem or f"{name} cannot be repeated"
+            self._check(self._aside, f"{name} cannot be repeated")
+        if self._aside or self.problem:
+            return func(*args, **kwargs)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
         if func._schema.is_mutable:
-            call = _call(name, args, kwargs)
-            if call is None:
-                call = partial(func._op, *args, **kwargs)
-                call()
-            self._calls.append(call)
-            return kwargs.get("out", args[0])
+            return self._change(func, name, args, kwargs)
         result = func(*args, **kwargs)
         if name not in _PLACES and not _is_view(result, args):
             self._make(func, name, args, kwargs, result)
         return result
 
+    def _check(self, holds: bool, otherwise: str) -> None:
+        if not holds and self.problem is None:
+            self.problem = otherwise
+            self._calls.clear()
+
+    def _change(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs an operation that writes into its arguments."""
+        call, result = _called(name, args, kwargs)
+        if call is None:
+            call = partial(func._op, *args, **kwargs)
+            result = call()
+        self._calls.append(call)
+        return result
+
     def _make(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Notes how `result` was made."""
+        """Notes how an operation made its result."""
         results = result if isinstance(result, (tuple, list)) else (result,)
-        if any(not isinstance(each, Tensor) or each.layout != torch.strided for each in results):
-            self.problem = self.problem or f"{name} cannot be repeated: it makes no dense tensors"
+        dense = all(isinstance(each, Tensor) and each.layout == torch.strided for each in results)
+        self._check(dense, f"{name} cannot be repeated: it makes no dense tensors")
+        if not dense:
             return
         self.bytes += sum(each.nbytes for each in results)
+        self._check(self.bytes <= self._most_bytes, f"the tensors of a step take more than {self._most_bytes} bytes")
         if name in _COPIES:
             call: Callable[[], object] | None = partial(result.copy_, args[0])
         else:
-            call = _call(name, args, {**kwargs, "out": result})
+            call, _ = _called(name, args, {**kwargs, "out": result})
         self._calls.append(call or partial(_leave, partial(func._op, *args, **kwargs), result))
 
 
-def _call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], object] | None:
-    """An operation by its function or method in Python, which is called sooner than the operator; it is called here.
-    None if there is none that takes these arguments."""
+def _called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Callable[[], object] | None, Any]:
+    """An operation by its function or method in Python, whose calls take less time than the operator's, and what it
+    gave. (None, None) if there is none that takes these arguments."""
     for owner in _OWNERS:
         function = getattr(owner, name, None)
         if function is not None:
             call = partial(function, *args, **kwargs)
             try:
-                call()
-            except TypeError:
+                return call, call()
+            except TypeError:  # raised before anything is computed
                 continue
-            return call
-    return None
+    return None, None
 
 
 def _leave(call: Callable[[], Any], place: Any) -> None:
     """Leaves what call() gives, one tensor or several, where the recorded step had it."""
     result = call()
     if isinstance(place, Tensor):
-        if result is not place:
-            place.copy_(result)
-        return
+        result, place = (result,), (place,)
     for each, made in zip(place, result, strict=True):
-        each.copy_(made)
+        if made is not each:
+            each.copy_(made)
 
 
 def _is_view(result: Any, args: Sequence[Any]) -> bool:

@@ -5,7 +5,8 @@ model that takes as long as a quarter of the model. Here numpy fills the tensors
 step as one of a graph. They take its numbers from the scheduler and the tables as they are.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.recordings import Recordings
 from hybridrt.runtime.step import DecodeRows
 from hybridrt.runtime.step_batch import make_batch
 
@@ -34,17 +34,16 @@ class _Rows(NamedTuple):
 
 
 class CPUDecode:
-    """Prepares and computes plain decode steps.
+    """Prepares plain decode steps.
 
     Args:
         last_tokens: [R + 1] int32, the next input of every request row.
     """
 
     def __init__(
-        self, model: Any, backend: AttentionBackend, req_to_token_pool: HybridReqToTokenPool, last_tokens: torch.Tensor
+        self, backend: AttentionBackend, req_to_token_pool: HybridReqToTokenPool, last_tokens: torch.Tensor
     ) -> None:
-        self._model, self._backend = model, backend
-        self.recordings = Recordings(model)
+        self._backend = backend
         self._last_tokens, self._table = last_tokens.numpy(), req_to_token_pool.req_to_token.numpy()
         self._view = backend.init_cuda_graph_state(req_to_token_pool.num_rows, req_to_token_pool.num_rows)
         self._made: dict[int, _Rows] = {}
@@ -64,12 +63,10 @@ class CPUDecode:
         self._backend.prepare(batch, graph=self._view)
         return batch, output_indices
 
-    def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """[n, vocab] of the prepared step, which the next step of as many rows overwrites."""
+    def key(self, batch: ForwardBatch) -> Hashable:
+        """Prepared steps of equal keys are the same operations on the same tensors; None: one of its own."""
         key = self._backend.recording_key(batch)
-        return self.recordings.run(
-            None if key is None else (batch.batch_size, key), lambda: self._model.logits(self._model(batch))
-        )
+        return None if key is None else (batch.batch_size, key)
 
     def _make(self, n: int) -> _Rows:
         columns = torch.zeros(6, n, dtype=torch.int32)

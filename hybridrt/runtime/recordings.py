@@ -1,5 +1,6 @@
 """Which decode steps on a CPU are recorded, and their repetition."""
 
+import logging
 from collections.abc import Callable, Hashable
 
 from torch import Tensor, nn
@@ -7,44 +8,67 @@ from torch.nn.modules import module as modules
 
 from hybridrt.kernels.recording import Recording
 
-RECORDS_AFTER = 8  # steps of one key in a row: a recording takes as long as about eight steps
-MOST_BYTES = 64 << 20  # of the tensors that recordings keep
+logger = logging.getLogger(__name__)
+
+RECORDS_AFTER = 8  # steps of one key in a row: to record one takes as long as about ten
+MOST_BYTES = 64 << 20  # of the tensors that recordings keep, outside of the memory plan
 
 
 class Recordings:
     """Steps that come again and again are recorded, and then repeated.
 
-    Hooks of a module are called as long as there are some: such steps are neither recorded nor repeated.
+    As long as modules of the model have hooks, steps are neither recorded nor repeated: the hooks are called.
+
+    Args:
+        on: False records nothing.
 
     Attributes:
-        problem: why no step is recorded any more; None if nothing is in the way.
+        problems: why steps cannot be repeated, each reason once; they run without a recording.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.problem: str | None = None
-        self._kept: dict[Hashable, tuple[Recording, Tensor]] = {}
+    def __init__(self, model: nn.Module, on: bool) -> None:
+        self._on = on
+        self.problems: set[str] = set()
+        self._kept: dict[Hashable, tuple[Recording, Tensor] | None] = {}  # None: it cannot be repeated
         self._last: Hashable = None
         self._times = 0
         own = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self._hooks = [*own, modules._global_forward_pre_hooks, modules._global_forward_hooks]
 
     def run(self, key: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        """step(), which with equal keys is the same operations on the same tensors; with None it may be any."""
-        if key is None or any(self._hooks):
+        """step(). Steps of equal keys are the same operations on the same tensors; with None they may be any."""
+        if key is None or not self._on or any(self._hooks):
             return step()
-        found = self._kept.get(key)
-        if found is not None:
-            recording, result = found
+        if key in self._kept:
+            kept = self._kept[key]
+            if kept is None:
+                return step()
+            recording, result = kept
             recording.repeat()
             return result
         self._times = self._times + 1 if key == self._last else 1
         self._last = key
-        return step() if self.problem or self._times < RECORDS_AFTER else self._record(key, step)
+        return self._record(key, step) if self._times >= RECORDS_AFTER else step()
 
     def _record(self, key: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        recording = Recording()
+        recording = Recording(MOST_BYTES)
         result = recording.record(step)
-        self.problem = recording.problem
-        if self.problem is None:
+        if recording.problem is None:
+            self._make_room(recording.bytes)
             self._kept[key] = recording, result
+            return result
+        if recording.problem not in self.problems:
+            logger.info("decode steps run without a recording: %s", recording.problem)
+            self.problems.add(recording.problem)
+        self._kept[key] = None
         return result
+
+    def _make_room(self, needed: int) -> None:
+        """Drops recordings, the oldest first."""
+        sizes = {key: kept[0].bytes for key, kept in self._kept.items() if kept is not None}
+        taken = sum(sizes.values()) + needed
+        for key, size in sizes.items():
+            if taken <= MOST_BYTES:
+                return
+            del self._kept[key]
+            taken -= size

@@ -25,6 +25,7 @@ from hybridrt.runtime.prompt_columns import Bucket
 from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.sampler import Accepted, RowRequirements, SampledLines, Sampler, SamplingTable, Verification
+from hybridrt.runtime.recordings import Recordings
 from hybridrt.runtime.saved_states import pack_saves, saved_states
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageCopy, PageWrite, StepHandle, StepPlan, int32s
@@ -52,6 +53,7 @@ class StepRunner:
         arena: images of states that come from or go to other workers; None without EngineConfig.transfer_bytes.
         host: the prefix cache's tier in main memory; None without one.
         trees: drafts are trees.
+        recordings: of decode steps on a CPU.
         drafter: the part of a drafter that runs beside the model; None without one.
     """
 
@@ -75,7 +77,8 @@ class StepRunner:
         self._packing = Packing(self.trees, self.drafter is not None, self.backend.chunk_sizes)
         # With HYBRIDRT_DEBUG=1 the backends look at all numbers of a step: then it is eager.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
-        self._cpu_decode = CPUDecode(self.model, self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
+        self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
+        self.recordings = Recordings(self.model, self.config.cuda_graph)
 
     def capture(self, progress: bool = False) -> None:
         """Records steps as graphs (hybridrt.runtime.capture)."""
@@ -179,7 +182,7 @@ class StepRunner:
     def _launch_cpu_decode(self, plan: StepPlan, steps: CPUDecode) -> LaunchSampling:
         self._apply_bookkeeping(plan)
         batch, indices = steps.prepare(plan.decode)
-        logits = steps.logits(batch)
+        logits = self.recordings.run(steps.key(batch), lambda: self.model.logits(self.model(batch)))
         self.backend.commit(batch)
         on_host = plan.decode.rows, plan.decode.output_indices
         return partial(self._sample, SampledLines(batch.req_pool_indices, indices, on_host, logits))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybridrt.config import EngineConfig
+from hybridrt.runtime import recordings
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
 from hybridrt.runtime.step_runner import StepRunner
@@ -33,8 +34,9 @@ def prefilled(path: Path, mode: str) -> ModelRunner:
 
 @pytest.mark.parametrize("mode", ["classic", "replay"])
 def test_equal_eager_steps(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in any order and number, pages that are new, logits that were not finite: the same tokens, and the same
-    state bit by bit."""
+    """Rows in any order and number, pages that are new, logits that were not finite, recorded steps: the same tokens,
+    and the same state bit by bit."""
+    monkeypatch.setattr(recordings, "RECORDS_AFTER", 1)
     path = write_tiny(tmp_path, tokenizer=False)
     kept, eager = prefilled(path, mode), prefilled(path, mode)
     eager._cpu_decode = None
@@ -51,6 +53,7 @@ def test_equal_eager_steps(tmp_path: Path, mode: str, monkeypatch: pytest.Monkey
             assert kept.launch(plan).result().tokens == expected
         computed |= {row: computed[row] + 1 for row in rows}
     assert max(computed.values()) > 8  # a page was new
+    assert len(kept.recordings._kept) == 1  # of the last rows, which are in order and have full conv rings
     assert torch.equal(kept.last_tokens, eager.last_tokens)
     pools = [runner.pools.req_to_token.mamba_pool for runner in (kept, eager)]
     assert pools[0] is not None and pools[1] is not None

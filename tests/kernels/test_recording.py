@@ -1,0 +1,120 @@
+"""Recorded operations against the operations themselves."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hybridrt.kernels.providers import select
+from hybridrt.kernels.recording import Recording, live, steady
+
+MOST = 1 << 20
+
+
+class Step:
+    """One of many sorts of operations; its inputs stand in `x` and `index`, and it changes `state`."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.x, self.index = torch.randn(3, 8), torch.tensor([2], dtype=torch.int32)
+        self.state, self.place, self.weight = torch.zeros(4, 8), torch.empty(3, 16), torch.randn(16, 8)
+        self.calls = 0
+
+    def __call__(self) -> torch.Tensor:
+        rows = steady(lambda: int(self.index.numpy().size)) + 2
+        h = F.linear(self.x, self.weight)  # made of others
+        first, second = h.split(8, dim=-1)  # views
+        torch.mul(h, 2.0, out=self.place)
+        self.state.index_add_(0, self.index, first[:1])
+        self.state[1:].mul_(0.5)
+        values, best = second.topk(2, -1)  # several results
+        copied = self.x.t().contiguous()
+        looked = live(lambda: self.state[: int(self.index)].sum(0))  # as many rows as the index says
+        live(self.count)
+        scratch = h.new_empty(rows, 8).copy_(second)
+        total = torch.cat((scratch, first, looked.expand(3, 8)), -1).sum(-1, keepdim=True)
+        return F.silu(total + values + best + copied[:2].t() + self.place[:, :2])
+
+    def count(self) -> None:
+        self.calls += 1
+
+
+@torch.inference_mode()
+def test_repeats_all_sorts_of_operations() -> None:
+    recorded, expected, recording = Step(), Step(), Recording(MOST)
+    result = recording.record(recorded)
+    assert recording.problem is None and recording.bytes > 0
+    assert torch.equal(result, expected())
+    for i in (3, 1, 2):
+        for step in (recorded, expected):
+            step.x.copy_(torch.arange(24).view(3, 8) / i)
+            step.index.fill_(i)
+        recording.repeat()
+        assert torch.equal(result, expected())
+        assert torch.equal(recorded.state, expected.state)
+    assert recorded.calls == expected.calls == 4
+
+
+@torch.library.custom_op("hybridrt_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("step", "problem"),
+    [
+        (lambda x: x * x[0].item(), "_local_scalar_dense cannot be repeated"),
+        (lambda x: x * x.tolist()[0], "cannot be repeated"),
+        (lambda x: x * float(x.numpy()[0]), "cannot be repeated"),
+        (lambda x: x * 2 if x[0] > 0 else x, "_local_scalar_dense cannot be repeated"),
+        (twice, "hybridrt_tests::twice cannot be repeated"),
+        (lambda x: x.to_mkldnn().to_dense() * 2, "it makes no dense tensors"),
+        (lambda x: x.repeat(MOST)[:3] * 2, "take more than 1048576 bytes"),
+    ],
+)
+@torch.inference_mode()
+def test_says_what_cannot_be_repeated(step: Callable[[torch.Tensor], torch.Tensor], problem: str) -> None:
+    """The step itself runs to its end."""
+    recording, x = Recording(MOST), torch.tensor([2.0, 3.0, 4.0])
+    assert torch.equal(recording.record(lambda: step(x)), step(x))
+    assert recording.problem is not None and problem in recording.problem
+
+
+@torch.inference_mode()
+def test_a_step_that_fails_leaves_no_recording() -> None:
+    """What comes after it is not recorded."""
+    recording = Recording(MOST)
+    with pytest.raises(RuntimeError):
+        recording.record(lambda: torch.zeros(2) + torch.zeros(3))
+    calls = list(recording._calls)
+    live(lambda: torch.zeros(2) + 1)
+    assert recording._calls == calls
+
+
+@torch.inference_mode()
+def test_interpreted_kernels_are_called_again() -> None:
+    """They are given addresses: no operation of torch is seen."""
+    recording, x = Recording(MOST), torch.randn(2, 8)
+    kernel = select("silu_and_mul", "cpu", "triton")
+    result = recording.record(lambda: kernel(x) + 1)
+    x.mul_(2)
+    recording.repeat()
+    assert recording.problem is None and torch.equal(result, kernel(x) + 1)
+
+
+def test_needs_no_compiler() -> None:
+    """torch.compile and what it needs take more than a second to import."""
+    program = (
+        "import sys, torch\n"
+        "from hybridrt.kernels.recording import Recording\n"
+        "recording = Recording(1 << 20)\n"
+        "with torch.inference_mode():\n"
+        "    recording.record(lambda: torch.nn.functional.linear(torch.ones(1, 2), torch.ones(3, 2)) + 1)\n"
+        "assert recording.problem is None\n"
+        "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr

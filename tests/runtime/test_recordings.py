@@ -1,0 +1,119 @@
+"""Decode steps on a CPU that are recorded, against the same steps without."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hybridrt import LLM, SamplingParams
+from hybridrt.runtime import recordings
+from hybridrt.runtime.recordings import RECORDS_AFTER, Recordings
+from tests.models.test_models_parity import state_modes
+from tests.support.checkpoints import CASES
+from tests.support.levels import sweep
+from tests.support.tiny import write_tiny
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5], [11, 3]]
+WRITTEN = [name for name in CASES if name != "nemotron-puzzle"]  # its config.json is one of another family
+
+
+class Doubling(nn.Module):
+    """A step whose recordings can be counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs, self.calls = torch.ones(2), 0
+
+    def forward(self) -> torch.Tensor:
+        self.calls += 1
+        return self.inputs * 2
+
+
+def answers(path: Path, mode: str, cuda_graph: bool) -> list[list[int]]:
+    """Of requests alone, together, of unequal lengths, greedy and drawn."""
+    with LLM(
+        str(path), device="cpu", dtype="float32", load_format="dummy", max_model_len=96, max_running_requests=4,
+        page_size=4, state_mode=mode, prefix_cache=False, cuda_graph=cuda_graph,
+    ) as llm:  # fmt: skip
+        greedy = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (20, 30, 16)]
+        drawn = SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True)
+        outputs = llm.generate(PROMPTS[:1], greedy[0]) + llm.generate(PROMPTS, greedy)
+        outputs += llm.generate(PROMPTS, drawn) + llm.generate(PROMPTS[1:2], drawn)
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("name", sweep(WRITTEN, 8))
+def test_every_family_gives_the_same_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tiny(tmp_path, CASES[name], tokenizer=False)
+    made: list[Recordings] = []
+
+    class Listed(Recordings):
+        def __init__(self, model: nn.Module, on: bool) -> None:
+            super().__init__(model, on)
+            made.append(self)
+
+    monkeypatch.setattr(recordings, "RECORDS_AFTER", 2)
+    monkeypatch.setattr("hybridrt.runtime.step_runner.Recordings", Listed)
+    for mode in state_modes(name):
+        made.clear()
+        assert answers(path, mode, True) == answers(path, mode, False)
+        recorded, without = made
+        assert not recorded.problems and len(recorded._kept) > 1 and None not in recorded._kept.values()
+        assert not without._kept
+
+
+@torch.inference_mode()
+def test_records_what_comes_again() -> None:
+    step = Doubling()
+    kept = Recordings(step, True)
+    for _ in range(RECORDS_AFTER - 1):
+        kept.run("a", step)
+    kept.run("b", step)  # another step begins to count anew
+    for i in range(RECORDS_AFTER):
+        assert step.calls == RECORDS_AFTER + i
+        kept.run("a", step)
+    step.inputs.fill_(3)
+    assert kept.run("a", step).tolist() == [6, 6]
+    kept.run(None, step)
+    assert step.calls == 2 * RECORDS_AFTER + 1
+
+
+@torch.inference_mode()
+def test_hooks_are_called() -> None:
+    step, seen = Doubling(), list[int]()
+    kept = Recordings(step, True)
+    for _ in range(RECORDS_AFTER):
+        kept.run("a", step)
+    calls = step.calls
+    hooks = [
+        step.register_forward_hook(lambda *_: seen.append(1)),
+        step.register_forward_pre_hook(lambda *_: seen.append(2)),
+        nn.modules.module.register_module_forward_hook(lambda *_: seen.append(3)),
+        nn.modules.module.register_module_forward_pre_hook(lambda *_: seen.append(4)),
+    ]
+    for hook in hooks:
+        seen.clear()
+        kept.run("a", step)
+        assert seen
+    for hook in hooks:
+        hook.remove()
+    kept.run("a", step)
+    assert step.calls == calls + len(hooks)
+
+
+@torch.inference_mode()
+def test_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result of a step is 8 bytes."""
+    monkeypatch.setattr(recordings, "MOST_BYTES", 16)
+    monkeypatch.setattr(recordings, "RECORDS_AFTER", 1)
+    step = Doubling()
+    kept = Recordings(step, True)
+    for key in "abc":
+        kept.run(key, step)
+    assert list(kept._kept) == ["b", "c"]
+    monkeypatch.setattr(recordings, "MOST_BYTES", 4)
+    for _ in range(2):
+        kept.run("d", step)
+    assert step.calls == 5 and kept._kept["d"] is None
+    assert kept.problems == {"the tensors of a step take more than 4 bytes"}
