@@ -4,9 +4,9 @@ In a step of a small model, layers in Python, views and allocations take longer 
 flat list of the operations. Each repetition writes into the tensors of the recorded step, so no view is made again.
 
 What reads numbers of a step on the host stands within `live`, which a repetition calls again, or within `steady`. Any
-other read makes the recording useless and says so, as does an operation that cannot be repeated. The recorded step
-itself runs as any other. What is no operation of torch (a library that is given addresses) is not seen: it stands within
-`live` too.
+other read is a `problem` of the recording, as is an operation that cannot be repeated. The recorded step itself runs as
+any other. What is no operation of torch, such as a library that is given addresses, is not seen: it stands within `live`
+too.
 """
 
 import threading

@@ -24,8 +24,8 @@ from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
 from hybridrt.runtime.prompt_columns import Bucket
 from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.prompt_logprobs import PromptRequirements, ScoredStep
-from hybridrt.runtime.sampler import Accepted, RowRequirements, SampledLines, Sampler, SamplingTable, Verification
 from hybridrt.runtime.recordings import Recordings
+from hybridrt.runtime.sampler import Accepted, RowRequirements, SampledLines, Sampler, SamplingTable, Verification
 from hybridrt.runtime.saved_states import pack_saves, saved_states
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageCopy, PageWrite, StepHandle, StepPlan, int32s

@@ -86,20 +86,14 @@ def test_hooks_are_called() -> None:
     for _ in range(RECORDS_AFTER):
         kept.run("a", step)
     calls = step.calls
-    hooks = [
-        step.register_forward_hook(lambda *_: seen.append(1)),
-        step.register_forward_pre_hook(lambda *_: seen.append(2)),
-        nn.modules.module.register_module_forward_hook(lambda *_: seen.append(3)),
-        nn.modules.module.register_module_forward_pre_hook(lambda *_: seen.append(4)),
-    ]
-    for hook in hooks:
-        seen.clear()
+    of_all = nn.modules.module.register_module_forward_hook, nn.modules.module.register_module_forward_pre_hook
+    for register in (step.register_forward_hook, step.register_forward_pre_hook, *of_all):
+        hook = register(lambda *_: seen.append(1))
         kept.run("a", step)
-        assert seen
-    for hook in hooks:
         hook.remove()
+        assert seen.pop() and not seen
     kept.run("a", step)
-    assert step.calls == calls + len(hooks)
+    assert step.calls == calls + 4
 
 
 @torch.inference_mode()
