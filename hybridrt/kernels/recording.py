@@ -5,8 +5,8 @@ flat list of the operations. Each repetition writes into the tensors of the reco
 
 What reads numbers of a step on the host stands within `live`, which a repetition calls again, or within `steady`. Any
 other read is a `problem` of the recording, as is an operation that cannot be repeated. The recorded step itself runs as
-any other. What is no operation of torch, such as a library that is given addresses, is not seen: it stands within `live`
-too.
+any other. What is no operation of torch, such as a library that is given addresses, is not seen: it must stand within
+`live`.
 """
 
 import threading
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 R = TypeVar("R")
-# Operations of item, tolist and numpy.
-_READS = frozenset(("_local_scalar_dense", "resolve_conj", "resolve_neg"))
+# Operations of tolist and numpy. That of item makes no tensor.
+_READS = frozenset(("resolve_conj", "resolve_neg"))
 # What they leave is not read before it is written.
 _PLACES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _COPIES = frozenset(("clone", "_to_copy"))

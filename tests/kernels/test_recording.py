@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hybridrt.kernels.linear import ONEDNN_FROM, linear
 from hybridrt.kernels.providers import select
 from hybridrt.kernels.recording import Recording, live, steady
 
@@ -56,6 +57,23 @@ def test_repeats_all_sorts_of_operations() -> None:
         assert torch.equal(result, expected())
         assert torch.equal(recorded.state, expected.state)
     assert recorded.calls == expected.calls == 4
+
+
+@torch.inference_mode()
+def test_repeats_no_views() -> None:
+    recording, x = Recording(MOST), torch.ones(2, 6)
+    recording.record(lambda: x.t().reshape(3, 4)[1:].unflatten(1, (2, 2)).unbind(0)[0] + 1)
+    assert len(recording._calls) == 2  # the copy of `reshape`, and the addition
+
+
+@torch.inference_mode()
+def test_repeats_products_by_onednn() -> None:
+    """Their tensors have a layout of their own."""
+    recording, x, weight = Recording(1 << 24), torch.ones(1, 1024), torch.randn(ONEDNN_FROM // 1024, 1024)
+    result = recording.record(lambda: linear(x, weight) + 1)
+    x.mul_(3)
+    recording.repeat()
+    assert recording.problem is None and torch.equal(result, linear(x, weight) + 1)
 
 
 @torch.library.custom_op("hybridrt_tests::twice", mutates_args=())

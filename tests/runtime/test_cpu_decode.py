@@ -1,5 +1,6 @@
 """Plain decode steps of a CPU, whose tensors are kept, against eager steps."""
 
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,24 @@ def test_equal_eager_steps(tmp_path: Path, mode: str, monkeypatch: pytest.Monkey
     for (_, ours), (_, theirs) in zip(pools[0].stacks, pools[1].stacks, strict=True):
         assert torch.equal(ours.temporal, theirs.temporal) and torch.equal(ours.conv, theirs.conv)
     assert torch.equal(pools[0].ring_length, pools[1].ring_length)
+
+
+@pytest.mark.parametrize("mode", ["classic", "replay"])
+def test_keys_of_recordings(tmp_path: Path, mode: str) -> None:
+    """Rows have one if their slots are neighbours in order and their conv rings are full: then it names the slots."""
+    runner = prefilled(write_tiny(tmp_path, tokenizer=False), mode)
+    steps = runner._cpu_decode
+    assert steps is not None
+
+    @torch.inference_mode()
+    def key(rows: Sequence[int], computed: int) -> Hashable:
+        batch, _ = steps.prepare(DecodeRows.of(DecodeRow(row, computed, 0) for row in rows))
+        runner.backend.drop_step()
+        return steps.key(batch)
+
+    assert key([1], 3) is key([1, 3], 4) is key([2, 1], 4) is None
+    found = [key(rows, 4) for rows in ([1], [2], [1, 2], [2, 3])]
+    assert None not in found and len(set(found)) == 4
+    assert key([1], 4) == key([1], 7)
+    runner.pools.req_to_token.req_to_token[1].zero_()  # page 0 is padding
+    assert key([1], 4) is None
