@@ -257,7 +257,8 @@ class EngineConfig:
         attention_backend, prefill_attention_backend: names from `hybridrt.attention.registry`; the second, if given,
             serves prefill only.
         linear_attn_backend: "auto" or the backend's name for the model's kind of recurrent layer.
-        cuda_graph, cuda_graph_max_bs: capture steps as graphs (CUDA only), and the largest batch captured.
+        cuda_graph, cuda_graph_max_bs: capture steps as graphs, and the largest batch captured. On a CPU the first one
+            records decode steps that come again, and the second one means nothing.
         cuda_graph_prompts: capture steps with up to 1024 prompt tokens too, not decode steps alone.
         overlap: launch a step before the tokens of the previous step have reached the host.
         speculative: a SpeculativeConfig, or None.

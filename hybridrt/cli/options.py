@@ -62,7 +62,7 @@ class EngineOptions(Overrides):
     attention_backend: str | None = setting("Softmax attention; `hybridrt doctor` lists the names.", "auto", "NAME")
     prefill_attention_backend: str | None = setting("Another backend for prefill alone.", "the same", "NAME")
     linear_attn_backend: str | None = setting("Backend of the recurrent layers.", "auto", "NAME")
-    cuda_graph: bool | None = setting("Capture steps as graphs on a GPU.", "on")
+    cuda_graph: bool | None = setting("Capture steps as graphs; on a CPU record them.", "on")
     cuda_graph_max_bs: int | None = setting("Largest batch captured.", "what fits", "N")
     cuda_graph_prompts: bool | None = setting("Capture steps with short prompts too.", "on")
     overlap: bool | None = setting("Launch a step before the last one's tokens are read.", "on")
