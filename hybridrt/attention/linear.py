@@ -41,8 +41,8 @@ def _part(inputs: Inputs, tokens: slice, out: Tensor | None) -> Inputs:
 
 class MambaAttnBackendBase(AttentionBackend):
     """The backend of one kind of recurrent layer, Mamba or any other, over MambaPool. A subclass implements `decode`
-    and `extend`, which call the kind's kernels. Its docstring says which inputs they take. On a CPU, what is no operation
-    of torch in `decode`, or reads numbers of a step, stands within `hybridrt.kernels.recording.live`.
+    and `extend`, which call the kind's kernels. Its docstring says which inputs they take. On a CPU, what is no
+    operation of torch in `decode`, or reads numbers of a step, stands within `hybridrt.kernels.recording.live`.
 
     Args:
         layers: the model's mixers of this kind by layer id.
