@@ -1,7 +1,8 @@
 """Softmax attention in plain torch: the CPU path, and the oracle of the other backends."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from hybridrt.attention.paged import PagedAttnBackend, PagedMetadata
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.paged_attention import CellPlaces, RowContext, attend, cell_places, row_context, store_at
 from hybridrt.kernels.recording import live
-from hybridrt.kernels.records import Rope
+from hybridrt.kernels.records import PagedKV, Rope
 from hybridrt.kernels.rotary import turned, turns
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -41,7 +42,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        self._decode = attend
+        self._decode = _attend
 
     def recording_key(self, batch: ForwardBatch) -> Hashable:
         """There is one for all steps without padding. What the rows see is looked up in each step."""
@@ -59,10 +60,11 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places)
         return rotated.flatten(1)
 
-    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
-        return live(lambda: super(TorchNativeAttnBackend, self).decode(q, layer, batch, out))
+    def decode_rows(self, layer: Any, batch: ForwardBatch) -> Callable[[], RowContext]:
+        """What looks up the rows' context: it grows with each step."""
+        return partial(self._context, layer, batch)
 
-    def decode_rows(self, layer: Any, batch: ForwardBatch) -> RowContext:
+    def _context(self, layer: Any, batch: ForwardBatch) -> RowContext:
         step, window = self.planned(batch), layer.spec.sliding_window
         contexts = self._plan(batch).contexts
         if window not in contexts:
@@ -78,3 +80,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
             step.plan = TorchPlan()
         plan: TorchPlan = step.plan
         return plan
+
+
+def _attend(q: Tensor, kv: PagedKV, context: Callable[[], RowContext], out: Tensor | None = None) -> Tensor:
+    return live(lambda: attend(q, kv, context(), out))

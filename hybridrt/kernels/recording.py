@@ -10,7 +10,8 @@ any other. What is no operation of torch, such as a library that is given addres
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -69,17 +70,18 @@ class Recording(TorchDispatchMode):
         self._calls: list[Callable[[], object]] = []
         self._aside = False
 
-    def record(self, step: Callable[[], Tensor]) -> Tensor:
-        """step()."""
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """What runs within it is the step."""
         _current.recording = self
         try:
             with self:
-                return step()
+                yield
         finally:
             _current.recording = None
 
     def repeat(self) -> None:
-        """The step again. What it returns is in the tensor that `record` has returned."""
+        """The step again, with its results in the tensors of the recorded step."""
         for call in self._calls:
             call()
 

@@ -1,7 +1,8 @@
 """Which decode steps on a CPU are recorded, and their repetition."""
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
@@ -35,33 +36,43 @@ class Recordings:
         own = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self._hooks = [*own, modules._global_forward_pre_hooks, modules._global_forward_hooks]
 
-    def run(self, key: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        """step(). Steps of equal keys are the same operations on the same tensors; with None they may be any."""
-        if key is None or not self._on or any(self._hooks):
-            return step()
-        if key in self._kept:
-            kept = self._kept[key]
-            if kept is None:
-                return step()
-            recording, result = kept
-            recording.repeat()
-            return result
+    def repeat(self, key: Hashable) -> Tensor | None:
+        """Repeats the step of a key; None if it has no recording. Steps of equal keys are the same operations on the
+        same tensors; with None they may be any."""
+        kept = self._kept.get(key)
+        if kept is None or any(self._hooks):
+            return None
+        recording, result = kept
+        recording.repeat()
+        return result
+
+    @contextmanager
+    def around(self, key: Hashable) -> Iterator[list[Tensor]]:
+        """Within it runs a step that cannot be repeated yet, and appends its result. It is recorded if it is time."""
+        results: list[Tensor] = []
+        if not self._is_time(key):
+            yield results
+            return
+        recording = Recording(MOST_BYTES)
+        with recording.record():
+            yield results
+        self._keep(key, recording, results[0])
+
+    def _is_time(self, key: Hashable) -> bool:
+        if key is None or not self._on or key in self._kept or any(self._hooks):
+            return False
         self._times = self._times + 1 if key == self._last else 1
         self._last = key
-        return self._record(key, step) if self._times >= RECORDS_AFTER else step()
+        return self._times >= RECORDS_AFTER
 
-    def _record(self, key: Hashable, step: Callable[[], Tensor]) -> Tensor:
-        recording = Recording(MOST_BYTES)
-        result = recording.record(step)
-        if recording.problem is None:
+    def _keep(self, key: Hashable, recording: Recording, result: Tensor) -> None:
+        problem = recording.problem
+        if problem is None:
             self._make_room(recording.bytes)
-            self._kept[key] = recording, result
-            return result
-        if recording.problem not in self.problems:
-            logger.info("decode steps run without a recording: %s", recording.problem)
-            self.problems.add(recording.problem)
-        self._kept[key] = None
-        return result
+        elif problem not in self.problems:
+            logger.info("decode steps run without a recording: %s", problem)
+            self.problems.add(problem)
+        self._kept[key] = (recording, result) if problem is None else None
 
     def _make_room(self, needed: int) -> None:
         """Drops recordings, the oldest first."""

@@ -78,7 +78,7 @@ class StepRunner:
         # With HYBRIDRT_DEBUG=1 the backends look at all numbers of a step: then it is eager.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
         self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
-        self.recordings = Recordings(self.model, self.config.cuda_graph)
+        self.recordings = Recordings(self.model, self.config.cuda_graph and self.config.tp_size == 1)
 
     def capture(self, progress: bool = False) -> None:
         """Records steps as graphs (hybridrt.runtime.capture)."""
@@ -182,7 +182,12 @@ class StepRunner:
     def _launch_cpu_decode(self, plan: StepPlan, steps: CPUDecode) -> LaunchSampling:
         self._apply_bookkeeping(plan)
         batch, indices = steps.prepare(plan.decode)
-        logits = self.recordings.run(steps.key(batch), lambda: self.model.logits(self.model(batch)))
+        key = steps.key(batch)
+        logits = self.recordings.repeat(key)
+        if logits is None:
+            with self.recordings.around(key) as results:
+                logits = self.model.logits(self.model(batch))
+                results.append(logits)
         self.backend.commit(batch)
         on_host = plan.decode.rows, plan.decode.output_indices
         return partial(self._sample, SampledLines(batch.req_pool_indices, indices, on_host, logits))

@@ -15,6 +15,11 @@ from hybridrt.kernels.recording import Recording, live, steady
 MOST = 1 << 20
 
 
+def record(recording: Recording, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with recording.record():
+        return step()
+
+
 class Step:
     """One of many sorts of operations; its inputs stand in `x` and `index`, and it changes `state`."""
 
@@ -46,7 +51,7 @@ class Step:
 @torch.inference_mode()
 def test_repeats_all_sorts_of_operations() -> None:
     recorded, expected, recording = Step(), Step(), Recording(MOST)
-    result = recording.record(recorded)
+    result = record(recording, recorded)
     assert recording.problem is None and recording.bytes > 0
     assert torch.equal(result, expected())
     for i in (3, 1, 2):
@@ -62,7 +67,7 @@ def test_repeats_all_sorts_of_operations() -> None:
 @torch.inference_mode()
 def test_repeats_no_views() -> None:
     recording, x = Recording(MOST), torch.ones(2, 6)
-    recording.record(lambda: x.t().reshape(3, 4)[1:].unflatten(1, (2, 2)).unbind(0)[0] + 1)
+    record(recording, lambda: x.t().reshape(3, 4)[1:].unflatten(1, (2, 2)).unbind(0)[0] + 1)
     assert len(recording._calls) == 2  # the copy of `reshape`, and the addition
 
 
@@ -70,7 +75,7 @@ def test_repeats_no_views() -> None:
 def test_repeats_products_by_onednn() -> None:
     """Their tensors have a layout of their own."""
     recording, x, weight = Recording(1 << 24), torch.ones(1, 1024), torch.randn(ONEDNN_FROM // 1024, 1024)
-    result = recording.record(lambda: linear(x, weight) + 1)
+    result = record(recording, lambda: linear(x, weight) + 1)
     x.mul_(3)
     recording.repeat()
     assert recording.problem is None and torch.equal(result, linear(x, weight) + 1)
@@ -97,7 +102,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 def test_says_what_cannot_be_repeated(step: Callable[[torch.Tensor], torch.Tensor], problem: str) -> None:
     """The step itself runs to its end."""
     recording, x = Recording(MOST), torch.tensor([2.0, 3.0, 4.0])
-    assert torch.equal(recording.record(lambda: step(x)), step(x))
+    assert torch.equal(record(recording, lambda: step(x)), step(x))
     assert recording.problem is not None and problem in recording.problem
 
 
@@ -106,7 +111,7 @@ def test_a_step_that_fails_leaves_no_recording() -> None:
     """What comes after it is not recorded."""
     recording = Recording(MOST)
     with pytest.raises(RuntimeError):
-        recording.record(lambda: torch.zeros(2) + torch.zeros(3))
+        record(recording, lambda: torch.zeros(2) + torch.zeros(3))
     calls = list(recording._calls)
     live(lambda: torch.zeros(2) + 1)
     assert recording._calls == calls
@@ -117,7 +122,7 @@ def test_interpreted_kernels_are_called_again() -> None:
     """They are given addresses: no operation of torch is seen."""
     recording, x = Recording(MOST), torch.randn(2, 8)
     kernel = select("silu_and_mul", "cpu", "triton")
-    result = recording.record(lambda: kernel(x) + 1)
+    result = record(recording, lambda: kernel(x) + 1)
     x.mul_(2)
     recording.repeat()
     assert recording.problem is None and torch.equal(result, kernel(x) + 1)
@@ -130,7 +135,8 @@ def test_needs_no_compiler() -> None:
         "from hybridrt.kernels.recording import Recording\n"
         "recording = Recording(1 << 20)\n"
         "with torch.inference_mode():\n"
-        "    recording.record(lambda: torch.nn.functional.linear(torch.ones(1, 2), torch.ones(3, 2)) + 1)\n"
+        "    with recording.record():\n"
+        "        torch.nn.functional.linear(torch.ones(1, 2), torch.ones(3, 2)) + 1\n"
         "assert recording.problem is None\n"
         "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])\n"
     )
