@@ -78,6 +78,7 @@ class StepRunner:
         # With HYBRIDRT_DEBUG=1 the backends look at all numbers of a step: then it is eager.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
         self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
+        # A recording would not see the sums over ranks.
         self.recordings = Recordings(self.model, self.config.cuda_graph and self.config.tp_size == 1)
 
     def capture(self, progress: bool = False) -> None:
