@@ -42,4 +42,4 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @cache
 def _as_tensor(eps: float) -> Tensor:
     """[1, 1] float32 on a CPU."""
-    return torch.full((1, 1), eps)
+    return torch.full((1, 1), eps, dtype=torch.float32, device="cpu")
