@@ -18,9 +18,9 @@ import torch
 
 from benchmarks import latent_cases  # noqa: F401  # its cases join those of kernel_cases
 from benchmarks.common import environment, save
-from benchmarks.kernel_cases import DECODE, PREFILL, Args, Case, Cases, Load
+from benchmarks.kernel_cases import DECODE, PREFILL, Case, Cases, Load
+from benchmarks.library_cases import Args
 from hybridrt.config import ModelConfig
-from hybridrt.errors import HybridrtError
 from hybridrt.hf_config import read_model_config
 from hybridrt.kernels import providers
 from tests.support.flat import flat
@@ -100,7 +100,7 @@ def measure(case: Case, peaks: tuple[float, float], eager: bool) -> Iterator[dic
         timed = eager_us if eager else graph_us
         try:
             us = timed(lambda i, function=function: function(sets[i % len(sets)]))
-        except (HybridrtError, RuntimeError, ValueError) as e:
+        except Exception as e:  # libraries raise what they like; the other rows are measured all the same
             print(f"  {case.op} by {name}: {type(e).__name__} {str(e)[:300]}", flush=True)
             torch.cuda.synchronize()
             continue

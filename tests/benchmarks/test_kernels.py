@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -6,7 +7,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_kernels import callables
-from benchmarks.kernel_cases import DECODE, PREFILL, Args, Case, Load, linears
+from benchmarks.kernel_cases import DECODE, PREFILL, Case, Load, linears
+from benchmarks.library_cases import Args, beside
 from benchmarks.timeline import Span, draw
 from hybridrt.hf_config import read_model_config
 from tests.support.checkpoints import falcon, jamba, nemotron, qwen
@@ -63,3 +65,23 @@ def test_a_timeline_names_its_kernels(tmp_path: Path) -> None:
     text = (tmp_path / "step.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(text)
     assert "stream: 59 µs" in text and "attention &lt;decode&gt;: 15 µs" in text and "3 launches in 0.06 ms" in text
+
+
+def test_libraries_are_planned_when_arguments_are_made() -> None:
+    """A plan that fails, fails its own row; a library that is not there has none."""
+    planned = []
+
+    def plan(args: Args) -> Callable[[], object]:
+        planned.append(args["x"])
+        return lambda: args["x"] + 1
+
+    def fails(args: Args) -> Callable[[], object]:
+        raise AssertionError("no head of 3")
+
+    peers = {"a": (("absent_", "torch"), plan), "b": (("torch",), fails), "c": (("absent_",), plan)}
+    make, calls = beside(lambda: {"x": 1 + len(planned)}, "cuda", peers)
+    first, second = make(), make()
+    assert planned == [1, 2] and [calls["a"](args) for args in (first, second)] == [2, 3]
+    assert calls.keys() == {"a", "b"} and not beside(make, "cpu", peers)[1]
+    with pytest.raises(RuntimeError, match="AssertionError no head of 3"):
+        calls["b"](first)
