@@ -114,13 +114,12 @@ class RangeRead:
 
 
 def section_reads(sections: Sequence[Section], local_tp: int, rank: int, tp_ratio: int) -> list[RangeRead]:
-    """What a decode rank reads of one prefill rank's state block, section by section. Arguments as for
-    `section_read`."""
+    """What a decode rank reads of one prefill rank's state block, one read for each section; one of no bytes where
+    another rank's copy is read instead. Arguments as for `section_read`."""
     found, source, destination = [], 0, 0
     for section in sections:
         read = section_read(section, local_tp, rank, tp_ratio)
-        if read.nbytes:
-            found.append(RangeRead(source + read.source, destination + read.destination, read.nbytes))
+        found.append(RangeRead(source + read.source, destination + read.destination, read.nbytes))
         source += read.remote_nbytes
         destination += section.nbytes
     return found
@@ -166,24 +165,15 @@ class MambaConvSplitInfo:
         return list(zip(ends, self.proj_bytes))
 
     @property
-    def conv_sections(self) -> tuple[Section, ...]:
-        """The sub-projections."""
-        groups = self.proj_groups or (None,) * len(self.local_proj_dims)
-        return tuple(Section(*part) for part in zip(self.proj_bytes, groups, strict=True))
-
-    @property
-    def state_section(self) -> Section:
-        """The recurrent state, which may have no bytes."""
-        return Section(self.ssm_sizes[1], self.state_groups)
-
-    @property
     def sections(self) -> tuple[Section, ...]:
-        """The sub-projections, then the recurrent state."""
-        return (*self.conv_sections, self.state_section)
+        """The sub-projections, then the recurrent state, which may have no bytes."""
+        groups = self.proj_groups or (None,) * len(self.local_proj_dims)
+        parts = zip((*self.proj_bytes, self.ssm_sizes[1]), (*groups, self.state_groups), strict=True)
+        return tuple(Section(*part) for part in parts)
 
     def reads(self, rank: int, tp_ratio: int) -> list[RangeRead]:
         """Every read of one prefill rank's block, conv and recurrent state. Arguments as for `remote_conv_offsets`."""
-        return section_reads(self.sections, self.local_tp, rank, tp_ratio)
+        return [read for read in self._of_sections(rank, tp_ratio) if read.nbytes]
 
     def remote_conv_offsets(self, local_rank_offset: int, tp_ratio: int) -> Reads:
         """(offset, bytes) of what this rank reads of the conv in one prefill rank's state block.
@@ -207,20 +197,18 @@ class MambaConvSplitInfo:
 
     def remote_temporal_offset(self, local_rank_offset: int, tp_ratio: int) -> tuple[int, int]:
         """(offset, bytes) of what this rank reads of the recurrent state in one prefill rank's state block."""
-        read = self._state_read(local_rank_offset, tp_ratio)
+        read = self._of_sections(local_rank_offset, tp_ratio)[-1]
         return read.source, read.nbytes
 
     def temporal_write_offset(self, local_rank_offset: int, tp_ratio: int) -> int:
         """Where in this rank's state block the recurrent state that was read is written."""
-        return self._state_read(local_rank_offset, tp_ratio).destination
+        return self._of_sections(local_rank_offset, tp_ratio)[-1].destination
 
     def _conv_reads(self, rank: int, tp_ratio: int) -> list[RangeRead]:
-        return section_reads(self.conv_sections, self.local_tp, rank, tp_ratio)
+        return [read for read in self._of_sections(rank, tp_ratio)[:-1] if read.nbytes]
 
-    def _state_read(self, rank: int, tp_ratio: int) -> RangeRead:
-        conv = [section_read(section, self.local_tp, rank, tp_ratio).remote_nbytes for section in self.conv_sections]
-        state = section_read(self.state_section, self.local_tp, rank, tp_ratio)
-        return RangeRead(sum(conv) + state.source, sum(self.proj_bytes) + state.destination, state.nbytes)
+    def _of_sections(self, rank: int, tp_ratio: int) -> list[RangeRead]:
+        return section_reads(self.sections, self.local_tp, rank, tp_ratio)
 
 
 def derive_mamba_conv_split(spec: MambaSpec, local_tp: int) -> MambaConvSplitInfo:
