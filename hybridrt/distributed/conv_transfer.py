@@ -55,19 +55,18 @@ class Section:
 
 
 @dataclass(frozen=True)
-class SectionRead:
-    """A section as a prefill rank keeps it (`remote_nbytes`) and the part of it to read. `nbytes` is 0 where another
-    rank's copy is read instead. Offsets count from the section's own start on either side."""
+class RangeRead:
+    """`nbytes` bytes at `source` of a prefill rank's memory go to `destination` of the decode rank's. Both count from
+    the start of what is read: a section or a state block here, the image of a whole request in hybridrt.transfer."""
 
-    remote_nbytes: int
     source: int
     destination: int
     nbytes: int
 
 
-def section_read(section: Section, local_tp: int, rank: int, tp_ratio: int) -> SectionRead:
-    """What one of `local_tp` decode ranks reads of a section. For `rank` and `tp_ratio` see
-    `MambaConvSplitInfo.remote_conv_offsets`.
+def section_read(section: Section, local_tp: int, rank: int, tp_ratio: int) -> tuple[int, RangeRead]:
+    """Bytes of a section as a prefill rank keeps it, and what one of `local_tp` decode ranks reads of them: nothing
+    where another rank's copy is read instead. For `rank` and `tp_ratio` see `MambaConvSplitInfo.remote_conv_offsets`.
 
     Raises:
         ConfigError: tp_ratio is 0, or the section cannot be cut that way.
@@ -78,15 +77,15 @@ def section_read(section: Section, local_tp: int, rank: int, tp_ratio: int) -> S
     return (_share if tp_ratio > 0 else _gather)(section, local_tp, rank % ratio, ratio)
 
 
-def _share(section: Section, local_tp: int, offset: int, ratio: int) -> SectionRead:
+def _share(section: Section, local_tp: int, offset: int, ratio: int) -> tuple[int, RangeRead]:
     """`ratio` decode ranks read of one prefill rank; `same` of them read the same bytes."""
     same = 1 if section.groups is None else max(1, local_tp // section.groups)
     _check_ratio(ratio, same, "decode ranks that hold the same piece")
     parts = max(1, ratio // same)
-    return SectionRead(parts * section.nbytes, offset // same * section.nbytes, 0, section.nbytes)
+    return parts * section.nbytes, RangeRead(offset // same * section.nbytes, 0, section.nbytes)
 
 
-def _gather(section: Section, local_tp: int, offset: int, ratio: int) -> SectionRead:
+def _gather(section: Section, local_tp: int, offset: int, ratio: int) -> tuple[int, RangeRead]:
     """One decode rank reads of `ratio` prefill ranks, of which `same` hold the same bytes."""
     pieces = ratio if section.groups is None else max(1, section.groups // local_tp)
     _check_ratio(ratio, pieces, "pieces on a decode rank")
@@ -95,7 +94,7 @@ def _gather(section: Section, local_tp: int, offset: int, ratio: int) -> Section
     if section.nbytes % parts:
         raise ConfigError(f"{section.nbytes} bytes of one rank cannot come from {parts} prefill ranks in equal parts")
     piece = section.nbytes // parts
-    return SectionRead(piece, 0, offset // same * piece, 0 if offset % same else piece)
+    return piece, RangeRead(0, offset // same * piece, 0 if offset % same else piece)
 
 
 def _check_ratio(ratio: int, count: int, what: str) -> None:
@@ -103,24 +102,14 @@ def _check_ratio(ratio: int, count: int, what: str) -> None:
         raise ConfigError(f"a tp_ratio of {ratio} and {count} {what} do not fit: one must divide the other")
 
 
-@dataclass(frozen=True)
-class RangeRead:
-    """`nbytes` bytes at `source` of a prefill rank's memory go to `destination` of the decode rank's. Both count from
-    the start of what is read: a state block here, the image of a whole request in hybridrt.transfer."""
-
-    source: int
-    destination: int
-    nbytes: int
-
-
 def section_reads(sections: Sequence[Section], local_tp: int, rank: int, tp_ratio: int) -> list[RangeRead]:
     """What a decode rank reads of one prefill rank's state block, one read for each section; one of no bytes where
     another rank's copy is read instead. Arguments as for `section_read`."""
     found, source, destination = [], 0, 0
     for section in sections:
-        read = section_read(section, local_tp, rank, tp_ratio)
+        remote_nbytes, read = section_read(section, local_tp, rank, tp_ratio)
         found.append(RangeRead(source + read.source, destination + read.destination, read.nbytes))
-        source += read.remote_nbytes
+        source += remote_nbytes
         destination += section.nbytes
     return found
 
