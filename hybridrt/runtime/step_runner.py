@@ -265,7 +265,7 @@ class StepRunner:
         bitmask: torch.Tensor | None,
     ) -> StepHandle:
         """Tokens of the rows that gain some, of which `lines` has the decode rows first. Then the drafter follows."""
-        launched: StepHandle = LaunchedStep(None)
+        launched: StepHandle
         accepted, (rows, indices, on_host, logits) = None, lines
         if batch.spec_info is not None:
             n, split = len(decode), batch.num_decode_tokens
@@ -276,6 +276,8 @@ class StepRunner:
                 launched = JoinedSteps(launched, self._sample(chunks, of_chunks))
         elif len(rows):
             launched = self._sample(lines, bitmask)
+        else:
+            launched = LaunchedStep(None)
         if self.drafter is not None:
             self.drafter.follow(batch, hidden, accepted, sections if batch.num_extend_rows else None)
         return launched
