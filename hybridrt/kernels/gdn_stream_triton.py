@@ -164,7 +164,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     if T == 1:
         raw = conv_one_token(source, conv_row, weight_ptr, bias_ptr, channel, live, position, TAPS, WC).to(tl.float32)
     else:
-        push_inputs(source, st, conv_row, conv_row, channel, live, position, False, T, TAPS, WC)
+        push_inputs(source, st, conv_row, channel, live, position, T, WC)
         raw = step_input(source, st, conv_row, weight_ptr, bias_ptr, channel, live, position, 0, TAPS, WC)
     begin(PDL)
     out = out_ptr + b * (T * HV * V) + h * V + v
@@ -236,7 +236,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
 
 def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
     """`gdn_decode` with a state ring."""
-    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring = step
+    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring, _ = step
     assert ring is not None
     batch, tokens, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape

@@ -70,7 +70,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC)
             tl.store(cells + (first % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
         else:
-            push_inputs(source + c, st, conv_row, conv_row, c, mask, position, False, T, TAPS, WC)
+            push_inputs(source + c, st, conv_row, c, mask, position, T, WC)
             for t in tl.static_range(T):
                 x = step_input(source + c, st, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
                 tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
@@ -216,7 +216,7 @@ def replay_decode_triton(
     xBC: Tensor, dt: Tensor, z: Tensor | None, weights: SSMWeights, step: FusedStep, out: Tensor | None = None
 ) -> Tensor:
     """`mamba2_decode` with a state ring."""
-    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring = step
+    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring, _ = step
     A, D, dt_bias, dt_limit = weights
     assert ring is not None
     values, keys, gates, rows, start, length = ring
