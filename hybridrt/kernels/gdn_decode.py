@@ -52,7 +52,7 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
     # The separate operations one after the other
     conv_weights, conv_state, state, ring, _ = step
     conved = causal_conv1d_update.reference(qkv, conv_weights, conv_state, step.conv_nodes)
-    inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates.reference(a, b, weights))
+    inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates(a, b, weights))
     if ring is None:
         return recurrent_gated_delta_rule.reference(inputs, state)
     return gdn_replay(inputs, state, ring)
