@@ -64,8 +64,8 @@ class Mamba2Mixer(nn.Module):
             )
 
     def forward(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` unless
-        a norm follows."""
+        """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` unless there
+        is a draft tree or a norm follows."""
         z, xBC, dt = projected.split_with_sizes(self.sizes, dim=-1)
         place = out if self.norm is None else z.new_empty(z.shape)
         backend = batch.attn_backend.route(self)
