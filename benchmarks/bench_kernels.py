@@ -20,6 +20,7 @@ from benchmarks import latent_cases  # noqa: F401  # its cases join those of ker
 from benchmarks.common import environment, save
 from benchmarks.kernel_cases import DECODE, PREFILL, Case, Cases, Load
 from benchmarks.library_cases import Args
+from benchmarks.step_peers import register_peers
 from hybridrt.config import ModelConfig
 from hybridrt.hf_config import read_model_config
 from hybridrt.kernels import providers
@@ -138,6 +139,7 @@ def parse() -> argparse.Namespace:
 @torch.inference_mode()
 def main() -> None:
     args = parse()
+    register_peers()
     peaks, rows = (copy_bytes_per_s(), products_flops_per_s()), []
     print(f"copy {peaks[0] / 1e12:.2f} TB/s, products {peaks[1] / 1e12:.0f} TFLOP/s; {environment()}")
     print(f"{'operation and shape':52} {'load':>8} {'provider':>10} {'µs':>9} {'rate':>12} {'share':>6}")

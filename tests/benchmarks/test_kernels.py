@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import step_peers
 from benchmarks.bench_kernels import callables
 from benchmarks.kernel_cases import DECODE, PREFILL, Case, Load, linears
 from benchmarks.library_cases import Args, beside
 from benchmarks.timeline import Span, draw
 from hybridrt.hf_config import read_model_config
+from hybridrt.kernels import providers
 from tests.support.checkpoints import falcon, jamba, nemotron, qwen
 from tests.support.newer_checkpoints import ling, minimax
 from tests.support.tiny import write_tiny
@@ -50,6 +52,19 @@ def test_cases_are_what_the_operations_take(name, tmp_path):
         for other in case.baselines:
             torch.testing.assert_close(results(case, args, other)[0], wanted[0], rtol=0.02, atol=0.02)
         assert (case.bytes > 0) != (case.flops > 0) and case.copies >= 1, case.op
+
+
+def test_steps_of_libraries_stand_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are behind our kernels in the order, and no part of the runtime."""
+    own = {op: dict(by) for op, by in providers._IMPLEMENTATIONS.items()}
+    peers = {"selective_state_update": {"flashinfer", "mamba_ssm"}, "recurrent_gated_delta_rule": {"fla"}}
+    monkeypatch.setattr(providers, "_IMPLEMENTATIONS", {op: dict(by) for op, by in own.items()})
+    step_peers.register_peers()
+    for op, names in peers.items():
+        assert own[op].keys() == {"torch", "triton"}
+        ranked = [by.provider for by in providers._ranked(op, "cuda")]
+        assert ranked[0] == "triton" and ranked[-1] == "torch" and set(ranked[1:-1]) == names
+        assert all(providers._IMPLEMENTATIONS[op][name].load().__module__ == step_peers.__name__ for name in names)
 
 
 def test_linears_of_a_model_with_their_norms_and_activations(tmp_path):
