@@ -57,7 +57,7 @@ class Device:
             time.sleep(max(done - time.perf_counter(), 0))
             return result()
 
-        handle.result = wait
+        handle.result, handle.ready = wait, lambda: time.perf_counter() >= done
         return handle
 
 

@@ -350,5 +350,6 @@ class AsyncLLM:
                 left = self._left.pop(delta.request_id, 1) - 1
                 if left:
                     self._left[delta.request_id] = left
+        message.handed_out.set()
         for watch in self.watchers:
             watch(message)
