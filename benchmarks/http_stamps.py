@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from hybridrt.bench.timing import percentile
@@ -84,13 +85,12 @@ class Stamps:
         found = {}
         streams = list(self._tokens.values())
         for i, point in enumerate(POINTS):
-            found |= _spread(f"between_{point}", [b[i] - a[i] for each in streams for a, b in zip(each, each[1:])])
+            found |= _spread(f"between_{point}", [b[i] - a[i] for each in streams for a, b in pairwise(each)])
         for i, point in enumerate(POINTS[1:]):
             found |= _spread(f"until_{point}", [step[i + 1] - step[i] for step in self._bursts])
         ways = [[stamp[-1] - stamp[0] for stamp in each] for each in streams]
-        return found | _spread("way", [w for way in ways for w in way]) | _spread(
-            "way_change", [abs(b - a) for way in ways for a, b in zip(way, way[1:])]
-        )
+        found |= _spread("way", [way for each in ways for way in each])
+        return found | _spread("way_change", [abs(b - a) for each in ways for a, b in pairwise(each)])
 
 
 def _spread(name: str, seconds: list[float]) -> dict[str, float]:

@@ -18,9 +18,11 @@ from hybridrt.errors import EngineError, QueueFullError, RankError, RequestError
 
 # After one of these no later step can succeed: a rank or the device's context is lost.
 _FATAL = (RankError, torch.AcceleratorError)
-# While the device computes, the loop's thread waits at most so long until the last step's tokens are handed out. Else it
-# schedules and launches at the same time and seldom lets the interpreter go, and tokens come up to 2 ms late.
+# While the device computes, the loop's thread waits at most so long until the last step's tokens are handed out.
+# Otherwise it schedules and launches at that time, and each of its calls into torch makes readers wait anew.
 HAND_OUT_SECONDS = 0.002
+
+
 @dataclass(frozen=True, slots=True)
 class StepMessage:
     """The deltas of the loop's requests after one step.
