@@ -5,7 +5,9 @@
 
 Both run the same closed loop of requests, and a Poisson process at 80% of the engine's rate. `--tokens-per-second`
 gives that rate and leaves the closed loop out. The client is a process of its own. The double waits as a device would,
-`--step-ms` a step, and its host does the work of a real step.
+`--step-ms` a step (`--prompt-step-ms` with a prompt in it), and its host does the work of a real step.
+
+With `--stamps` it has the time between tokens at each point within the server, too (benchmarks/http_stamps.py).
 
 The output has times, the CPU time of each thread for a token (waiting for a device may count), the share of its time
 that the client computed, and the time from `submit` until the first token is written. The client's time to the first
@@ -25,12 +27,13 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from benchmarks.bench_host import VOCAB, build
-from benchmarks.common import save
+from benchmarks.common import save, settle
 from benchmarks.http_stamps import Stamps
 from hybridrt import LLM
 from hybridrt.bench.engine_load import run_engine
 from hybridrt.bench.timing import summary
 from hybridrt.bench.workload import WorkloadConfig, make_work
+from hybridrt.engine import engine_loop
 from hybridrt.engine.async_llm import AsyncLLM
 from hybridrt.engine.engine_loop import StepMessage
 from hybridrt.server.app import make_app
@@ -128,6 +131,7 @@ def figures(found: dict[str, Any]) -> dict[str, float]:
 
 def alone(llm: LLM, config: WorkloadConfig, concurrency: int | None) -> dict[str, float]:
     """The load on the engine of this process."""
+    settle()  # as a server does
     cpu = time.thread_time()
     found = summary(run_engine(llm, make_work(config), concurrency, temperature=1.0))
     return figures(found) | {"engine_us_per_token": 1e6 * (time.thread_time() - cpu) / found["output_tokens"]}
@@ -174,9 +178,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens-per-second", type=float, help="of the closed loop, which is then left out")
     parser.add_argument("--switch-ms", type=float, default=1000 * SWITCH_SECONDS, help="of the interpreter lock")
+    parser.add_argument(
+        "--hand-out-ms", type=float, default=1000 * engine_loop.HAND_OUT_SECONDS, help="that the engine's thread waits"
+    )
     parser.add_argument("--stamps", action="store_true", help="note where the time goes within the server")
     args = parser.parse_args()
     sys.setswitchinterval(args.switch_ms / 1000)
+    engine_loop.HAND_OUT_SECONDS = args.hand_out_ms / 1000
     with ExitStack() as stack:
         if args.model:
             llm = stack.enter_context(LLM(args.model, load_format="dummy", max_running_requests=args.streams))
