@@ -133,8 +133,8 @@ class Load:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's if it is installed, else Python's: that one needs three times as long for a chunk, so the last of 64
-    chunks that come together is stamped up to a millisecond late."""
+    """uvloop's if it is installed, else Python's. That one needs three times as long for a chunk, so it stamps the last
+    of many chunks that come together later."""
     try:
         import uvloop
     except ImportError:

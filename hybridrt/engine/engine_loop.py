@@ -19,7 +19,7 @@ from hybridrt.errors import EngineError, QueueFullError, RankError, RequestError
 # After one of these no later step can succeed: a rank or the device's context is lost.
 _FATAL = (RankError, torch.AcceleratorError)
 # While the device computes, the loop's thread waits at most so long until the last step's tokens are handed out.
-# Otherwise it schedules and launches at that time, and each of its calls into torch makes readers wait anew.
+# Otherwise it schedules and launches at that time, and readers wait for the interpreter.
 HAND_OUT_SECONDS = 0.002
 
 
