@@ -1,10 +1,12 @@
 """What all families do and no other test tries with each of them: a conversation that goes on from its own state."""
 
+from pathlib import Path
+
 import pytest
 
 from hybridrt import LLM, SamplingParams
 from tests.models.test_models_parity import prompts, state_modes
-from tests.support.checkpoints import CASES, CheckpointStore
+from tests.support.checkpoints import CASES, Checkpoint, CheckpointStore, nemotron, write
 from tests.support.levels import sweep
 from tests.support.ties import check_greedy
 
@@ -25,3 +27,15 @@ def test_a_second_turn_begins_behind_the_first(name: str, checkpoints: Checkpoin
     assert output.metrics.cached_tokens == len(text) + len(answer) - 1
     check_greedy(answer, checkpoint.logits(text, answer), name)
     check_greedy(output.token_ids, checkpoint.logits(turn, output.token_ids), name)
+
+
+def test_a_model_without_anything_to_keep(tmp_path: Path) -> None:
+    """Neither attention nor recurrent layers: there is no prefix to cache, and each token depends on the last alone."""
+    model = write(nemotron("E-"), tmp_path)
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    with LLM(str(tmp_path), device="cpu", dtype="float32", max_model_len=64) as llm:
+        (text,) = prompts(40)
+        for _ in range(2):
+            output = llm.generate([text], params)[0]
+            assert output.metrics.cached_tokens == 0
+            check_greedy(output.token_ids, Checkpoint(tmp_path, model).logits(text, output.token_ids), "E-")
