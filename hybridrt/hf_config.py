@@ -102,10 +102,11 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
         value = parameters.get(name)
         if not ROPE[name].holds(value):
             raise ConfigError(f"{file}: rope_parameters: {name} is {shown(value)}; it must be {ROPE[name].text}")
-    rotated = int(attention.rotary_dim * (parameters.get("partial_rotary_factor") or 1.0))
-    if required and (rotated < 2 or rotated % 2):
+    # An odd number is rounded up to pairs, as in transformers.
+    rotated, size = int(attention.rotary_dim * (parameters.get("partial_rotary_factor") or 1.0)), attention.rotary_dim
+    if required and (rotated < 1 or rotated + rotated % 2 > size):
         raise ConfigError(
-            f"{file}: rotary embeddings would turn {rotated} of {attention.rotary_dim} numbers of a head (head_dim, or "
+            f"{file}: rotary embeddings would turn {rotated} of {size} numbers of a head (head_dim, or "
             "qk_rope_head_dim, by partial_rotary_factor); they turn pairs"
         )
 
