@@ -49,7 +49,7 @@ def read_model_config(path: Path) -> ModelConfig:
         _check_rope(attention, file)
     _check_window(raw, fields, file)
     _check_sizes(fields, file)
-    if any(layer.ffn == "moe" for layer in fields["layers"]):
+    if any(layer.ffn == "moe" for layer in (*fields["layers"], *fields.get("mtp_layers", ()))):
         check_experts(hf, routed_experts(hf), hf.num_experts_per_tok, path)
     return ModelConfig(
         architecture=family.architecture,

@@ -170,6 +170,11 @@ def test_unknown_architectures(
         ("nemotron-experts", {"n_group": 2, "topk_group": 3}, "topk_group"),
         ("nemotron-experts", {"n_group": 8, "topk_group": 4}, "n_group is 8, and there are 8 experts"),
         (
+            "nemotron-plain",
+            {"n_routed_experts": 1, "num_experts_per_tok": 1, "num_nextn_predict_layers": 1},
+            "n_group is 1, and there are 1 experts",
+        ),
+        (
             "kimi-plain",
             {"num_experts": 1, "num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 1},
             "n_group is 1, and there are 1 experts",

@@ -27,13 +27,13 @@ class PrefixStore:
     Args:
         page_size: tokens in a page.
         lookahead: of RadixCache.
-        keeps: False never keeps anything; nor is anything kept of a model that has neither pages nor slots.
+        keeps: False never keeps anything.
         windows: where every attention layer has a sliding window, the pages of each state. The tree has none then.
 
     Attributes:
         grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that
             continues writing its last page can give the pages before it away.
-        keeps: whether anything is kept.
+        keeps: as given.
         tier: what is kept in main memory beside; None: nothing.
     """
 
@@ -48,8 +48,7 @@ class PrefixStore:
         self.tier: HostTier | None = None
         self._seen = SeenTexts()
         self.grid = max(GRID, page_size)
-        self._pages, self._slots, self._rows = pages, slots, rows
-        self.keeps = keeps and bool(pages.total or slots.total)
+        self._pages, self._slots, self._rows, self.keeps = pages, slots, rows, keeps
 
     def match(self, request: Request) -> PrefixMatch:
         """What of a waiting request needs no computing. Nothing is locked. A prefix that is computed already gives no
