@@ -20,7 +20,8 @@ from hybridrt.errors import EngineError, QueueFullError, RankError, RequestError
 _FATAL = (RankError, torch.AcceleratorError)
 # While the device computes, the loop's thread waits at most so long until the last step's tokens are handed out.
 # Otherwise it schedules and launches at that time, and readers wait for the interpreter.
-HAND_OUT_SECONDS = 0.002
+# A share of the step's time at most: the next launch has to come before the device is idle.
+HAND_OUT_SECONDS, HAND_OUT_SHARE = 0.002, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class EngineLoop:
                 self._engine.finish_launched()  # finished requests hold nothing while the loop waits
             busy = self._engine.device_is_busy()
         if busy and message.deltas:
-            message.handed_out.wait(HAND_OUT_SECONDS)
+            message.handed_out.wait(min(HAND_OUT_SECONDS, HAND_OUT_SHARE * message.seconds))
 
     def _deliver_deltas(self, seconds: float) -> StepMessage:
         message = StepMessage(self._deltas.take(), seconds)

@@ -66,6 +66,7 @@ def test_requests_get_their_own_tokens_a_message_a_step() -> None:
 
 def test_the_next_step_is_launched_when_tokens_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SECONDS", float(WAIT))
+    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SHARE", 1e9)  # steps take no time here
     rig, reader, launches, threads = Rig(late=1), Reader(), list[int](), list[threading.Thread]()
 
     def note_launches(message: StepMessage) -> None:
@@ -89,8 +90,18 @@ def test_the_next_step_is_launched_when_tokens_are_handed_out(monkeypatch: pytes
     assert launches == [0] * 6
 
 
+def test_short_steps_wait_for_readers_a_share_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SECONDS", 2.0 * WAIT)
+    rig, reader = Rig(late=1), Reader()  # whose messages are never handed out
+    loop = EngineLoop(rig.engine, reader, max_samples=100)
+    loop.submit(rig.engine.prepare([1], FIVE), "one")
+    reader.wait_for_end("one")
+    assert loop.close()
+
+
 def test_a_device_that_is_idle_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SECONDS", 2.0 * WAIT)
+    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SHARE", 1e9)
     rig, reader = Rig(late=0), Reader()  # whose messages are never handed out
     loop = EngineLoop(rig.engine, reader, max_samples=100)
     loop.submit(rig.engine.prepare([1], FIVE), "one")
