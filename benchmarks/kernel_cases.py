@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import gdn_of, kda_of, mamba1_of, mamba2_of
+from benchmarks.library_cases import CHUNK_KDA, CHUNK_LIGHTNING, KDA_STEP, LIGHTNING_STEP, Args, beside
 from hybridrt.config import ModelConfig
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.kernels.activation import relu2, silu_and_mul
@@ -28,8 +29,6 @@ from tests.support.kernel_cases import DecodeRows, Prompts
 STATE_DTYPES = (torch.bfloat16, torch.float32)
 ROTATED_BYTES = 1 << 28  # an operation's tensors differ until this much has gone by: several times any cache
 MAX_COPIES, PAGE, RING = 16, 16, 16  # RING: columns of a state ring, on the average half full
-
-Args = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -244,7 +243,8 @@ def delta_rule_recurrent(config: ModelConfig, load: Load, device: str) -> Iterat
 
             moved = 2 * load.rows * shape.temporal_numel * dtype.itemsize
             name = "KDA " * (kind == "kda") + f"{_sizes(shape)} {str(dtype)[6:]}"
-            yield Case("recurrent_gated_delta_rule", name, make, moved)
+            made_with, peers = beside(make, device, KDA_STEP if kind == "kda" else {})
+            yield Case("recurrent_gated_delta_rule", name, made_with, moved, baselines=peers)
 
 
 @decode_op("mixer_decode")
@@ -275,7 +275,9 @@ def mixer_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]
             name = "KDA " * (kind == "kda") + f"{mode} {_sizes(shape)} {str(dtype)[6:]}"
             plain = lambda args: args["states"].neg_()  # noqa: E731
             op = {"lightning": "mamba2_decode", "kda": "gdn_decode"}.get(kind, f"{kind}_decode")
-            yield Case(op, name, make, moved, plain=plain if mode == "classic" else None)
+            classic = mode == "classic"
+            made_with, peers = beside(make, device, LIGHTNING_STEP if kind == "lightning" and classic else {})
+            yield Case(op, name, made_with, moved, baselines=peers, plain=plain if classic else None)
 
 
 def _sizes(shape: StateShape) -> str:
@@ -313,7 +315,8 @@ def lightning_chunk_scan(config: ModelConfig, load: Load, device: str) -> Iterat
             return kernels.lightning_chunk_scan(prompts_of(shape, chunk, load)).args
 
     per_token = heads * (chunk * (columns + dim) + 4 * dim * columns)
-    yield Case("mamba2_chunk_scan", _sizes(shape), make, flops=total * per_token)
+    made_with, peers = beside(make, device, CHUNK_LIGHTNING)
+    yield Case("mamba2_chunk_scan", _sizes(shape), made_with, flops=total * per_token, baselines=peers)
 
 
 @prefill_op("selective_scan")
@@ -361,7 +364,8 @@ def chunk_kda(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
             return kernels.chunk_kda(prompts_of(shape, chunk, load), bound).args
 
     per_token = heads * (chunk * (3 * keys + 2 * values) + 6 * keys * values)
-    yield Case("chunk_gated_delta_rule", f"KDA {_sizes(shape)}", make, flops=total * per_token)
+    made_with, peers = beside(make, device, CHUNK_KDA)
+    yield Case("chunk_gated_delta_rule", f"KDA {_sizes(shape)}", made_with, flops=total * per_token, baselines=peers)
 
 
 @prefill_op("causal_conv1d_varlen")

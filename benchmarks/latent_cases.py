@@ -1,13 +1,13 @@
 """Calls of latent attention for bench_kernels, beside flashinfer's and FlashMLA's decode where they are installed."""
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernel_cases import Args, Case, Load, decode_op, int32, normal, prefill_op
+from benchmarks.kernel_cases import Case, Load, decode_op, int32, normal, prefill_op
+from benchmarks.library_cases import Args, Peers, beside
 from hybridrt.config import AttentionConfig, ModelConfig
 
 PAGE = 64  # the only one that FlashMLA takes
@@ -51,8 +51,11 @@ def _flashinfer(args: Args) -> Callable[[], Tensor]:
 
 
 def _flash_mla(args: Args) -> Callable[[], Tensor]:
-    """FlashMLA's decode of these arguments, planned."""
-    import flash_mla
+    """FlashMLA's decode of these arguments, planned: of its own package, or of sglang-kernel."""
+    try:
+        import flash_mla
+    except ModuleNotFoundError:
+        from sgl_kernel import flash_mla
 
     q, lens, rank = args["q"], args["seq_lens"], args["v_cache"].shape[3]
     pages = (args["req_to_token"][1:, ::PAGE] // PAGE).contiguous()
@@ -62,31 +65,29 @@ def _flash_mla(args: Args) -> Callable[[], Tensor]:
     )[0]
 
 
-PEERS = {"flashinfer": _flashinfer, "flash_mla": _flash_mla}
+PEERS: Peers = {
+    "flashinfer": (("flashinfer",), _flashinfer),
+    "flash_mla": (("flash_mla", "sgl_kernel"), _flash_mla),
+}
 
 
 @decode_op("latent_decode")
 def latent_decode(config: ModelConfig, load: Load, device: str) -> Iterator[Case]:
-    """Absorbed queries over the cache. Peers plan when the arguments are made: a graph cannot hold that."""
-    attention, planned = latent_of(config), dict[int, dict[str, Callable[[], Tensor]]]()
+    """Absorbed queries over the cache."""
+    attention = latent_of(config)
     if attention is None:
         return
-    peers = {name: plan for name, plan in PEERS.items() if device == "cuda" and find_spec(name)}
 
     def make() -> Args:
         q = normal(device, load.rows, 1, attention.num_heads, attention.head_dim)
-        args = paged(attention, load, device) | {"q": q}
-        planned[q.data_ptr()] = {name: plan(args) for name, plan in peers.items()}
-        return args
-
-    def by(name: str) -> Callable[[Args], Tensor]:
-        return lambda args: planned[args["q"].data_ptr()][name]()
+        return paged(attention, load, device) | {"q": q}
 
     moved = 2 * load.rows * (load.context + 1) * attention.head_dim
     shape = (
         f"{attention.num_heads} heads of {attention.v_head_dim} + {attention.head_dim - (attention.v_head_dim or 0)}"
     )
-    yield Case("attention_decode", shape, make, moved, baselines={name: by(name) for name in peers})
+    made_with, peers = beside(make, device, PEERS)
+    yield Case("attention_decode", shape, made_with, moved, baselines=peers)
 
 
 @prefill_op("latent_extend")

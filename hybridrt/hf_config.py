@@ -14,7 +14,7 @@ from hybridrt.config import DTYPES, AttentionConfig, ModelConfig
 from hybridrt.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
 from hybridrt.config_json import NULL, check_fields, either, integer, read_object
 from hybridrt.errors import ConfigError, UnsupportedModelError, reason, shown
-from hybridrt.families.base import Family, FamilyFields, routed_experts
+from hybridrt.families.base import Family, FamilyFields, check_experts, routed_experts
 from hybridrt.families.registry import family_of
 from hybridrt.kinds.registry import state_shape
 
@@ -49,8 +49,8 @@ def read_model_config(path: Path) -> ModelConfig:
         _check_rope(attention, file)
     _check_window(raw, fields, file)
     _check_sizes(fields, file)
-    if any(layer.ffn == "moe" for layer in fields["layers"]):
-        _check_experts(hf, path)
+    if any(layer.ffn == "moe" for layer in (*fields["layers"], *fields.get("mtp_layers", ()))):
+        check_experts(hf, routed_experts(hf), hf.num_experts_per_tok, path)
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=hf.vocab_size,
@@ -102,10 +102,11 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
         value = parameters.get(name)
         if not ROPE[name].holds(value):
             raise ConfigError(f"{file}: rope_parameters: {name} is {shown(value)}; it must be {ROPE[name].text}")
-    rotated = int(attention.rotary_dim * (parameters.get("partial_rotary_factor") or 1.0))
-    if required and (rotated < 2 or rotated % 2):
+    # An odd number is rounded up to pairs, as in transformers.
+    rotated, size = int(attention.rotary_dim * (parameters.get("partial_rotary_factor") or 1.0)), attention.rotary_dim
+    if required and (rotated < 1 or rotated + rotated % 2 > size):
         raise ConfigError(
-            f"{file}: rotary embeddings would turn {rotated} of {attention.rotary_dim} numbers of a head (head_dim, or "
+            f"{file}: rotary embeddings would turn {rotated} of {size} numbers of a head (head_dim, or "
             "qk_rope_head_dim, by partial_rotary_factor); they turn pairs"
         )
 
@@ -138,15 +139,6 @@ def _check_activation(hf: Any, activation: str, path: Path) -> None:
     for name, known in (("hidden_act", activation), ("mamba_hidden_act", "silu"), ("mlp_hidden_act", "relu2")):
         if getattr(hf, name, known) != known:
             raise ConfigError(f"{path}: {name} is {shown(getattr(hf, name))}; hybridrt implements {known!r}")
-
-
-def _check_experts(hf: Any, path: Path) -> None:
-    experts = routed_experts(hf)
-    if not 1 <= hf.num_experts_per_tok <= experts:
-        raise ConfigError(f"{path}: num_experts_per_tok is {hf.num_experts_per_tok}, but there are {experts} experts")
-    groups, chosen = getattr(hf, "n_group", 1), getattr(hf, "topk_group", 1)
-    if experts % groups or chosen > groups:
-        raise ConfigError(f"{path}: n_group is {groups} and topk_group {chosen}; n_group divides the {experts} experts")
 
 
 def _read_config(path: Path) -> dict[str, Any]:

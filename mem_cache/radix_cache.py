@@ -63,7 +63,7 @@ class RadixCache:
         node, known = self._descend(salt, tokens)
         limit, left = len(tokens) - 1, left_answer(node, known, len(tokens))
         if not self.recurrent:
-            pages = min(self.complete(known), limit // self.page_size)
+            pages = self.complete(min(known, limit + self.lookahead))
             if not pages:
                 return PrefixMatch(known=known, retokenised=left)
             found = self._covering(node, pages)

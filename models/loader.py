@@ -14,6 +14,9 @@ from hybridrt.models.base import MTP_KEYS, CausalLM
 from hybridrt.models.weight_files import keys_of, read_tensor
 from hybridrt.models.weight_reader import read_tensors
 
+# Frequencies of rotary embeddings, which older versions of transformers saved: they follow from config.json.
+FREQUENCIES = r".*rotary_emb\.inv_freq"
+
 
 def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[str]:
     """Streams a checkpoint into the model; peak memory is the model, what is read ahead, and one tensor.
@@ -59,7 +62,8 @@ def has_own_head(path: Path) -> bool:
 
 
 def _skipped(model: CausalLM, key: str, targets: object) -> bool:
-    return key not in targets and any(re.fullmatch(p, key) for p in model.skipped_keys)  # type: ignore[operator]
+    patterns = (*model.skipped_keys, FREQUENCIES)
+    return key not in targets and any(re.fullmatch(p, key) for p in patterns)  # type: ignore[operator]
 
 
 def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]) -> None:

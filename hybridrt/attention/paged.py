@@ -162,7 +162,7 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """A tree's accepted nodes stand wherever they were proposed: their KV moves up to where their depth says."""
-        if accepted is None or path is None:
+        if accepted is None or path is None or not self.kv_pool.tensors:
             return
         n, tokens = path.shape
         first = (batch.seq_lens[:n] - tokens).unsqueeze(1)

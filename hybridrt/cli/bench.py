@@ -147,16 +147,17 @@ def serve(
 
     Requests arrive at --rate whatever the server does, or --concurrency of them run at a time.
     """
-    from hybridrt.bench.http_load import Target, run_load
+    from hybridrt.bench.http_load import Target, new_event_loop, run_load
     from hybridrt.cli.openai_server import OpenAIServer
 
     results.check()
     workload = load.workload()
     work = make_work(workload)
     target = Target(url, model or OpenAIServer(url, api_key).first_model(), api_key, _object(extra_body))
-    found = asyncio.run(run_load(target, work, results.concurrency))
-    facts = {"url": url, "model": target.model, "client_cpu_share": found.client_cpu_share}
-    results.show(found.timings, len(work), workload, **facts)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        found = runner.run(run_load(target, work, results.concurrency))
+    client = {"client_cpu_share": found.client_cpu_share, "client_loop": found.client_loop}
+    results.show(found.timings, len(work), workload, url=url, model=target.model, **client)
 
 
 def offline(

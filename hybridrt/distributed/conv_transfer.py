@@ -55,19 +55,18 @@ class Section:
 
 
 @dataclass(frozen=True)
-class SectionRead:
-    """A section as a prefill rank keeps it (`remote_nbytes`) and the part of it to read. `nbytes` is 0 where another
-    rank's copy is read instead. Offsets count from the section's own start on either side."""
+class RangeRead:
+    """`nbytes` bytes at `source` of a prefill rank's memory go to `destination` of the decode rank's. Both count from
+    the start of what is read: a section or a state block here, the image of a whole request in hybridrt.transfer."""
 
-    remote_nbytes: int
     source: int
     destination: int
     nbytes: int
 
 
-def section_read(section: Section, local_tp: int, rank: int, tp_ratio: int) -> SectionRead:
-    """What one of `local_tp` decode ranks reads of a section. For `rank` and `tp_ratio` see
-    `MambaConvSplitInfo.remote_conv_offsets`.
+def section_read(section: Section, local_tp: int, rank: int, tp_ratio: int) -> tuple[int, RangeRead]:
+    """Bytes of a section as a prefill rank keeps it, and what one of `local_tp` decode ranks reads of them: nothing
+    where another rank's copy is read instead. For `rank` and `tp_ratio` see `MambaConvSplitInfo.remote_conv_offsets`.
 
     Raises:
         ConfigError: tp_ratio is 0, or the section cannot be cut that way.
@@ -78,15 +77,15 @@ def section_read(section: Section, local_tp: int, rank: int, tp_ratio: int) -> S
     return (_share if tp_ratio > 0 else _gather)(section, local_tp, rank % ratio, ratio)
 
 
-def _share(section: Section, local_tp: int, offset: int, ratio: int) -> SectionRead:
+def _share(section: Section, local_tp: int, offset: int, ratio: int) -> tuple[int, RangeRead]:
     """`ratio` decode ranks read of one prefill rank; `same` of them read the same bytes."""
     same = 1 if section.groups is None else max(1, local_tp // section.groups)
     _check_ratio(ratio, same, "decode ranks that hold the same piece")
     parts = max(1, ratio // same)
-    return SectionRead(parts * section.nbytes, offset // same * section.nbytes, 0, section.nbytes)
+    return parts * section.nbytes, RangeRead(offset // same * section.nbytes, 0, section.nbytes)
 
 
-def _gather(section: Section, local_tp: int, offset: int, ratio: int) -> SectionRead:
+def _gather(section: Section, local_tp: int, offset: int, ratio: int) -> tuple[int, RangeRead]:
     """One decode rank reads of `ratio` prefill ranks, of which `same` hold the same bytes."""
     pieces = ratio if section.groups is None else max(1, section.groups // local_tp)
     _check_ratio(ratio, pieces, "pieces on a decode rank")
@@ -95,7 +94,7 @@ def _gather(section: Section, local_tp: int, offset: int, ratio: int) -> Section
     if section.nbytes % parts:
         raise ConfigError(f"{section.nbytes} bytes of one rank cannot come from {parts} prefill ranks in equal parts")
     piece = section.nbytes // parts
-    return SectionRead(piece, 0, offset // same * piece, 0 if offset % same else piece)
+    return piece, RangeRead(0, offset // same * piece, 0 if offset % same else piece)
 
 
 def _check_ratio(ratio: int, count: int, what: str) -> None:
@@ -103,25 +102,14 @@ def _check_ratio(ratio: int, count: int, what: str) -> None:
         raise ConfigError(f"a tp_ratio of {ratio} and {count} {what} do not fit: one must divide the other")
 
 
-@dataclass(frozen=True)
-class RangeRead:
-    """`nbytes` bytes at `source` of a prefill rank's memory go to `destination` of the decode rank's. Both count from
-    the start of what is read: a state block here, the image of a whole request in hybridrt.transfer."""
-
-    source: int
-    destination: int
-    nbytes: int
-
-
 def section_reads(sections: Sequence[Section], local_tp: int, rank: int, tp_ratio: int) -> list[RangeRead]:
-    """What a decode rank reads of one prefill rank's state block, section by section. Arguments as for
-    `section_read`."""
+    """What a decode rank reads of one prefill rank's state block, one read for each section; one of no bytes where
+    another rank's copy is read instead. Arguments as for `section_read`."""
     found, source, destination = [], 0, 0
     for section in sections:
-        read = section_read(section, local_tp, rank, tp_ratio)
-        if read.nbytes:
-            found.append(RangeRead(source + read.source, destination + read.destination, read.nbytes))
-        source += read.remote_nbytes
+        remote_nbytes, read = section_read(section, local_tp, rank, tp_ratio)
+        found.append(RangeRead(source + read.source, destination + read.destination, read.nbytes))
+        source += remote_nbytes
         destination += section.nbytes
     return found
 
@@ -166,24 +154,15 @@ class MambaConvSplitInfo:
         return list(zip(ends, self.proj_bytes))
 
     @property
-    def conv_sections(self) -> tuple[Section, ...]:
-        """The sub-projections."""
-        groups = self.proj_groups or (None,) * len(self.local_proj_dims)
-        return tuple(Section(*part) for part in zip(self.proj_bytes, groups, strict=True))
-
-    @property
-    def state_section(self) -> Section:
-        """The recurrent state, which may have no bytes."""
-        return Section(self.ssm_sizes[1], self.state_groups)
-
-    @property
     def sections(self) -> tuple[Section, ...]:
-        """The sub-projections, then the recurrent state."""
-        return (*self.conv_sections, self.state_section)
+        """The sub-projections, then the recurrent state, which may have no bytes."""
+        groups = self.proj_groups or (None,) * len(self.local_proj_dims)
+        parts = zip((*self.proj_bytes, self.ssm_sizes[1]), (*groups, self.state_groups), strict=True)
+        return tuple(Section(*part) for part in parts)
 
     def reads(self, rank: int, tp_ratio: int) -> list[RangeRead]:
         """Every read of one prefill rank's block, conv and recurrent state. Arguments as for `remote_conv_offsets`."""
-        return section_reads(self.sections, self.local_tp, rank, tp_ratio)
+        return [read for read in self._of_sections(rank, tp_ratio) if read.nbytes]
 
     def remote_conv_offsets(self, local_rank_offset: int, tp_ratio: int) -> Reads:
         """(offset, bytes) of what this rank reads of the conv in one prefill rank's state block.
@@ -207,20 +186,18 @@ class MambaConvSplitInfo:
 
     def remote_temporal_offset(self, local_rank_offset: int, tp_ratio: int) -> tuple[int, int]:
         """(offset, bytes) of what this rank reads of the recurrent state in one prefill rank's state block."""
-        read = self._state_read(local_rank_offset, tp_ratio)
+        read = self._of_sections(local_rank_offset, tp_ratio)[-1]
         return read.source, read.nbytes
 
     def temporal_write_offset(self, local_rank_offset: int, tp_ratio: int) -> int:
         """Where in this rank's state block the recurrent state that was read is written."""
-        return self._state_read(local_rank_offset, tp_ratio).destination
+        return self._of_sections(local_rank_offset, tp_ratio)[-1].destination
 
     def _conv_reads(self, rank: int, tp_ratio: int) -> list[RangeRead]:
-        return section_reads(self.conv_sections, self.local_tp, rank, tp_ratio)
+        return [read for read in self._of_sections(rank, tp_ratio)[:-1] if read.nbytes]
 
-    def _state_read(self, rank: int, tp_ratio: int) -> RangeRead:
-        conv = [section_read(section, self.local_tp, rank, tp_ratio).remote_nbytes for section in self.conv_sections]
-        state = section_read(self.state_section, self.local_tp, rank, tp_ratio)
-        return RangeRead(sum(conv) + state.source, sum(self.proj_bytes) + state.destination, state.nbytes)
+    def _of_sections(self, rank: int, tp_ratio: int) -> list[RangeRead]:
+        return section_reads(self.sections, self.local_tp, rank, tp_ratio)
 
 
 def derive_mamba_conv_split(spec: MambaSpec, local_tp: int) -> MambaConvSplitInfo:

@@ -38,8 +38,8 @@ class DeltaStream(AsyncIterator[Delta]):
         running: samples that have not ended; 0 once the stream is closed.
         arrival: when its requests were submitted, in seconds of `time.monotonic()`.
         take: called with a delta that comes while the reader waits for one. If it returns True, the delta is done with
-            and the reader waits on: a task of its own need not run for every token. The last delta of a sample always
-            goes to the reader. None: all of them do.
+            and the reader waits on, until all samples have ended: a task of its own need not run for every token. A
+            failure always goes to the reader. None: all deltas do.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
@@ -55,15 +55,17 @@ class DeltaStream(AsyncIterator[Delta]):
         """Gives a delta to `take`, or adds it and wakes the reader. Call this in the event loop."""
         if not self.running:
             return
-        ended = delta.finish_reason is not None
-        self.running -= ended
+        self.running -= delta.finish_reason is not None
         waiter = None if self._waiter is None or self._waiter.done() else self._waiter
-        if waiter is not None and not ended and self.take is not None:
+        if waiter is not None and delta.error is None and self.take is not None:
             try:
-                if self.take(delta):
-                    return
+                taken = self.take(delta)
             except Exception as e:  # it is the reader's, and must not keep other streams from their deltas
                 waiter.set_exception(e)
+                return
+            if taken:
+                if not self.running:
+                    waiter.set_result(None)
                 return
         held = self._gains.setdefault((delta.request_id, delta.index), delta)
         if held is not delta:
@@ -350,5 +352,6 @@ class AsyncLLM:
                 left = self._left.pop(delta.request_id, 1) - 1
                 if left:
                     self._left[delta.request_id] = left
+        message.handed_out.set()
         for watch in self.watchers:
             watch(message)

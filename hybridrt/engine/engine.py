@@ -311,6 +311,11 @@ class Engine:
         """True while `step` has something to do: requests, launched steps, or deltas not taken."""
         return bool(self._samples or self._launched or self._deltas)
 
+    def device_is_busy(self) -> bool:
+        """A launched step has not ended."""
+        with self.turns.now:
+            return bool(self._launched) and not self._launched[-1][1].ready()
+
     def counters(self) -> EngineCounters:
         """A snapshot."""
         scheduler, pools = self._scheduler, self._coordinator

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -18,6 +18,10 @@ from hybridrt.errors import EngineError, QueueFullError, RankError, RequestError
 
 # After one of these no later step can succeed: a rank or the device's context is lost.
 _FATAL = (RankError, torch.AcceleratorError)
+# While the device computes, the loop's thread waits at most so long until the last step's tokens are handed out.
+# Otherwise it schedules and launches at that time, and readers wait for the interpreter.
+# A share of the step's time at most: the next launch has to come before the device is idle.
+HAND_OUT_SECONDS, HAND_OUT_SHARE = 0.002, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +31,12 @@ class StepMessage:
     Attributes:
         deltas: one for every sample that has new tokens or has ended.
         seconds: how long the step took on the host, waiting for the device included.
+        handed_out: set this once the readers have the deltas. The loop's thread waits for it, for a short time.
     """
 
     deltas: list[Delta]
     seconds: float
+    handed_out: threading.Event = field(default_factory=threading.Event)
 
 
 class EngineLoop:
@@ -152,11 +158,14 @@ class EngineLoop:
         with self._engine.turns:
             self._engine.run_step()
             self._step_began = None
-            self._deliver_deltas(time.monotonic() - began)
+            message = self._deliver_deltas(time.monotonic() - began)
             if not self._count:
                 self._engine.finish_launched()  # finished requests hold nothing while the loop waits
+            busy = self._engine.device_is_busy()
+        if busy and message.deltas:
+            message.handed_out.wait(min(HAND_OUT_SECONDS, HAND_OUT_SHARE * message.seconds))
 
-    def _deliver_deltas(self, seconds: float) -> None:
+    def _deliver_deltas(self, seconds: float) -> StepMessage:
         message = StepMessage(self._deltas.take(), seconds)
         if message.deltas:
             self._remove_ended(message.deltas)
@@ -164,6 +173,7 @@ class EngineLoop:
             for delta in message.deltas:
                 if delta.error is not None and isinstance(delta.error.__cause__, _FATAL):
                     raise delta.error
+        return message
 
     def _remove_ended(self, deltas: list[Delta]) -> None:
         """Removes the samples that have ended from `_unfinished`."""

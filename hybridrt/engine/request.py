@@ -158,12 +158,11 @@ class Request:
             EngineError: one is no number.
         """
         fresh = found[self.scored - start :]
-        if any(math.isnan(entry.logprob) for entry in fresh):
+        if any(math.isnan(logprob) for entry in fresh for logprob in entry.values()):
             raise EngineError(NOT_FINITE)
-        tokens = self.prompt[self.scored : self.scored + len(fresh)]
         self.scored += len(fresh)
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs += [{t: entry.logprob, **entry.top} for t, entry in zip(tokens, fresh, strict=True)]
+            self.prompt_logprobs += fresh
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> FinishReason | None:
         """Takes what a step gained, up to the token that ends the request; the surplus is dropped.
@@ -184,7 +183,7 @@ class Request:
                 raise EngineError(NOT_FINITE) if any_allowed(self.rules, mask, output) else NoTokenLeftError(NONE_LEFT)
             output.append(token)
             if logprobs is not None and self.logprobs is not None:
-                self.logprobs.append({token: logprobs[i].logprob, **logprobs[i].top})
+                self.logprobs.append(logprobs[i])
             if token in stop_ids or (stop_strings and self.read_text()):
                 return "stop"
             if matcher is not None and matcher.advance(token):

@@ -1,9 +1,8 @@
 """Who may change an engine: one thread at a time, without interrupts, and a change that fails is recovered from."""
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock, RLock, get_ident
 from types import TracebackType
 
@@ -24,55 +23,33 @@ class Turns:
         self._mutex = RLock()  # not Lock: the collector may run finalizers in here
         self._line: deque[tuple[Lock, int]] = deque()
         self._owner: int | None = None
-        self._depth = 0
-        self._interrupts = Interrupts()
+        self._entered: list[AbstractContextManager[None]] = []  # by the owner, with `with turns`
 
     def __enter__(self) -> None:
-        self.enter(wait=True)
+        turn = self._turn(wait=True)
+        turn.__enter__()
+        self._entered.append(turn)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.leave()
+        self._entered.pop().__exit__(kind, error, tb)
 
     @property
-    @contextmanager
-    def now(self) -> Iterator[None]:
+    def now(self) -> AbstractContextManager[None]:
         """A turn that begins at once: EngineError if it is another thread's."""
-        self.enter(wait=False)
-        try:
-            yield
-        finally:
-            self.leave()
+        return self._turn(wait=False)
 
-    def enter(self, wait: bool) -> None:
-        """Begins a turn, or enters once more.
-
-        Raises:
-            EngineError: it is another thread's turn, and `wait` is False.
-        """
+    @contextmanager
+    def _turn(self, wait: bool) -> Iterator[None]:
         if self._owner == get_ident():
-            self._depth += 1
+            yield
             return
-        interrupts = Interrupts()
-        interrupts.__enter__()
-        try:
+        with Interrupts():
             self._take(wait)
-        except BaseException:
-            interrupts.__exit__(*sys.exc_info())
-            raise
-        self._depth, self._interrupts = 1, interrupts
-        try:
-            self._begin()
-        except BaseException:
-            self.leave()
-            raise
-
-    def leave(self) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
-        interrupts = self._interrupts
-        self._hand_on()
-        interrupts.__exit__(None, None, None)
+            try:
+                self._begin()
+                yield
+            finally:
+                self._hand_on()
 
     def _take(self, wait: bool) -> None:
         """Takes the turn, or waits in line for it. EngineError if it is taken and `wait` is False."""

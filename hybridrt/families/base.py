@@ -159,6 +159,19 @@ def check_heads(hf: Any) -> None:
         )
 
 
+def check_experts(hf: Any, experts: int, chosen: int, where: object) -> None:
+    """ConfigError, which names `where`, unless a router can choose so many of the experts of a layer."""
+    if not 1 <= chosen <= experts:
+        raise ConfigError(f"{where}: num_experts_per_tok is {chosen}, but there are {experts} experts")
+    groups, best = getattr(hf, "n_group", None), getattr(hf, "topk_group", None)
+    if groups is None or best is None:
+        return
+    if experts % groups or best > groups:
+        raise ConfigError(f"{where}: n_group is {groups} and topk_group {best}; n_group divides the {experts} experts")
+    if experts < 2 * groups:  # a group's score is the sum of its two best
+        raise ConfigError(f"{where}: n_group is {groups}, and there are {experts} experts; a group has two or more")
+
+
 def routed_experts(hf: Any) -> int:
     """Experts of a layer among which a router chooses; 0 without."""
     names = ("num_experts", "n_routed_experts", "num_local_experts")

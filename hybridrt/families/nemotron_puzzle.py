@@ -8,6 +8,7 @@ from typing import Any
 from hybridrt.config_fields import MAX_EXPERTS, SIZE, FieldTypes
 from hybridrt.config_json import NULL, OBJECT, check_fields, either, integer, list_of
 from hybridrt.errors import ConfigError
+from hybridrt.families.base import FamilyFields, check_experts
 from hybridrt.families.nemotron_h import FAMILY as NEMOTRON_H
 
 # What a block may have of its own.
@@ -37,18 +38,25 @@ def _own(i: int, block: Mapping[str, Any], raw: Mapping[str, Any], file: Path) -
     """The numbers that block `i` does not share with the model."""
     own = {k: v for k, v in block.items() if k != "block_type" and v is not None and v != raw.get(k)}
     check_fields(own, FIELDS, file)
-    where = f"{file}: block {i} of block_configs"
     if unknown := sorted(own.keys() - FIELDS.keys()):
+        where = f"{file}: block {i} of block_configs"
         raise ConfigError(f"{where} has its own {', '.join(unknown)}; it may have {', '.join(FIELDS)}")
-    experts, chosen = (own.get(name, raw.get(name)) or 0 for name in EXPERTS)
-    if block.get("block_type") == "moe" and not 1 <= chosen <= experts:
-        raise ConfigError(f"{where}: num_experts_per_tok is {chosen}, but there are {experts} experts")
     return own
+
+
+def _describe(hf: Any) -> FamilyFields:
+    fields = NEMOTRON_H.describe(hf)
+    for i, (layer, block) in enumerate(zip(fields["layers"], hf.block_configs)):
+        if layer.ffn == "moe":
+            experts, chosen = (block.get(name, getattr(hf, name)) for name in EXPERTS)
+            check_experts(hf, experts, chosen, f"block {i} of block_configs")
+    return fields
 
 
 FAMILY = replace(
     NEMOTRON_H,
     model="hybridrt.models.nemotron_puzzle:NemotronHPuzzleForCausalLM",
     rewrite=_rewrite,
+    describe=_describe,
     mtp_head=None,
 )

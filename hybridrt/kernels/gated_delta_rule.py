@@ -70,7 +70,7 @@ def chunk_gated_delta_rule(
     return packed[:tokens]
 
 
-@operation(By("triton", "hybridrt.kernels.gdn_decode_triton:recurrent_gated_delta_rule_triton"), By("fla", priority=5))
+@operation(By("triton", "hybridrt.kernels.gdn_decode_triton:recurrent_gated_delta_rule_triton"))
 def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None) -> Tensor:
     """T tokens of each of B rows, one after the other: decode (T = 1) and verification (T > 1).
 

@@ -154,17 +154,21 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
-    y_ptr, weights_ptr, ids_ptr, out_ptr, TOP_K: tl.constexpr, D: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, weights_ptr, ids_ptr, out_ptr, TOP_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid [tokens * blocks of columns]. A thread adds one expert after the other: nothing passes through shared
+    memory, and the loads of all experts are under way at once."""
     begin(PDL)
-    t = tl.program_id(0).to(tl.int64)
-    p, d = tl.arange(0, BLOCK_P), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    pair = t * TOP_K + p
-    live = (p < TOP_K) & (tl.load(ids_ptr + pair, mask=p < TOP_K, other=-1) >= 0)
-    weight = tl.load(weights_ptr + pair, mask=live, other=0.0)
-    y = tl.load(y_ptr + pair[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-    total = tl.sum(y.to(tl.float32) * weight[:, None], 0)
+    COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    t = (tl.program_id(0) // COLUMNS).to(tl.int64)
+    d = tl.program_id(0) % COLUMNS * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for p in tl.static_range(TOP_K):
+        pair = t * TOP_K + p
+        y = tl.load(y_ptr + pair * D + d, mask=d < D, other=0.0).to(tl.float32)
+        # What no expert has written may be NaN.
+        total += tl.where(tl.load(ids_ptr + pair) >= 0, y * tl.load(weights_ptr + pair), 0.0)
     tl.store(out_ptr + t * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
@@ -301,10 +305,9 @@ def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidd
     _launch_grouped(x, w_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, ACTIVATE=True, GATED=gated, LIMIT=limit)
     _launch_grouped(hidden, w_down, blocks, y, ids, PAIRS_PER_ROW=1, ACTIVATE=False, GATED=False, LIMIT=None)
     block_d = min(512, triton.next_power_of_2(width))
-    _weighted_sum_kernel[(tokens, triton.cdiv(width, block_d))](
-        y, weights, ids, out, TOP_K=top_k, D=width, BLOCK_P=triton.next_power_of_2(top_k), BLOCK_D=block_d,
-        num_warps=4, **pdl(x.device),
-    )  # fmt: skip
+    _weighted_sum_kernel[(tokens * triton.cdiv(width, block_d),)](
+        y, weights, ids, out, TOP_K=top_k, D=width, BLOCK_D=block_d, num_warps=2, **pdl(x.device)
+    )
 
 
 def _launch_grouped(a: Tensor, w: Tensor, blocks: _Blocks, out: Tensor, ids: Tensor, **meta: Any) -> None:

@@ -24,21 +24,25 @@ BLOCK_N = 64  # context positions per tile; half of it in float32
 BLOCK_M = 64  # query rows per tile at most; half of it in float32
 PROGRAMS_PER_MULTIPROCESSOR = 4
 LONG_CONTEXT = 4096  # positions that one program may have to walk where the device is full anyway
-MAX_SPLITS = 256
+# With few rows: further programs of a row gain nothing before each of the few has some blocks, because their parts take
+# time to join. Programs of wide heads, which load more at once, need half as many.
+FEW_SPLITS, MAX_SPLITS = 64, 256
 PARTS_AT_ONCE = 64  # that `_combine_kernel` loads together
 
 
 @triton.jit
 def _split_range(  # type: ignore[no-untyped-def]
-    seq_len, split, T: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    seq_len, split, T: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr,
+    LEAST: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """First position that any token sees, aligned; the split's first and end block; how many splits have blocks."""
+    """First position that any token sees, aligned; the split's first and end block; how many splits have blocks. Where
+    they suffice, FEW splits have up to LEAST blocks each."""
     origin = 0
     if WINDOW > 0:
         origin = tl.maximum(seq_len - T - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     blocks = tl.cdiv(seq_len - origin, BLOCK_N)
-    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), LEAST)
+    few = tl.maximum(tl.minimum(tl.cdiv(blocks, FEW), LEAST), 1)
+    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), few)
     return origin, split * per_split, tl.minimum((split + 1) * per_split, blocks), tl.cdiv(blocks, per_split)
 
 
@@ -56,8 +60,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
     arrivals_ptr, q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, out_st, scale_log2,
     T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [rows, key heads and blocks of their query rows, SPLITS]. If they count arrivals, a row with one part at
     most is finished at once, and the parts of others are joined by the last program to arrive; else `_combine_kernel`
@@ -68,7 +73,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     keys = seq_len
     if drafts_ptr is not None:
         keys -= T - 1 - tl.load(drafts_ptr + b)  # behind them is padding of the T: it belongs to another row
-    origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, LEAST, BLOCK_N)
+    origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
     if (SPLITS > 1) & (split > 0) & (first >= end):
         return
     m_blocks: tl.constexpr = (T * GROUPS + BLOCK_M - 1) // BLOCK_M
@@ -184,13 +189,13 @@ def _join(  # type: ignore[no-untyped-def]
 def _combine_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, out_st,
     T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and head: the splits' outputs weighted by their sums of exponentials."""
     begin(PDL)
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, LEAST, BLOCK_N)
+    _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
     d, s, part = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, PARTS)
     first = b * SPLITS * (T * HQ) + head
     lse = tl.load(lse_ptr + first + s * (T * HQ), mask=s < used, other=float("-inf"))
@@ -239,7 +244,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
         token_stride, scale * math.log2(math.e),
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=sliding_window or 0,
-        SPLITS=splits, LEAST=walk.least, BLOCK_R=rope_block(rope),
+        SPLITS=splits, FEW=walk.few, LEAST=walk.least, BLOCK_R=rope_block(rope),
         BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
         **pdl(q.device),
     )  # fmt: skip
@@ -247,7 +252,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         _combine_kernel[(num_rows, tokens * query_heads)](
             partial, lse, seq_lens, out, token_stride,
             T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
-            LEAST=walk.least, BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"],
+            FEW=walk.few, LEAST=walk.least, BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"],
             BLOCK_S=triton.next_power_of_2(splits), PARTS=min(triton.next_power_of_2(splits), PARTS_AT_ONCE),
             num_warps=8 if tile["BLOCK_D"] > 256 else 4, **pdl(q.device),
         )  # fmt: skip
@@ -269,8 +274,8 @@ class _Walk:
     """How programs share a row's context and walk it. Fixed by the batch and the table's width alone.
 
     Attributes:
-        splits: programs that a row's context is split among.
-        least: blocks that a split has before the row is given to another.
+        splits: programs that a row's context is split among at most.
+        few: programs that get `least` blocks each before any further ones get some.
         joined: the last program of a row joins the parts. Where only long contexts are split, a launch for that would
             nearly always find nothing to do; where all are (few rows, wide heads, many query rows), its many programs
             beat the one.
@@ -278,6 +283,7 @@ class _Walk:
     """
 
     splits: int
+    few: int
     least: int
     joined: bool
     tile: dict[str, int]
@@ -299,14 +305,15 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> _
     elif not bound:
         pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 4}
     blocks = triton.cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
-    few = filled and (latent or not bound)
-    if few:
+    joined = filled and (latent or not bound)
+    if joined:
         wanted = max((2 * device + programs // 2) // programs, triton.cdiv(max_context, LONG_CONTEXT))
-        least = triton.cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
+        few, least = 1, triton.cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
     else:
         wanted = triton.cdiv((2 if latent else PROGRAMS_PER_MULTIPROCESSOR) * device, programs)
-        least = 4 if latent else 1
-    return _Walk(max(1, min(wanted, blocks, MAX_SPLITS)), least, few, pipeline)
+        few, least = 1 if latent else FEW_SPLITS, 4
+    most = MAX_SPLITS if tile["BLOCK_D"] <= 128 else MAX_SPLITS // 2
+    return _Walk(max(1, min(wanted, blocks, most)), few, least, joined, pipeline)
 
 
 def rope_block(rope: int) -> int:

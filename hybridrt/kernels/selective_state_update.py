@@ -16,7 +16,7 @@ from hybridrt.kernels.records import SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.slots import advance_states, pad_mask
 
 
-@operation(By("triton"), By("flashinfer", priority=5), By("mamba_ssm", priority=4))
+@operation(By("triton"))
 def selective_state_update(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
 ) -> Tensor:

@@ -15,8 +15,9 @@ def rotary_table(
 ) -> torch.Tensor:
     """[max_len, rot] float32: rot/2 cosines, then rot/2 sines, of every position (Su et al. 2021, eq. 34).
 
-    `rot` is rotary_dim x partial_rotary_factor; types other than "default" (linear, dynamic, yarn, llama3, ...) take
-    their frequencies from transformers.modeling_rope_utils. On the "meta" device nothing is computed.
+    `rot` is rotary_dim x partial_rotary_factor, rounded up to an even number; types other than "default" (linear,
+    dynamic, yarn, llama3, ...) take their frequencies from transformers.modeling_rope_utils. On the "meta" device
+    nothing is computed.
 
     Args:
         attention: of the layers that the table is for; None for the model's.

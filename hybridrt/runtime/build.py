@@ -185,9 +185,11 @@ def kv_groups(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, li
 
 
 def keeps_prefixes(config: EngineConfig, model_config: ModelConfig) -> bool:
-    """Whether requests leave prefixes for others. Where all layers are attention with a sliding window, none does."""
+    """Whether requests leave prefixes for others. Where all layers are attention with a sliding window, none does, nor
+    does any where layers keep nothing."""
     recurrent = any(map(model_config.linear_layer_ids, model_config.linear))
-    return config.prefix_cache and (model_config.sliding_window is None or recurrent)
+    attends = bool(model_config.full_attention_layer_ids or model_config.mtp_attention_layer_ids)
+    return config.prefix_cache and (recurrent or (attends and model_config.sliding_window is None))
 
 
 def make_plan(

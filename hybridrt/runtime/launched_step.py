@@ -66,8 +66,8 @@ class LaunchedStep:
         width = len(rows[0]) if rows else 0
 
         def entries(row: int, n: int) -> list[TokenLogprobs]:
-            span = range(row * width, row * width + len(tokens[row]))
-            return [TokenLogprobs(own[i], dict(zip(top_ids[i][:n], top[i][:n]))) for i in span]
+            lines = enumerate(tokens[row], row * width)
+            return [{token: own[i], **dict(zip(top_ids[i][:n], top[i][:n]))} for i, token in lines]
 
         return StepResult(tokens, [None if n is None else entries(i, n) for i, n in enumerate(self._wanted)])
 

@@ -8,7 +8,7 @@ import torch
 
 from hybridrt.kernels.sampling import token_logprobs
 from hybridrt.runtime.launched_step import to_host
-from hybridrt.runtime.step import Admission, ExtendRow, StepHandle, StepResult, TokenLogprobs
+from hybridrt.runtime.step import Admission, ExtendRow, StepHandle, StepResult
 from hybridrt.sampling_params import MAX_LOGPROBS
 
 # Prompt tokens whose logits are there at a time: enough that reading the head's weights does not decide how long they
@@ -22,10 +22,10 @@ def prompt_logprob_bytes(vocab_size: int, itemsize: int) -> int:
 
 
 class Wanted(NamedTuple):
-    """What a chunk gives: the log-probabilities of `length` prompt tokens, with `top` alternatives each."""
+    """What a chunk gives: the log-probabilities of these prompt tokens, with `top` alternatives each."""
 
     row: int
-    length: int
+    tokens: Sequence[int]
     top: int
 
 
@@ -44,18 +44,18 @@ class PromptRequirements:
     def of(self, extend: Sequence[ExtendRow], decoded: int) -> tuple[list[Wanted], dict[str, np.ndarray]]:
         """What a step's chunks give, behind `decoded` tokens of decode rows, and int32 sections for its packed copy:
         the places in the batch, and the tokens that follow there."""
-        wanted, places, following = [], [np.empty(0, np.int32)], list[int]()
+        wanted, places = list[Wanted](), [np.empty(0, np.int32)]
         for chunk in extend if self._rows else ():
             top, prompt_len = self._rows.get(chunk.row, (0, 0))
             count = min(len(chunk.tokens), prompt_len - 1 - chunk.computed)
             if count > 0:
-                wanted.append(Wanted(chunk.row, count, top))
+                wanted.append(Wanted(chunk.row, [*chunk.tokens[1:], chunk.following][:count], top))
                 places.append(np.arange(decoded, decoded + count, dtype=np.int32))
-                following += [*chunk.tokens[1:], chunk.following][:count]
             decoded += len(chunk.tokens)
         if not wanted:
             return [], {}
-        return wanted, {"scored_at": np.concatenate(places), "scored_tokens": np.array(following, np.int32)}
+        tokens = np.array([token for each in wanted for token in each.tokens], np.int32)
+        return wanted, {"scored_at": np.concatenate(places), "scored_tokens": tokens}
 
 
 class ScoredStep:
@@ -97,10 +97,10 @@ class ScoredStep:
             self._event.synchronize()
         result, end = self._step.result(), 0
         found = [torch.cat(parts) for parts in zip(*self._found)]
-        for row, count, top in self._wanted:
-            start, end = end, end + count
+        for row, tokens, top in self._wanted:
+            start, end = end, end + len(tokens)
             own, ids, best = (part[start:end].tolist() for part in found)
             result.prompt_logprobs[row] = [
-                TokenLogprobs(logprob, dict(zip(i[:top], b[:top]))) for logprob, i, b in zip(own, ids, best)
+                {token: logprob, **dict(zip(i[:top], b[:top]))} for token, logprob, i, b in zip(tokens, own, ids, best)
             ]
         return result

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -78,20 +79,16 @@ def start_ranks(size: int, kind: str) -> Ranks:
     timeout = rank_timeout()
     place, listener = _open_here()
     assert place.directory is not None
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        processes += (_start(rank, size, place.directory, kind) for rank in range(1, size))
-        links = _await(listener, size, processes)
-        comm = place.communicator(0, size, rank_device(kind, 0))
-        return _connected(Ranks(comm, links, processes, place.directory, timeout))
-    except BaseException:
-        for process in processes:
-            process.kill()
-            process.wait()
-        shutil.rmtree(place.directory, ignore_errors=True)
-        raise
-    finally:
-        listener.close()
+    with closing(listener), ExitStack() as undo:
+        undo.callback(shutil.rmtree, place.directory, ignore_errors=True)
+        processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(1, size):
+            processes.append(process := _start(rank, size, place.directory, kind))
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+        ranks = _lead(place, listener, size, rank_device(kind, 0), timeout, processes)
+        undo.pop_all()
+        return ranks
 
 
 def find_place(directory: str) -> Place:
@@ -146,15 +143,19 @@ def torchrun_ranks(world: World, kind: str) -> Ranks:
         listener = Listener((master_host(), 0), key)
         place = Place(master_host(), listener.port, key, store)
     store.set(_PLACE, place.directory or str(place.port))
-    links = _await(listener, world.size)
-    listener.close()
-    comm = place.communicator(0, world.size, rank_device(kind, world.local_rank))
-    ranks = _connected(Ranks(comm, links, directory=place.directory, timeout=timeout))
+    with closing(listener):
+        ranks = _lead(place, listener, world.size, rank_device(kind, world.local_rank), timeout)
     atexit.register(ranks.close)
     return ranks
 
 
-def _connected(ranks: Ranks) -> Ranks:
+def _lead(
+    place: Place, listener: Listener, size: int, device: torch.device, timeout: float,
+    processes: Sequence["subprocess.Popen[bytes]"] = (),
+) -> Ranks:  # fmt: skip
+    """Rank 0's view of the ranks that come to a place, once all of them are connected."""
+    links = _await(listener, size, processes)
+    ranks = Ranks(place.communicator(0, size, device), links, processes, place.directory, timeout)
     with ranks.together():
         ranks.comm.connect()
     return ranks
@@ -200,7 +201,7 @@ def _start(rank: int, size: int, directory: str, kind: str) -> "subprocess.Popen
     return start_child("hybridrt.runtime.follower", given, environment, stdin=subprocess.DEVNULL)
 
 
-def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[bytes]"] = ()) -> list[Link]:
+def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[bytes]"]) -> list[Link]:
     """Links to ranks 1 to `size` - 1, after all have connected."""
     links: dict[int, Link] = {}
     deadline = time.monotonic() + STARTING_S

@@ -230,12 +230,9 @@ class StepPlan:
     kept_pages: list[PageCopy] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probability of one token (natural log, of the model's own logits) and of the most likely ones."""
-
-    logprob: float
-    top: dict[int, float]
+# Log-probabilities of a token and of the most likely ones, by token id, its own first: natural logs, of the model's own
+# logits.
+TokenLogprobs = dict[int, float]
 
 
 @dataclass(slots=True)

@@ -228,16 +228,10 @@ class StepRunner:
         extended = self._choose_launch(chunks, 1)()
         return lambda mask: JoinedSteps(decoded(mask[:n]), extended(mask[n:]))  # type: ignore[index]
 
-    def _sample_graph(self, graphs: GraphRunner, decode: DecodeRows, bitmask: torch.Tensor | None) -> LaunchedStep:
+    def _sample_graph(self, graphs: GraphRunner, decode: DecodeRows, bitmask: torch.Tensor | None) -> StepHandle:
         batch, indices, logits, hidden = graphs.rows(len(decode))
-        if batch.spec_info is None:
-            lines = SampledLines(batch.req_pool_indices, indices, (decode.rows, decode.output_indices), logits)
-            launched, accepted = self._sample(lines, bitmask), None
-        else:
-            launched, accepted = self._verify(decode, batch, graphs.buffers.sections, logits, bitmask)
-        if self.drafter is not None:
-            self.drafter.follow(batch, hidden, accepted, None)
-        return launched
+        lines = SampledLines(batch.req_pool_indices, indices, (decode.rows, decode.output_indices), logits)
+        return self._sample_or_verify(decode, batch, graphs.buffers.sections, lines, hidden, bitmask)
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> LaunchSampling:
         scored, scored_columns = self._prompt_scores.of(plan.extend, len(plan.decode) * tokens)
@@ -258,9 +252,11 @@ class StepRunner:
             self.arena.export_state(departure)  # type: ignore[union-attr]
 
         def sampling(bitmask: torch.Tensor | None) -> StepHandle:
-            launched, accepted = self._sample_or_verify(plan, columns, sections, batch, hidden, bitmask)
-            if self.drafter is not None:
-                self.drafter.follow(batch, hidden, accepted, sections)
+            on_host = columns["sample_rows"], columns["output_indices"]
+            kept = hidden.index_select(0, sections["sample_at"])
+            logits = self.model.logits(kept) if len(kept) else kept
+            lines = SampledLines(sections["sample_rows"], sections["output_indices"], on_host, logits)
+            launched = self._sample_or_verify(plan.decode, batch, sections, lines, hidden, bitmask)
             if not scored:
                 return launched
             on_device = sections["scored_at"], sections["scored_tokens"]
@@ -270,28 +266,30 @@ class StepRunner:
 
     def _sample_or_verify(
         self,
-        plan: StepPlan,
-        columns: Columns,
-        sections: Sections,
+        decode: DecodeRows,
         batch: ForwardBatch,
+        sections: Sections,
+        lines: SampledLines,
         hidden: torch.Tensor,
         bitmask: torch.Tensor | None,
-    ) -> tuple[StepHandle, Accepted | None]:
-        """Tokens of the rows that gain some, and what a verify step keeps."""
-        sampling, on_host = columns["sample_rows"], columns["output_indices"]
-        if not len(sampling):
-            return LaunchedStep(None), None
-        logits = self.model.logits(hidden.index_select(0, sections["sample_at"]))
-        rows, indices = sections["sample_rows"], sections["output_indices"]
-        if batch.spec_info is None:
-            return self._sample(SampledLines(rows, indices, (sampling, on_host), logits), bitmask), None
-        n, split = len(plan.decode), batch.num_decode_tokens
-        of_drafts, of_chunks = (None, None) if bitmask is None else (bitmask[:split], bitmask[split:])
-        verified, accepted = self._verify(plan.decode, batch, sections, logits[:split], of_drafts)
-        if n == len(sampling):
-            return verified, accepted
-        chunks = SampledLines(rows[n:], indices[n:], (sampling[n:], on_host[n:]), logits[split:])
-        return JoinedSteps(verified, self._sample(chunks, of_chunks)), accepted
+    ) -> StepHandle:
+        """Tokens of the rows that gain some, of which `lines` has the decode rows first. Then the drafter follows."""
+        launched: StepHandle
+        accepted, (rows, indices, on_host, logits) = None, lines
+        if batch.spec_info is not None:
+            n, split = len(decode), batch.num_decode_tokens
+            of_drafts, of_chunks = (None, None) if bitmask is None else (bitmask[:split], bitmask[split:])
+            launched, accepted = self._verify(decode, batch, sections, logits[:split], of_drafts)
+            if n < len(rows):
+                chunks = SampledLines(rows[n:], indices[n:], (on_host[0][n:], on_host[1][n:]), logits[split:])
+                launched = JoinedSteps(launched, self._sample(chunks, of_chunks))
+        elif len(rows):
+            launched = self._sample(lines, bitmask)
+        else:
+            launched = LaunchedStep(None)
+        if self.drafter is not None:
+            self.drafter.follow(batch, hidden, accepted, sections if batch.num_extend_rows else None)
+        return launched
 
     def _check(self, plan: StepPlan) -> None:
         """Raises ConfigError for a plan that this runner was not made for."""

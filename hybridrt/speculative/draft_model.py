@@ -86,7 +86,7 @@ class _Launched:
         it."""
         result = self.handle.result()
         for tenant, (token,), logprobs in zip(self.tenants, result.tokens, result.logprobs, strict=True):
-            likely = [t for t in logprobs[0].top if t != token] if logprobs else []
+            likely = [t for t in logprobs[0] if t != token] if logprobs else []
             tenant.chain.append(max(token, 0))  # -1, of logits that are not finite: any token will do as a draft
             tenant.siblings.append(likely[:siblings])
 

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -146,20 +147,16 @@ class DecodeWorker:
             TransferError: their numbers of ranks do not fit, or the worker does not answer (PeerGoneError).
         """
         name = f"worker-{next(self._numbers)}"
-        connected: list[Reader] = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(channel.close)
             hello = unpack(channel.expect(self._timeout), PrefillHello)
             check_handshake(self._handshake, hello.handshake)
             tp_ratio(self._layout.tp_size, len(hello.ranks))
             for reader in self._readers:
-                connected.append(reader)
+                undo.callback(reader.disconnect, name)
                 reader.connect(name, hello.ranks)
             channel.send(pack(DecodeHello(self._handshake)))
-        except BaseException:
-            channel.close()
-            for reader in connected:
-                reader.disconnect(name)
-            raise
+            undo.pop_all()
         self._workers[name] = _Peer(channel, time.monotonic())
         return name
 

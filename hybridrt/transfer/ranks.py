@@ -4,6 +4,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from hybridrt.distributed.channel import SocketChannel
@@ -11,6 +12,7 @@ from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.distributed.channel_listener import Listener
 from hybridrt.errors import PeerGoneError, RankError, TransferError
 from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.transfer.messages import Connect, Connected, Disconnect, Ended, FromRank, Joined, Order, ToRank, shortened
 from hybridrt.transfer.nixl_transport import NixlTransport
 from hybridrt.transfer.reader import ImageReader, Reader
@@ -32,38 +34,31 @@ def open_ranks(side: WorkerSide, serve: bool, devices: str) -> list[Reader]:
         ConfigError: UCX cannot use these devices.
         RankError: a rank cannot join; says why.
     """
-    readers: list[Reader] = [ImageReader(NixlTransport(side.arena, serve, devices), side.layout)]
-    try:
-        return [*readers, *_join(side, serve, devices)]
-    except BaseException:
-        readers[0].close()
-        raise
+    with ExitStack() as undo:
+        readers: list[Reader] = [ImageReader(NixlTransport(side.arena, serve, devices), side.layout)]
+        undo.callback(readers[0].close)
+        if side.split is not None:
+            readers += _join(side.split, serve, devices, undo)
+        undo.pop_all()
+        return readers
 
 
-def _join(side: WorkerSide, serve: bool, devices: str) -> list["RemoteReader"]:
-    """The readers of the other ranks, in order."""
-    if side.split is None:
-        return []
-    host, key = side.split.ranks.host, secrets.token_bytes(32)
-    listener, joined = Listener((host, 0), key), dict[int, RemoteReader]()
-    try:
-        side.split.call_others(JoinTransfer(host, listener.port, key, serve, devices))
+def _join(split: TensorParallelExecutor, serve: bool, devices: str, undo: ExitStack) -> "list[RemoteReader]":
+    """The readers of the other ranks, in order, each of which `undo` closes."""
+    ranks, key, joined = split.ranks, secrets.token_bytes(32), dict[int, RemoteReader]()
+    with closing(Listener((ranks.host, 0), key)) as listener:
+        split.call_others(JoinTransfer(ranks.host, listener.port, key, serve, devices))
         deadline = time.monotonic() + _JOIN_SECONDS
-        while len(joined) < side.layout.tp_size - 1:
-            side.split.ranks.check()
+        while len(joined) < ranks.comm.size - 1:
+            ranks.check()
             if time.monotonic() > deadline:
                 found = len(joined) + 1
-                raise RankError(f"{found} of {side.layout.tp_size} ranks joined in {_JOIN_SECONDS:.0f} seconds")
+                raise RankError(f"{found} of {ranks.comm.size} ranks joined in {_JOIN_SECONDS:.0f} seconds")
             for channel in listener.accept():
                 reader = RemoteReader(channel)
+                undo.callback(reader.close)
                 joined[reader.rank] = reader
             time.sleep(_POLL_SECONDS)
-    except BaseException:
-        for reader in joined.values():
-            reader.close()
-        raise
-    finally:
-        listener.close()
     return [joined[rank] for rank in sorted(joined)]
 
 

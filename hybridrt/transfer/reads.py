@@ -35,9 +35,10 @@ def image_reads(
 
 
 def _joined(reads: Iterable[RangeRead]) -> list[RangeRead]:
-    """Neighbours on both sides become one read: with equal numbers of ranks the whole image is."""
+    """Neighbours on both sides become one read: with equal numbers of ranks the whole image is. Reads of no bytes are
+    left out."""
     joined: list[RangeRead] = []
-    for read in reads:
+    for read in (read for read in reads if read.nbytes):
         last = joined[-1] if joined else None
         shift = read.source - read.destination
         if last and last.source - last.destination == shift and last.source + last.nbytes == read.source:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -204,6 +205,14 @@ def test_times_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "the client itself has computed for 80% of the time" in capsys.readouterr().out
 
 
+def test_bench_serve_without_uvloop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    result = runner.invoke(app, ["bench", "serve", served.url, *SMALL, "--api-key", "key"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert (found["requests"], found["failed"], found["client_loop"]) == (6, 0, "asyncio")
+
+
 def test_bench_serve(served: Served, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     options = ["--api-key", "key", "--rate", "50", "--slo-ttft", "60000", "--output", str(file)]
@@ -212,6 +221,7 @@ def test_bench_serve(served: Served, tmp_path: Path) -> None:
     found = json.loads(result.output)
     assert found == json.loads(file.read_text())
     assert (found["requests"], found["failed"], found["model"]) == (6, 0, "tested")
+    assert found["client_loop"] == "uvloop"
     assert found["goodput_requests_per_second"] == found["requests_per_second"] > 0
     text = runner.invoke(app, ["bench", "serve", served.url, *SMALL[:-1], "--api-key", "key", "--concurrency", "2"])
     assert "6 requests, 0 failed" in text.output and "time to first token" in text.output

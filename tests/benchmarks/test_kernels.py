@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -5,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import step_peers
 from benchmarks.bench_kernels import callables
-from benchmarks.kernel_cases import DECODE, PREFILL, Args, Case, Load, linears
+from benchmarks.kernel_cases import DECODE, PREFILL, Case, Load, linears
+from benchmarks.library_cases import Args, beside
 from benchmarks.timeline import Span, draw
 from hybridrt.hf_config import read_model_config
+from hybridrt.kernels import providers
 from tests.support.checkpoints import falcon, jamba, nemotron, qwen
 from tests.support.newer_checkpoints import ling, minimax
 from tests.support.tiny import write_tiny
@@ -50,6 +54,19 @@ def test_cases_are_what_the_operations_take(name, tmp_path):
         assert (case.bytes > 0) != (case.flops > 0) and case.copies >= 1, case.op
 
 
+def test_steps_of_libraries_stand_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are behind our kernels in the order, and no part of the runtime."""
+    own = {op: dict(by) for op, by in providers._IMPLEMENTATIONS.items()}
+    peers = {"selective_state_update": {"flashinfer", "mamba_ssm"}, "recurrent_gated_delta_rule": {"fla"}}
+    monkeypatch.setattr(providers, "_IMPLEMENTATIONS", {op: dict(by) for op, by in own.items()})
+    step_peers.register_peers()
+    for op, names in peers.items():
+        assert own[op].keys() == {"torch", "triton"}
+        ranked = [by.provider for by in providers._ranked(op, "cuda")]
+        assert ranked[0] == "triton" and ranked[-1] == "torch" and set(ranked[1:-1]) == names
+        assert all(providers._IMPLEMENTATIONS[op][name].load().__module__ == step_peers.__name__ for name in names)
+
+
 def test_linears_of_a_model_with_their_norms_and_activations(tmp_path):
     found = linears(read_model_config(write_tiny(tmp_path, nemotron("M*-"), tokenizer=False)))
     kinds = {name: key[2:] for key, name in found.items()}
@@ -63,3 +80,23 @@ def test_a_timeline_names_its_kernels(tmp_path: Path) -> None:
     text = (tmp_path / "step.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(text)
     assert "stream: 59 µs" in text and "attention &lt;decode&gt;: 15 µs" in text and "3 launches in 0.06 ms" in text
+
+
+def test_libraries_are_planned_when_arguments_are_made() -> None:
+    """A plan that fails, fails its own row; a library that is not there has none."""
+    planned = []
+
+    def plan(args: Args) -> Callable[[], object]:
+        planned.append(args["x"])
+        return lambda: args["x"] + 1
+
+    def fails(args: Args) -> Callable[[], object]:
+        raise AssertionError("no head of 3")
+
+    peers = {"a": (("absent_", "torch"), plan), "b": (("torch",), fails), "c": (("absent_",), plan)}
+    make, calls = beside(lambda: {"x": 1 + len(planned)}, "cuda", peers)
+    first, second = make(), make()
+    assert planned == [1, 2] and [calls["a"](args) for args in (first, second)] == [2, 3]
+    assert calls.keys() == {"a", "b"} and not beside(make, "cpu", peers)[1]
+    with pytest.raises(RuntimeError, match="AssertionError no head of 3"):
+        calls["b"](first)

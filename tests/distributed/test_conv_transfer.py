@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.config import LinearConfig
@@ -209,6 +209,7 @@ def test_transferred_pages_equal_pages_cut_directly(config: LinearConfig, prefil
         assert writes == len(expected), "every byte once"
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_section_arrives_once(data: st.DataObject) -> None:
     """Also groups that several ranks share on both sides, which no layer has yet."""

@@ -1,6 +1,7 @@
 """The engine in a thread of its own: each request's outputs, whole; aborts, a full queue, a crash, the end."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,51 @@ def test_requests_get_their_own_tokens_a_message_a_step() -> None:
         keys = [(delta.request_id, delta.index) for delta in message.deltas]
         assert keys and len(set(keys)) == len(keys), "a delta a sample"
     rig.assert_empty()
+
+
+def test_the_next_step_is_launched_when_tokens_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SECONDS", float(WAIT))
+    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SHARE", 1e9)  # steps take no time here
+    rig, reader, launches, threads = Rig(late=1), Reader(), list[int](), list[threading.Thread]()
+
+    def note_launches(message: StepMessage) -> None:
+        known = len(rig.executor.plans)
+
+        def hand_out() -> None:
+            time.sleep(0.01)  # a loop that does not wait launches now
+            launches.append(len(rig.executor.plans) - known)
+            message.handed_out.set()
+
+        threads.append(threading.Thread(target=hand_out))
+        threads[-1].start()
+        reader(message)
+
+    loop = EngineLoop(rig.engine, note_launches, max_samples=100)
+    loop.submit(rig.engine.prepare([1], params(6, 0)), "one")
+    reader.wait_for_end("one")
+    assert loop.close()
+    for thread in threads:
+        thread.join()
+    assert launches == [0] * 6
+
+
+def test_short_steps_wait_for_readers_a_share_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SECONDS", 2.0 * WAIT)
+    rig, reader = Rig(late=1), Reader()  # whose messages are never handed out
+    loop = EngineLoop(rig.engine, reader, max_samples=100)
+    loop.submit(rig.engine.prepare([1], FIVE), "one")
+    reader.wait_for_end("one")
+    assert loop.close()
+
+
+def test_a_device_that_is_idle_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SECONDS", 2.0 * WAIT)
+    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SHARE", 1e9)
+    rig, reader = Rig(late=0), Reader()  # whose messages are never handed out
+    loop = EngineLoop(rig.engine, reader, max_samples=100)
+    loop.submit(rig.engine.prepare([1], FIVE), "one")
+    reader.wait_for_end("one")
+    assert loop.close()
 
 
 def test_an_idle_loop_holds_nothing() -> None:

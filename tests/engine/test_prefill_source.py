@@ -130,7 +130,7 @@ def test_a_retracted_request_computes_what_had_arrived() -> None:
 events = st.lists(st.tuples(st.sampled_from(["add", "deliver", "start", "fail", "abort", "step"]), st.integers(0, 5)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     events=events, overlap=st.booleans(), late=st.integers(0, 2), drafts=st.sampled_from([0, 3]),
     window=st.sampled_from([None, 1, 3, 6]), pages=st.integers(7, 24),

@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt import RequestError, SamplingParams
@@ -15,6 +15,7 @@ PIECES = st.lists(st.text("abc", max_size=6), max_size=8)
 STRINGS = st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=5)
 
 
+@settings(deadline=None)
 @given(STRINGS, PIECES)
 def test_the_first_string_of_a_piece_is_found_and_nothing_before_it(strings: list[str], pieces: list[str]) -> None:
     machine, state, text = StopStrings(strings), 0, ""

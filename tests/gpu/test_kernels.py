@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.step_peers import register_peers
 from hybridrt.errors import BackendError
 from hybridrt.kernels import providers
 from hybridrt.kernels.gated_norm import gated_rms_norm
@@ -115,6 +116,7 @@ def test_libraries_near_the_reference(
     model: str, provider: str, record_property: Callable[[str, object], None]
 ) -> None:
     """The same calls; those that a library cannot serve say why."""
+    register_peers()
     missing = providers._missing(providers.PROVIDERS[provider])
     if missing:
         pytest.skip(missing)

@@ -1,7 +1,7 @@
 """Allocator: conservation under random histories, generations, ownership moves, all-or-nothing errors."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.errors import OutOfSlotsError, PoolError
@@ -111,6 +111,7 @@ def test_check_notices_a_ledger_that_disagrees() -> None:
         pool.check()
 
 
+@settings(deadline=None)
 @given(st.integers(0, 6), st.lists(st.tuples(st.sampled_from(["alloc", "free", "cache", "evict"]), st.integers(0, 4))))
 def test_conservation_over_random_histories(total: int, history: list[tuple[str, int]]) -> None:
     pool = SlotAllocator(total, "slot")

@@ -1,10 +1,13 @@
 """What all families do and no other test tries with each of them: a conversation that goes on from its own state."""
 
+from pathlib import Path
+
 import pytest
 
-from hybridrt import LLM, SamplingParams
+from hybridrt import LLM, SamplingParams, SpeculativeConfig
+from hybridrt.errors import ConfigError, SessionError
 from tests.models.test_models_parity import prompts, state_modes
-from tests.support.checkpoints import CASES, CheckpointStore
+from tests.support.checkpoints import CASES, Checkpoint, CheckpointStore, nemotron, write
 from tests.support.levels import sweep
 from tests.support.ties import check_greedy
 
@@ -25,3 +28,21 @@ def test_a_second_turn_begins_behind_the_first(name: str, checkpoints: Checkpoin
     assert output.metrics.cached_tokens == len(text) + len(answer) - 1
     check_greedy(answer, checkpoint.logits(text, answer), name)
     check_greedy(output.token_ids, checkpoint.logits(turn, output.token_ids), name)
+
+
+@pytest.mark.parametrize("topk", [0, 2], ids=["plain", "trees"])
+def test_a_model_without_anything_to_keep(topk: int, tmp_path: Path) -> None:
+    """Neither attention nor recurrent layers: there is no prefix to cache, and each token depends on the last alone."""
+    checkpoint = Checkpoint(tmp_path, write(nemotron("E-"), tmp_path))
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    drafts = SpeculativeConfig("ngram", num_draft_tokens=4, topk=topk) if topk else None
+    with LLM(str(tmp_path), device="cpu", dtype="float32", max_model_len=64, speculative=drafts) as llm:
+        (text,) = prompts(40)
+        for _ in range(2):
+            output = llm.generate([text], params)[0]
+            assert output.metrics.cached_tokens == 0
+            check_greedy(output.token_ids, checkpoint.logits(text, output.token_ids), "E-")
+        with pytest.raises(SessionError, match="in the prefix cache"):
+            llm.save_session(tmp_path / "session.safetensors", text)
+    with pytest.raises(ConfigError, match="host_cache_bytes has no use here"):
+        LLM(str(tmp_path), device="cpu", host_cache_bytes=2**22)

@@ -243,6 +243,13 @@ def test_training_leftovers_are_reported(name: str, copy_of: Callable[[str], Pat
     load(path)
 
 
+def test_saved_rotary_frequencies_are_skipped(copy_of: Callable[[str], Path]) -> None:
+    """As older versions of transformers saved them, of the model or of each layer."""
+    path, keys = copy_of("bamba-plain"), [f"model.{at}rotary_emb.inv_freq" for at in ("", "layers.1.self_attn.")]
+    edit(path, lambda tensors: tensors.update({key: torch.ones(2) for key in keys}))
+    assert sorted(skipped(path)) == sorted(keys)
+
+
 @pytest.mark.parametrize(
     ("name", "embedding"),
     [

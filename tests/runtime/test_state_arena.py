@@ -181,7 +181,7 @@ def test_state_moved_equals_state_cut_directly(name: str, prefill: int, decode: 
         side.check(whole)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_length_and_any_heads(data: st.DataObject) -> None:
     sizes = st.sampled_from([1, 2, 4])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.errors import EngineError
@@ -168,6 +168,7 @@ def scanned(text: list[int], most: int, topk: int) -> Draft:
     return merge(chains, most)
 
 
+@settings(deadline=None)
 @given(
     text=st.lists(st.integers(0, 2), min_size=1, max_size=40),
     steps=st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["", "retracted", "not asked"])), max_size=12),

@@ -245,6 +245,7 @@ QWEN: dict[str, Make] = {
     "linear_alone": qwen(layer_types=["linear_attention"] * 3, num_hidden_layers=3),
     "yarn_rope": qwen(**{"rope_parameters": YARN["rope_parameters"] | {"partial_rotary_factor": 0.5}},
                       full_attention_interval=2, num_hidden_layers=2),
+    "odd_rotary_part": qwen(head_dim=12, partial_rotary_factor=0.25, full_attention_interval=2, num_hidden_layers=2),
     "linear_rope": qwen(**rope("linear", factor=2.0, partial_rotary_factor=0.25), full_attention_interval=2,
                         num_hidden_layers=2),
 }  # fmt: skip

@@ -145,12 +145,11 @@ def modules() -> dict[str, ModuleType]:
     flash = {"flash_attn_with_kvcache": flash_attn_with_kvcache, "flash_attn_varlen_func": flash_attn_varlen_func}
     attention = library("sgl_kernel.flash_attn", **flash)
     convs = {"causal_conv1d_fwd": causal_conv1d_fwd, "causal_conv1d_update": causal_conv1d_update}
-    state = library("flashinfer.mamba", selective_state_update=absent)
     filters = library("flashinfer.sampling", top_k_mask_logits=absent, top_p_renorm_probs=absent)
     return {
         "sgl_kernel": library("sgl_kernel", **norms, **convs), "sgl_kernel.flash_attn": attention,
         "flashinfer": library("flashinfer", BatchPrefillWithPagedKVCacheWrapper=PagedWrapper, **norms),
-        "flashinfer.mamba": state, "flashinfer.sampling": filters,
+        "flashinfer.sampling": filters,
     }  # fmt: skip
 
 

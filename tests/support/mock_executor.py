@@ -20,7 +20,6 @@ from hybridrt.runtime.step import (
     StateCopy,
     StepPlan,
     StepResult,
-    TokenLogprobs,
 )
 from hybridrt.sampling_params import SamplingParams
 
@@ -359,7 +358,7 @@ class MockExecutor:
                     tokens = [self.kv[self.place(tenant, i)] for i in range(start, tenant.length)]
                     self.fold(tenant)
                     self.arena[copy.offset] = tokens, self.state[tenant.state]
-        logprobs = [[TokenLogprobs(-0.5, {(t + 1) % self.vocab: -0.25}) for t in a] for a in answers]
+        logprobs = [[{t: -0.5} | {(t + 1) % self.vocab: -0.25} for t in a] for a in answers]
         handle.answer = StepResult(tokens=answers, logprobs=list(logprobs))
 
     def start(self, row: ExtendRow, tenant: Tenant) -> None:

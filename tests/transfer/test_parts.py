@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt import EngineConfig, SpeculativeConfig
@@ -41,6 +41,7 @@ from tests.support.transfer_pair import Images
 Transport = InProcessTransport | NixlTransport
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_regions_never_overlap_and_none_is_lost(data: st.DataObject) -> None:
     regions, held = RegionAllocator(100), dict[int, int]()

@@ -1,4 +1,4 @@
-"""What the files of this folder share: pages of a batch, states by slot, and saying what a library cannot do."""
+"""What the files of this folder share: pages of a batch, and saying what a library cannot do."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,11 +37,6 @@ def attention_limits(
     return supports
 
 
-def clamped(dt_limit: tuple[float, float]) -> str | None:
-    """The reason of a kernel that clamps no time step, where the limits would be felt: a step of 1e6 forgets all."""
-    return f"dt_limit is {dt_limit}, it clamps nothing" if dt_limit[0] > 0 or dt_limit[1] < 1e6 else None
-
-
 def page_table(req_to_token: Tensor, rows: Tensor, page_size: int, longest: int) -> Tensor:
     """[B, ceil(longest / page_size)] int32 page numbers of request rows `rows` [B]."""
     return req_to_token[:, :longest:page_size].index_select(0, rows) // page_size
@@ -54,8 +49,3 @@ def page_numbers(req_to_token: Tensor, rows: Tensor, page_starts: Tensor, count:
     row = torch.searchsorted(page_starts[1:], entry, right=True).clamp_(max=len(rows) - 1)
     position = ((entry - page_starts[row]) * page_size).clamp_(max=req_to_token.shape[1] - 1)
     return req_to_token[rows[row], position] // page_size
-
-
-def broadcast_heads(per_head: Tensor, dim: int) -> Tensor:
-    """[..., H] as [..., H, dim] without memory of its own: how libraries are told that a head's channels share it."""
-    return per_head.unsqueeze(-1).expand(*per_head.shape, dim)

@@ -1,19 +1,16 @@
-"""The gated delta rule of flash-linear-attention: chunks, and steps of Kimi Delta Attention."""
+"""The chunked gated delta rule of flash-linear-attention."""
 
 from itertools import accumulate
 from typing import Any
 
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_chunk_gated_delta_rule
-from fla.ops.kda import chunk_kda, fused_recurrent_kda
+from fla.ops.kda import chunk_kda
 from torch import Tensor
 
 from hybridrt.kernels.gated_delta_rule import gdn_gates
-from hybridrt.kernels.libraries.common import refuse
 from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
-from hybridrt.kernels.slots import initial_states, live_tokens, pad_mask, read_rows, write_rows
-
-LIBRARY = "flash-linear-attention"
+from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
 
 def chunk_gated_delta_rule(
@@ -22,7 +19,7 @@ def chunk_gated_delta_rule(
     """`chunk_gated_delta_rule`; its chunks start with the row, wherever the prefix ended."""
     (states, read_slots, write_slots, _), (query_start_loc, has_initial_state, plan, _) = state, prompts
     v, real = inputs.v, plan.num_tokens
-    options = _gates(weights) if _by_channel(inputs) else {}
+    options = gate_arguments(weights) if _by_channel(inputs) else {}
     if weights is not None and not options:
         g, beta = gdn_gates(inputs.g, inputs.beta, weights)
         inputs = inputs._replace(g=g, beta=beta)
@@ -39,27 +36,11 @@ def chunk_gated_delta_rule(
     return out.masked_fill(~live_tokens(read_slots, query_start_loc, v.shape[0])[:, None, None], 0.0)
 
 
-def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None) -> Tensor:
-    """`recurrent_gated_delta_rule` of Kimi Delta Attention."""
-    states, read_slots, write_slots, intermediate = state
-    refuse(
-        LIBRARY, "recurrent step",
-        None if _by_channel(inputs) else "it takes a decay for each channel",
-        None if intermediate is None else "it stores no state after each token",
-    )  # fmt: skip
-    out, after = fused_recurrent_kda(
-        *(t.contiguous() for t in inputs), initial_state=read_rows(states, read_slots).float(),
-        output_final_state=True, use_qk_l2norm_in_kernel=True, state_v_first=True, **_gates(weights),
-    )  # fmt: skip
-    write_rows(states, write_slots, after)
-    return out.masked_fill(pad_mask(read_slots, 4), 0.0)
-
-
 def _by_channel(inputs: DeltaInputs) -> bool:
     return inputs.g.ndim > inputs.beta.ndim
 
 
-def _gates(weights: GateWeights | None) -> dict[str, Any]:
+def gate_arguments(weights: GateWeights | None) -> dict[str, Any]:
     """Arguments with which KDA's functions compute gates from raw inputs; none where there are no weights."""
     if weights is None:
         return {}

@@ -1,4 +1,4 @@
-"""Operations of flashinfer: attention over pages, state update, norms, SwiGLU, filters of sampling."""
+"""Operations of flashinfer: attention over pages, norms, SwiGLU, filters of sampling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,18 +6,15 @@ from itertools import accumulate
 
 import flashinfer
 import torch
-from flashinfer.mamba import selective_state_update as flashinfer_state_update
 from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 from torch import Tensor
 
-from hybridrt.kernels.libraries.common import broadcast_heads, clamped, page_numbers, refuse
-from hybridrt.kernels.records import AttentionPrompts, PagedKV, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.libraries.common import page_numbers
+from hybridrt.kernels.records import AttentionPrompts, PagedKV
 from hybridrt.kernels.sampling import MIN_TEMPERATURE, LogitFilters
 from hybridrt.kernels.sampling import filtered_logits as filtered_logits_op
 from hybridrt.kernels.sampling import sample as sample_op
-from hybridrt.kernels.slots import pad_mask
 
-LIBRARY = "flashinfer"
 WORKSPACE_BYTES = 128 << 20
 
 
@@ -120,39 +117,6 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
     attention.fill_pages(kv.req_to_token, batch.rows, page_size)
     out[:real] = attention.run(q[:real], kv.k_cache, kv.v_cache)
     return out
-
-
-def selective_state_update(
-    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
-) -> Tensor:
-    """`selective_state_update` of chains."""
-    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots, intermediate = state
-    stored, rows, parents = intermediate or (None, None, None)
-    tokens, stores = x.shape[1], stored is not None
-    refuse(
-        LIBRARY, "state update",
-        "it knows no draft trees" if parents is not None else None,
-        "several tokens without intermediate states" if tokens > 1 and not stores else None,
-        clamped(dt_limit),
-        "D is None" if D is None else None,
-    )  # fmt: skip
-    assert D is not None
-    heads, dim, columns = states.shape[1:]
-    several = {} if not stores else {
-        "intermediate_states_buffer": stored, "intermediate_state_indices": rows,
-        "disable_state_update": True, "cache_steps": tokens,
-    }  # fmt: skip
-    parts = [None if t is None else t if stores else t[:, 0] for t in (x, B, C, z)]
-    y: Tensor = flashinfer_state_update(
-        states, parts[0], broadcast_heads(dt.to(D.dtype) if stores else dt[:, 0].to(D.dtype), dim),
-        A[:, None, None].expand(heads, dim, columns), parts[1], parts[2], broadcast_heads(D, dim), z=parts[3],
-        dt_bias=None if dt_bias is None else broadcast_heads(dt_bias, dim), dt_softplus=True,
-        state_batch_indices=read_slots, pad_slot_id=-1, **several,
-        **({} if stores or read_slots is write_slots else {"dst_state_batch_indices": write_slots}),
-    )  # fmt: skip
-    y = y.view(x.shape).masked_fill_(pad_mask(read_slots, 4), 0.0)
-    return y if out is None else out.copy_(y)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

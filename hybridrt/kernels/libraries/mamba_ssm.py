@@ -1,16 +1,15 @@
-"""Operations of mamba-ssm: the chunked scan, the state update of one token and the grouped gated norm."""
+"""Operations of mamba-ssm: the chunked scan and the grouped gated norm."""
 
 from itertools import groupby
 
 import torch
 from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
-from mamba_ssm.ops.triton.selective_state_update import selective_state_update as mamba_state_update
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
-from hybridrt.kernels.libraries.common import broadcast_heads, clamped, refuse
+from hybridrt.kernels.libraries.common import refuse
 from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.slots import initial_states, live_tokens, pad_mask, write_rows
+from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
 LIBRARY = "mamba-ssm"
 
@@ -38,30 +37,6 @@ def mamba2_chunk_scan(
         out[tokens] = y.flatten(0, 1)
     write_rows(states, write_slots, before)
     return out.masked_fill_(~live_tokens(read_slots, query_start_loc, len(out))[:, None, None], 0.0)
-
-
-def selective_state_update(
-    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
-) -> Tensor:
-    """`selective_state_update` of one token. It has no padding: such rows update the scratch slot 0."""
-    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots, intermediate = state
-    refuse(
-        LIBRARY, "state update",
-        "it takes one token" if x.shape[1] > 1 or intermediate is not None else None,
-        "it reads and writes the same slot" if read_slots is not write_slots else None,
-        clamped(dt_limit),
-    )  # fmt: skip
-    heads, dim, columns = states.shape[1:]
-    y: Tensor = mamba_state_update(
-        states, x[:, 0], broadcast_heads(dt[:, 0], dim), A[:, None, None].expand(heads, dim, columns), B[:, 0], C[:, 0],
-        D=None if D is None else broadcast_heads(D, dim), z=None if z is None else z[:, 0],
-        dt_bias=None if dt_bias is None else broadcast_heads(dt_bias, dim), dt_softplus=True,
-        # int64: slot times state bytes passes 2^31.
-        state_batch_indices=read_slots.clamp(min=0).long(),
-    )  # fmt: skip
-    y = y.unsqueeze(1).masked_fill_(pad_mask(read_slots, 4), 0.0)
-    return y if out is None else out.copy_(y)
 
 
 def gated_rms_norm(
