@@ -108,6 +108,16 @@ def test_fields_of_hub_files_that_ask_for_nothing(checkpoints: CheckpointStore, 
             assert config.attention.rope is not None and config.attention.rope["rope_theta"] == 1e11
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("falcon-plain", "hidden_act"), ("jamba-plain", "hidden_act"), ("nemotron-plain", "mamba_hidden_act")],
+)
+def test_silu_by_its_other_name(name: str, field: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    path = checkpoints[name].path
+    config = read_model_config(config_of(path, tmp_path, **{field: "swish"}))
+    assert config.layers == read_model_config(path).layers
+
+
 def test_lfm2(checkpoints: CheckpointStore) -> None:
     config = read_model_config(checkpoints["lfm2_moe-plain"].path)
     assert config.linear_of(ShortConvConfig) == ShortConvConfig(channels=32, conv_kernel=3)
@@ -181,6 +191,8 @@ def test_unknown_architectures(
         ),
         ("zamba2-plain", {"use_long_context": True}, "use_long_context"),
         ("zamba2-plain", {"hidden_act": "silu"}, "gelu"),
+        ("zamba2-plain", {"hidden_act": "swish"}, "gelu"),
+        ("nemotron-plain", {"mlp_hidden_act": "swish"}, "relu2"),
         ("zamba2-two_blocks_adapters_rope", {"num_key_value_heads": 2}, "adapters of keys"),
         ("nemotron-plain", {"per_layer_config": {"1": {"intermediate_size": 24}}}, "per_layer_config"),
         ("qwen35-split", {"output_gate_type": "sigmoid"}, "output_gate_type"),

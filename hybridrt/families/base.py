@@ -50,8 +50,8 @@ class Family:
         config_class: the class of transformers that reads its config.json.
         read: for a family that transformers does not know: (config.json's object, its path) to the object that
             `describe` takes. Exactly one of `config_class` and `read` is given.
-        rewrite: (config.json's object, its path) to the object that `config_class` can read, for a family that spells
-            the fields of another one in its own way. Raises ConfigError.
+        rewrite: (config.json's object, its path) to the object that `config_class` can read, for a family whose files
+            spell fields in another way. Raises ConfigError.
         activation: hidden_act that the model implements.
         mtp_head: "module:class" of its multi-token-prediction head.
         section: for a model of text and images: the object of config.json that describes its text part, the only part

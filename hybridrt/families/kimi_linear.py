@@ -1,9 +1,24 @@
 """Kimi-Linear: Kimi Delta Attention with latent attention every few layers, each followed by an MLP or experts."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from hybridrt.config_fields import EPSILON, LATENT, MAX_EXPERTS, MULTIPLIER, OFF, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG, NULL, TRUE, FieldType, either, integer, list_of, one_of
+from hybridrt.config_fields import (
+    COUNT,
+    EPSILON,
+    LATENT,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MULTIPLIER,
+    OFF,
+    SIZE,
+    STATE,
+    TAPS,
+    FieldTypes,
+)
+from hybridrt.config_json import FLAG, NULL, TRUE, FieldType, check_fields, either, integer, list_of, one_of
+from hybridrt.errors import ConfigError
 from hybridrt.families.base import Family, FamilyFields, interleaved, latent_attention
 from hybridrt.kinds.kda import KDAConfig
 
@@ -35,6 +50,25 @@ FIELDS: FieldTypes = {
     ),
 }
 
+# Of experts alone, by the names of published files and of those that transformers writes.
+EXPERTS = (
+    "num_experts", "num_local_experts", "num_experts_per_token", "num_experts_per_tok", "num_shared_experts",
+    "n_shared_experts", "num_expert_group", "n_group", "topk_group", "moe_intermediate_size", "mlp_layer_types",
+)  # fmt: skip
+
+
+def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Without experts (null or 0) each layer has an MLP, as in the published code; the fields of experts are then null
+    or 0 as well, which transformers reads only in part."""
+    counts = ("num_experts", "num_local_experts")
+    check_fields(raw, dict.fromkeys(counts, either(NULL, COUNT)), file)
+    name = next((count for count in counts if count in raw), None)
+    if name is None or raw[name]:
+        return dict(raw)
+    if "sparse" in (raw.get("mlp_layer_types") or ()):
+        raise ConfigError(f"{file}: {name} is {raw[name]}, but mlp_layer_types has sparse layers, which have experts")
+    return {k: v for k, v in raw.items() if k not in EXPERTS} | {"first_k_dense_replace": MAX_LAYERS}
+
 
 def feed_forward_parts(hf: Any) -> list[str]:
     """ "moe" or "mlp" of each layer."""
@@ -51,4 +85,5 @@ FAMILY = Family(
     config_class="KimiLinearConfig",
     fields=FIELDS,
     describe=_describe,
+    rewrite=_rewrite,
 )

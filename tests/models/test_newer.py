@@ -1,5 +1,6 @@
 """The families of 2025 and 2026: speculation, and tensors that checkpoints spell in several ways."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers.models.minimax import modeling_minimax
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig, hf_config
 from hybridrt.errors import CheckpointError, ConfigError, UnsupportedModelError
+from hybridrt.families.kimi_linear import EXPERTS
 from hybridrt.families.registry import family_of
 from hybridrt.hf_config import read_model_config
 from tests.models.test_loader import load
@@ -157,6 +159,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rotary_dim": 4,
     },
 }  # fmt: skip
+# Of a model without experts: all of its fields of experts are null or 0, but transformers reads no null of some.
+NO_EXPERTS: dict[str, dict[str, Any]] = {
+    "null": {"num_experts": None, "num_experts_per_token": None, "num_shared_experts": 0, "moe_intermediate_size": None,
+             "first_k_dense_replace": 0},
+    "zero": {"num_experts": 0, "num_experts_per_token": 0, "first_k_dense_replace": 2},
+}  # fmt: skip
 DERIVED = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
 
 
@@ -171,6 +179,26 @@ def test_checkpoints_as_they_are_published(name: str, checkpoints: CheckpointSto
     tensors = {k.replace(f"{dense}block_sparse_moe.", f"{dense}mlp."): t for k, t in tensors.items()}
     save_file(tensors, path / "model.safetensors")
     check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], name)
+
+
+@pytest.mark.parametrize("name", NO_EXPERTS)
+def test_kimi_without_experts(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    checkpoint = checkpoints["kimi-dense_alone"]
+    raw = json.loads((checkpoint.path / "config.json").read_text())
+    kept = {k: v for k, v in raw.items() if k not in EXPERTS} | NO_EXPERTS[name]
+    path = rewrite(checkpoint.path, tmp_path / "model")
+    (path / "config.json").write_text(json.dumps(kept))
+    check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], name)
+
+
+def test_layers_of_experts_need_a_number_of_experts(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    path = rewrite(checkpoints["kimi-plain"].path, tmp_path / "model")
+    raw = json.loads((path / "config.json").read_text())
+    for field in ("num_experts", "num_local_experts"):
+        kept = {k: v for k, v in raw.items() if not k.endswith("_experts")} | {field: None}
+        (path / "config.json").write_text(json.dumps(kept | {"mlp_layer_types": ["dense", "sparse"] * 2}))
+        with pytest.raises(ConfigError, match=f"{field} is None, but mlp_layer_types has sparse layers"):
+            read_model_config(path)
 
 
 def test_clamped_experts_of_ling(checkpoints: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
