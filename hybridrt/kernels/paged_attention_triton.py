@@ -24,9 +24,9 @@ BLOCK_N = 64  # context positions per tile; half of it in float32
 BLOCK_M = 64  # query rows per tile at most; half of it in float32
 PROGRAMS_PER_MULTIPROCESSOR = 4
 LONG_CONTEXT = 4096  # positions that one program may have to walk where the device is full anyway
-# A row has FEW_SPLITS programs at most where the device is full: each of the batch's rows has as many, and memory for as
-# many parts. With few rows it may have MAX_SPLITS. The further ones gain nothing before each of the few has some blocks,
-# because their parts take time to join. Programs of wide heads, which load more at once, need half as many.
+# A row has FEW_SPLITS programs at most where the device is full: every row of the batch has as many, and memory for as
+# many parts. With few rows it may have MAX_SPLITS. The further ones gain nothing before each of FEW_SPLITS has some
+# blocks, because their parts take time to join. Programs of wide heads, which load more at once, need half as many.
 FEW_SPLITS, MAX_SPLITS = 64, 256
 PARTS_AT_ONCE = 64  # that `_combine_kernel` loads together
 
