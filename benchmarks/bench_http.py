@@ -178,9 +178,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens-per-second", type=float, help="of the closed loop, which is then left out")
     parser.add_argument("--switch-ms", type=float, default=1000 * SWITCH_SECONDS, help="of the interpreter lock")
-    parser.add_argument(
-        "--hand-out-ms", type=float, default=1000 * engine_loop.HAND_OUT_SECONDS, help="that the engine's thread waits"
-    )
+    waits = "that the engine's thread waits at most"
+    parser.add_argument("--hand-out-ms", type=float, default=1000 * engine_loop.HAND_OUT_SECONDS, help=waits)
     parser.add_argument("--stamps", action="store_true", help="note where the time goes within the server")
     args = parser.parse_args()
     sys.setswitchinterval(args.switch_ms / 1000)

@@ -21,7 +21,7 @@ class Stamps:
     - read: the engine's thread has the step's tokens from the device.
     - delivered: it has made the step's deltas, and gives them to the event loop.
     - handed_out: the event loop begins to hand them out.
-    - written: it has given this stream's bytes to the socket. (The last token of a stream is written a little later.)
+    - written: it has given this stream's bytes to the socket.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:

@@ -312,7 +312,7 @@ class Engine:
         return bool(self._samples or self._launched or self._deltas)
 
     def device_is_busy(self) -> bool:
-        """A launched step has not ended."""
+        """The step that was launched last has not ended. False if it samples nothing: its end is not known here."""
         with self.turns.now:
             return bool(self._launched) and not self._launched[-1][1].ready()
 

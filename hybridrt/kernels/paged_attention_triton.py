@@ -24,8 +24,9 @@ BLOCK_N = 64  # context positions per tile; half of it in float32
 BLOCK_M = 64  # query rows per tile at most; half of it in float32
 PROGRAMS_PER_MULTIPROCESSOR = 4
 LONG_CONTEXT = 4096  # positions that one program may have to walk where the device is full anyway
-# With few rows: further programs of a row gain nothing before each of the few has some blocks, because their parts take
-# time to join. Programs of wide heads, which load more at once, need half as many.
+# A row has FEW_SPLITS programs at most where the device is full: every row of the batch has as many, and memory for as
+# many parts. With few rows it may have MAX_SPLITS. The further ones gain nothing before each of FEW_SPLITS has some
+# blocks, because their parts take time to join. Programs of wide heads, which load more at once, need half as many.
 FEW_SPLITS, MAX_SPLITS = 64, 256
 PARTS_AT_ONCE = 64  # that `_combine_kernel` loads together
 
@@ -312,7 +313,7 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> _
     else:
         wanted = triton.cdiv((2 if latent else PROGRAMS_PER_MULTIPROCESSOR) * device, programs)
         few, least = 1 if latent else FEW_SPLITS, 4
-    most = MAX_SPLITS if tile["BLOCK_D"] <= 128 else MAX_SPLITS // 2
+    most = FEW_SPLITS if joined else MAX_SPLITS if tile["BLOCK_D"] <= 128 else MAX_SPLITS // 2
     return _Walk(max(1, min(wanted, blocks, most)), few, least, joined, pipeline)
 
 

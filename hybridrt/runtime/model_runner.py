@@ -17,6 +17,7 @@ from hybridrt.runtime.build import (
     build_model,
     device_budget,
     empty_model,
+    graph_rows,
     host_budget,
     kv_groups,
     load_target,
@@ -27,7 +28,7 @@ from hybridrt.runtime.compile_ahead import KernelsAhead
 from hybridrt.runtime.cuda_start import start_cuda
 from hybridrt.runtime.fit import plan_ahead
 from hybridrt.runtime.host_copies import HostCopies
-from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS
+from hybridrt.runtime.prompt_graphs import needed_buckets
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepPlan, int32s
 from hybridrt.runtime.step_runner import StepRunner
@@ -90,20 +91,20 @@ def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_
     peak, tp = 0, target.tp
     if budget_bytes is None and target.device.type == "cuda":
         peak = _measure_activations(config, target, model)
-        peak += _graph_activations(config, peak)
+        peak += _graph_activations(config, target, peak)
         budget_bytes = device_budget(target.device, config.memory_fraction) - peak
     # One scheduler lends the rows and pages of all ranks: the rank with the least memory decides how many.
     budget_bytes = tp.minimum(host_budget(tp) if budget_bytes is None else budget_bytes)
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak)
 
 
-def _graph_activations(config: EngineConfig, peak: int) -> int:
+def _graph_activations(config: EngineConfig, target: RunTarget, peak: int) -> int:
     """Bytes that graphs keep for their activations, by their share of the tokens of the step that took `peak` bytes.
     Those of prompts are the largest; other graphs use the same memory."""
     if not (config.cuda_graph and config.cuda_graph_prompts):
         return 0
-    tokens = min(PROMPT_TOKENS[-1], config.chunked_prefill_size) + DECODE_ROWS[-1]
-    return peak * tokens // config.chunked_prefill_size
+    buckets = needed_buckets(graph_rows(config, target), config.chunked_prefill_size)
+    return peak * max(map(sum, buckets)) // config.chunked_prefill_size
 
 
 def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalLM) -> int:

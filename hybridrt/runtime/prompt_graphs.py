@@ -87,7 +87,8 @@ class PromptGraphs:
             self.saves = StateSaves.AT_CHUNKS if backend.saves_at_chunks else StateSaves.SECOND_PASS
         self.exact = self.poisoned  # the host knows each step's own numbers: reference operations need them
         self.recorder = recorder or make_recorder(model.device)
-        self.buckets = needed_buckets(sizes, min(max_bs, req_to_token_pool.num_rows), max_tokens, req_to_token_pool)
+        rows, longest = min(max_bs, req_to_token_pool.num_rows), req_to_token_pool.max_context
+        self.buckets = needed_buckets(rows, max_tokens, longest, sizes)
         most = max((bucket.decode_rows for bucket in self.buckets), default=0)
         self._logits = torch.zeros(most + PROMPT_ROWS, model.config.vocab_size, dtype=model.dtype, device=model.device)
         self._view = backend.prompt_graph_state(most)
@@ -208,12 +209,12 @@ def splits(parts: int) -> list[int]:
 
 
 def needed_buckets(
-    sizes: tuple[Sequence[int], Sequence[int]], rows: int, max_tokens: int, pool: HybridReqToTokenPool
+    rows: int, max_tokens: int, longest: int = 0, sizes: Sequence[Sequence[int]] = (DECODE_ROWS, PROMPT_TOKENS)
 ) -> list[Bucket]:
     """Those of up to `rows` decode rows that a step of up to `max_tokens` prompt tokens may need. The padding row may
-    have all tokens, so that a page table must be as long."""
+    have all tokens, so that a page table must be as long: it has `longest` positions, 0 without attention."""
     buckets = make_buckets((min(size, rows) for size in sizes[0]), sizes[1])
-    longest = pool.max_context or max(sizes[1])
+    longest = longest or max(sizes[1])
     return [
         bucket
         for smaller, bucket in pairwise((Bucket(-1, 0), *buckets))

@@ -224,6 +224,16 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
             close(out[b, t], slow_attention(q[b, t], cache.keys[b], cache.values[b], visible))
 
 
+@pytest.mark.parametrize(("rows", "programs"), [(1, 256), (512, 64)])
+def test_programs_of_a_row_where_tables_are_wide(rows: int, programs: int) -> None:
+    """Each row of a batch has as many, whatever its length: 512 rows with 256 each would need gigabytes for parts."""
+    from hybridrt.kernels import paged_attention_triton
+
+    q = torch.empty(1, dtype=torch.bfloat16)
+    tile = paged_attention_triton._tile(4, 128, q)
+    assert paged_attention_triton._walk(rows, 2**20, tile, q).splits == programs
+
+
 @pytest.fixture
 def gathering(monkeypatch):
     """Chunks of any length copy their keys and values together first, where the dtype allows it."""
