@@ -20,8 +20,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 R = TypeVar("R")
-# Operations of tolist and numpy. That of item makes no tensor.
-_READS = frozenset(("resolve_conj", "resolve_neg"))
+# Operations of tolist and numpy. That of item makes no tensor. The last one makes a tensor of numbers in Python, which
+# may be others in the next step, and which operations of this step may change in place.
+_READS = frozenset(("resolve_conj", "resolve_neg", "lift_fresh"))
+# The shape of a result depends on numbers; or the numbers are drawn, and to record would draw twice.
+_UNSTEADY = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded))
 # What they leave is not read before it is written.
 _PLACES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _COPIES = frozenset(("clone", "_to_copy"))
@@ -102,8 +105,8 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
-        if "::" in name or name in _READS:
-            self._check(self._aside, f"{name} cannot be repeated")
+        if not self._aside and not self.problem:
+            self._check(_is_steady(func, name, args), f"{name} cannot be repeated")
         if self._aside or self.problem:
             return func(*args, **kwargs)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
@@ -158,6 +161,15 @@ def _called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Cal
             except TypeError:  # raised before anything is computed
                 continue
     return None, None
+
+
+def _is_steady(func: Any, name: str, args: Sequence[Any]) -> bool:
+    """Whether an operation does the same to other numbers."""
+    if "::" in name or name in _READS:
+        return False
+    if name == "index":  # tagged because of masks
+        return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
+    return _UNSTEADY.isdisjoint(func.tags)
 
 
 def _leave(call: Callable[[], Any], place: Any) -> None:
