@@ -28,12 +28,25 @@ _UNSTEADY = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.nondeterministi
 # What they leave is not read before it is written.
 _PLACES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _COPIES = frozenset(("clone", "_to_copy"))
-# Where operations are functions or methods in Python.
-_OWNERS = torch._C._VariableFunctions, torch._C._nn, Tensor
+# Where operations are functions or methods in Python. Here and below, names that another PyTorch may not have are
+# looked up such that `missing` can say so.
+_OWNERS = getattr(torch._C, "_VariableFunctions", None), getattr(torch._C, "_nn", None), Tensor
 # Operations that are made of others.
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_COMPOSITE = getattr(torch._C.DispatchKey, "CompositeImplicitAutograd", None)
+_PRIVATE = (
+    (torch._C, ("_VariableFunctions", "_nn", "_dispatch_has_kernel_for_dispatch_key")),
+    (torch._C.DispatchKey, ("CompositeImplicitAutograd",)),
+    (torch.ops.aten.add.Tensor, ("_schema", "_op", "_op_dk", "tags")),
+    (torch.UntypedStorage, ("_cdata",)),
+)
 
 _current = threading.local()
+
+
+def missing() -> str | None:
+    """What recordings need of PyTorch beside its documented interface and this version does not have; None: nothing."""
+    lost = [name for owner, names in _PRIVATE for name in names if not hasattr(owner, name)]
+    return f"PyTorch {torch.__version__} has no {', '.join(lost)}" if lost else None
 
 
 def live(call: Callable[[], R]) -> R:
