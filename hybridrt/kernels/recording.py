@@ -23,8 +23,9 @@ R = TypeVar("R")
 # Operations of tolist and numpy. That of item makes no tensor. The last one makes a tensor of numbers in Python, which
 # may be others in the next step, and which operations of this step may change in place.
 _READS = frozenset(("resolve_conj", "resolve_neg", "lift_fresh"))
-# The shape of a result depends on numbers; or the numbers are drawn, and to record would draw twice.
-_UNSTEADY = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded))
+# The shape of a result depends on numbers; or the numbers are drawn, and to record would draw twice; or a tensor gets
+# other strides, so views that were made before show other numbers when it is written again.
+_UNSTEADY = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view))
 # What they leave is not read before it is written.
 _PLACES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _COPIES = frozenset(("clone", "_to_copy"))
@@ -32,7 +33,7 @@ _COPIES = frozenset(("clone", "_to_copy"))
 # looked up such that `missing` can say so.
 _OWNERS = getattr(torch._C, "_VariableFunctions", None), getattr(torch._C, "_nn", None), Tensor
 # Operations that are made of others.
-_COMPOSITE = getattr(torch._C.DispatchKey, "CompositeImplicitAutograd", None)
+_COMPOSITE: Any = getattr(torch._C.DispatchKey, "CompositeImplicitAutograd", None)
 _PRIVATE = (
     (torch._C, ("_VariableFunctions", "_nn", "_dispatch_has_kernel_for_dispatch_key")),
     (torch._C.DispatchKey, ("CompositeImplicitAutograd",)),

@@ -100,6 +100,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
         (lambda x: x.masked_select(x > 2), "masked_select cannot be repeated"),
         (lambda x: x.unique(), "_unique2 cannot be repeated"),
         (lambda x: x.repeat_interleave(x.long()), "repeat_interleave cannot be repeated"),
+        (lambda x: (x + x.view(3, 1)).t_(), "t_ cannot be repeated"),
         (lambda x: torch.bincount(x.long()), "bincount cannot be repeated"),
         (lambda x: torch.tensor([1.0, 1.0, 1.0]).add_(x), "lift_fresh cannot be repeated"),
         (lambda x: x.new_tensor([1.0, 1.0, 1.0]).add_(x), "lift_fresh cannot be repeated"),
