@@ -20,17 +20,34 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 R = TypeVar("R")
-# Operations of tolist and numpy. That of item makes no tensor.
-_READS = frozenset(("resolve_conj", "resolve_neg"))
+# Operations of tolist and numpy. That of item makes no tensor. The last one makes a tensor of numbers in Python, which
+# may be others in the next step, and which operations of this step may change in place.
+_READS = frozenset(("resolve_conj", "resolve_neg", "lift_fresh"))
+# The shape of a result depends on numbers; or the numbers are drawn, and to record would draw twice; or a tensor gets
+# other strides, so views that were made before show other numbers when it is written again.
+_UNSTEADY = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view))
 # What they leave is not read before it is written.
 _PLACES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _COPIES = frozenset(("clone", "_to_copy"))
-# Where operations are functions or methods in Python.
-_OWNERS = torch._C._VariableFunctions, torch._C._nn, Tensor
+# Where operations are functions or methods in Python. Here and below, names that another PyTorch may not have are
+# looked up such that `missing` can say so.
+_OWNERS = getattr(torch._C, "_VariableFunctions", None), getattr(torch._C, "_nn", None), Tensor
 # Operations that are made of others.
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_COMPOSITE: Any = getattr(torch._C.DispatchKey, "CompositeImplicitAutograd", None)
+_PRIVATE = (
+    (torch._C, ("_VariableFunctions", "_nn", "_dispatch_has_kernel_for_dispatch_key")),
+    (torch._C.DispatchKey, ("CompositeImplicitAutograd",)),
+    (torch.ops.aten.add.Tensor, ("_schema", "_op", "_op_dk", "tags")),
+    (torch.UntypedStorage, ("_cdata",)),
+)
 
 _current = threading.local()
+
+
+def missing() -> str | None:
+    """What recordings need of PyTorch beside its documented interface and this version does not have; None: nothing."""
+    lost = [name for owner, names in _PRIVATE for name in names if not hasattr(owner, name)]
+    return f"PyTorch {torch.__version__} has no {', '.join(lost)}" if lost else None
 
 
 def live(call: Callable[[], R]) -> R:
@@ -102,8 +119,8 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
-        if "::" in name or name in _READS:
-            self._check(self._aside, f"{name} cannot be repeated")
+        if not self._aside and not self.problem:
+            self._check(_is_steady(func, name, args), f"{name} cannot be repeated")
         if self._aside or self.problem:
             return func(*args, **kwargs)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):
@@ -158,6 +175,15 @@ def _called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Cal
             except TypeError:  # raised before anything is computed
                 continue
     return None, None
+
+
+def _is_steady(func: Any, name: str, args: Sequence[Any]) -> bool:
+    """Whether an operation does the same to other numbers."""
+    if "::" in name or name in _READS:
+        return False
+    if name == "index":  # tagged because of masks
+        return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
+    return _UNSTEADY.isdisjoint(func.tags)
 
 
 def _leave(call: Callable[[], Any], place: Any) -> None:

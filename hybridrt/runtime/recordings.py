@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from hybridrt.kernels.recording import Recording
+from hybridrt.kernels.recording import Recording, missing
 
 logger = logging.getLogger(__name__)
 
 RECORDS_AFTER = 8  # steps of one key in a row: to record one takes as long as about ten
 MOST_BYTES = 64 << 20  # of the tensors that recordings keep, outside of the memory plan
+MOST_KEPT = 256  # keys: the calls of a recording take memory too
 
 
 class Recordings:
@@ -28,8 +29,10 @@ class Recordings:
     """
 
     def __init__(self, model: nn.Module, on: bool) -> None:
-        self._on = on
         self.problems: set[str] = set()
+        if on and (problem := missing()) is not None:
+            self._tell(problem)
+        self._on = on and not self.problems
         self._kept: dict[Hashable, tuple[Recording, Tensor] | None] = {}  # None: it cannot be repeated
         self._last: Hashable = None
         self._times = 0
@@ -67,19 +70,22 @@ class Recordings:
 
     def _keep(self, key: Hashable, recording: Recording, result: Tensor) -> None:
         problem = recording.problem
-        if problem is None:
-            self._make_room(recording.bytes)
-        elif problem not in self.problems:
-            logger.info("decode steps run without a recording: %s", problem)
-            self.problems.add(problem)
+        self._make_room(recording.bytes if problem is None else 0)
+        if problem is not None:
+            self._tell(problem)
         self._kept[key] = (recording, result) if problem is None else None
 
+    def _tell(self, problem: str) -> None:
+        if problem not in self.problems:
+            logger.info("decode steps run without a recording: %s", problem)
+            self.problems.add(problem)
+
     def _make_room(self, needed: int) -> None:
-        """Drops recordings, the oldest first."""
-        sizes = {key: kept[0].bytes for key, kept in self._kept.items() if kept is not None}
+        """Drops what is kept, the oldest first."""
+        sizes = {key: 0 if kept is None else kept[0].bytes for key, kept in self._kept.items()}
         taken = sum(sizes.values()) + needed
         for key, size in sizes.items():
-            if taken <= MOST_BYTES:
+            if taken <= MOST_BYTES and len(self._kept) < MOST_KEPT:
                 return
             del self._kept[key]
             taken -= size

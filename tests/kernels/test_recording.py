@@ -94,6 +94,16 @@ def twice(x: torch.Tensor) -> torch.Tensor:
         (lambda x: x * float(x.numpy()[0]), "cannot be repeated"),
         (lambda x: x * 2 if x[0] > 0 else x, "_local_scalar_dense cannot be repeated"),
         (twice, "hybridrt_tests::twice cannot be repeated"),
+        (lambda x: x.nonzero(), "nonzero cannot be repeated"),
+        (lambda x: torch.where(x > 2)[0], "nonzero cannot be repeated"),
+        (lambda x: x[x > 2].sum(), "index cannot be repeated"),
+        (lambda x: x.masked_select(x > 2), "masked_select cannot be repeated"),
+        (lambda x: x.unique(), "_unique2 cannot be repeated"),
+        (lambda x: x.repeat_interleave(x.long()), "repeat_interleave cannot be repeated"),
+        (lambda x: (x + x.view(3, 1)).t_(), "t_ cannot be repeated"),
+        (lambda x: torch.bincount(x.long()), "bincount cannot be repeated"),
+        (lambda x: torch.tensor([1.0, 1.0, 1.0]).add_(x), "lift_fresh cannot be repeated"),
+        (lambda x: x.new_tensor([1.0, 1.0, 1.0]).add_(x), "lift_fresh cannot be repeated"),
         (lambda x: x.to_mkldnn().to_dense() * 2, "it makes no dense tensors"),
         (lambda x: x.repeat(MOST)[:3] * 2, "take more than 1048576 bytes"),
     ],
@@ -104,6 +114,37 @@ def test_says_what_cannot_be_repeated(step: Callable[[torch.Tensor], torch.Tenso
     recording, x = Recording(MOST), torch.tensor([2.0, 3.0, 4.0])
     assert torch.equal(record(recording, lambda: step(x)), step(x))
     assert recording.problem is not None and problem in recording.problem
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.bernoulli, lambda x: x.clone().uniform_(), F.dropout])
+@torch.inference_mode()
+def test_draws_cannot_be_repeated(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """To record a step draws once: what the generator gives next is as without a recording."""
+    recording, x = Recording(MOST), torch.full((8,), 0.5)
+    found = []
+    for run in (lambda: draw(x), lambda: record(recording, lambda: draw(x))):
+        torch.manual_seed(0)
+        found.append((run(), torch.rand(1)))
+    assert all(map(torch.equal, *found))
+    assert recording.problem is not None and "cannot be repeated" in recording.problem
+
+
+@torch.inference_mode()
+def test_repeats_look_ups_by_numbers() -> None:
+    """Only masks leave results of unknown size."""
+    recording, x, index = Recording(MOST), torch.arange(6.0).view(2, 3), torch.tensor([1, 0])
+    mask = torch.tensor([True, False])
+
+    def step() -> torch.Tensor:
+        changed = x.clone()
+        changed.index_put_((mask,), x[0, 0])
+        return changed[index, :, None] + x[:, index].sum()
+
+    result = record(recording, step)
+    index.fill_(1)
+    mask.fill_(True)
+    recording.repeat()
+    assert recording.problem is None and torch.equal(result, step())
 
 
 @torch.inference_mode()

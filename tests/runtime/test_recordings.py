@@ -31,6 +31,13 @@ class Doubling(nn.Module):
         return self.inputs * 2
 
 
+class Reading(Doubling):
+    """One that cannot be repeated."""
+
+    def forward(self) -> torch.Tensor:
+        return self.inputs * self.inputs[0].item()
+
+
 def run(kept: Recordings, key: Hashable, step: Doubling) -> torch.Tensor:
     found = kept.repeat(key)
     if found is not None:
@@ -121,3 +128,30 @@ def test_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
         run(kept, "d", step)
     assert step.calls == 5 and kept._kept["d"] is None
     assert kept.problems == {"the tensors of a step take more than 4 bytes"}
+
+
+@torch.inference_mode()
+def test_keys_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of steps that cannot be repeated too."""
+    monkeypatch.setattr(recordings, "MOST_KEPT", 3)
+    monkeypatch.setattr(recordings, "RECORDS_AFTER", 1)
+    steps = Doubling(), Reading()
+    kept = Recordings(steps[0], True)
+    for i, key in enumerate("abcdefgh"):
+        run(kept, key, steps[i % 2])
+    assert [recording is None for recording in kept._kept.values()] == [True, False, True]
+    assert list(kept._kept) == ["f", "g", "h"]
+
+
+@torch.inference_mode()
+def test_another_pytorch_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lacks what is not documented."""
+    monkeypatch.delattr(torch._C, "_dispatch_has_kernel_for_dispatch_key")
+    monkeypatch.setattr(recordings, "RECORDS_AFTER", 1)
+    step = Doubling()
+    kept = Recordings(step, True)
+    for _ in range(2):
+        assert run(kept, "a", step).tolist() == [2, 2]
+    assert step.calls == 2 and not kept._kept
+    assert kept.problems == {f"PyTorch {torch.__version__} has no _dispatch_has_kernel_for_dispatch_key"}
+    assert not Recordings(step, False).problems

@@ -1,0 +1,56 @@
+"""Random schedules through pools that are too small for them: recorded decode steps against eager ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridrt.runtime import recordings
+from tests.support.checkpoints import CASES
+from tests.support.levels import sweep
+from tests.support.samples import Sample
+from tests.support.soak import Soak
+from tests.support.tiny import write_tiny
+
+# Mamba-2 beside attention, experts, a sliding window beside a history, latent attention with KDA.
+MODELS = ["falcon-plain", "nemotron-experts", "swa_ssm-plain", "kimi-plain"]
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"state_mode": "classic", "overlap": False},
+    {"dtype": "bfloat16"},
+]
+
+
+class Told(Soak):
+    """One that keeps what every sample got. Some prompts begin alike, so that the prefix cache has them."""
+
+    def __init__(self, path: Path, seed: int, **changes: Any) -> None:
+        super().__init__(path, seed, **changes)
+        self.told: list[tuple[str, int, list[int], Any]] = []
+
+    def arrive(self) -> None:
+        if len(self.running) < 3 and self.random.random() < 0.2:
+            prompt, params = [*range(3, 43), self.random.randrange(3, 40)], self.params()
+            self.running[self.engine.add_request(prompt, params)] = prompt, params, params.n
+        elif not self.running or self.random.random() < 0.2:  # between arrivals the same rows run on
+            super().arrive()
+
+    def finish(self, out: Sample) -> None:
+        self.told.append((out.request_id, out.index, out.token_ids, out.logprobs))
+        super().finish(out)
+
+
+@pytest.mark.parametrize(("name", "changes", "seed"), sweep(
+    ((name, changes, seed) for seed in range(4) for changes in CHANGES for name in MODELS), 7
+))  # fmt: skip
+def test_schedules_give_the_same_samples(
+    name: str, changes: dict[str, Any], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recordings, "RECORDS_AFTER", 1 + seed % 2)
+    path = write_tiny(tmp_path, CASES[name], tokenizer=False)
+    runs = [Told(path, seed, device="cpu", load_format="dummy", cuda_graph=on, **changes) for on in (True, False)]
+    for run in runs:
+        run.run(200)
+    kept = runs[0].runner.recordings
+    assert kept._kept and not kept.problems and not runs[1].runner.recordings._kept
+    assert runs[0].told == runs[1].told
