@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from operator import attrgetter
 from typing import Any
 
@@ -141,12 +141,17 @@ def select(op: str, device_type: str, name: str | None = None, **facts: Any) -> 
     """
     picked = _pick(op, device_type, name, facts)
     function = picked.load()
-    # Interpreted kernels are no operations of torch: a recording would not see them.
-    return partial(_live, function) if device_type == "cpu" and picked.provider != "torch" else function
+    return _live(function) if device_type == "cpu" and picked.provider != "torch" else function
 
 
-def _live(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return live(partial(function, *args, **kwargs))
+def _live(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called again by recordings: interpreted kernels are no operations of torch."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return live(partial(function, *args, **kwargs))
+
+    return call
 
 
 def needs_host(op: str, device_type: str) -> bool:

@@ -60,7 +60,7 @@ def answers(path: Path, mode: str, cuda_graph: bool) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("name", sweep(WRITTEN, 8))
+@pytest.mark.parametrize("name", sweep(WRITTEN, 16))
 def test_every_family_gives_the_same_tokens(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tiny(tmp_path, CASES[name], tokenizer=False)
     made: list[Recordings] = []
