@@ -19,8 +19,8 @@ from hybridrt.errors import EngineError, QueueFullError, RankError, RequestError
 # After one of these no later step can succeed: a rank or the device's context is lost.
 _FATAL = (RankError, torch.AcceleratorError)
 # While the device computes, the loop's thread waits at most so long until the last step's tokens are handed out.
-# Otherwise it schedules and launches at that time, and readers wait for the interpreter.
-# A share of the step's time at most: the next launch has to come before the device is idle.
+# Otherwise it schedules and launches at that time, and readers wait for the interpreter. It waits for a share of the
+# step's time at most: the next launch has to come before the device is idle.
 HAND_OUT_SECONDS, HAND_OUT_SHARE = 0.002, 0.25
 
 
@@ -161,8 +161,8 @@ class EngineLoop:
             message = self._deliver_deltas(time.monotonic() - began)
             if not self._count:
                 self._engine.finish_launched()  # finished requests hold nothing while the loop waits
-            busy = self._engine.device_is_busy()
-        if busy and message.deltas:
+            waits = bool(message.deltas) and self._engine.device_is_busy()
+        if waits:
             message.handed_out.wait(min(HAND_OUT_SECONDS, HAND_OUT_SHARE * message.seconds))
 
     def _deliver_deltas(self, seconds: float) -> StepMessage:

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 R = TypeVar("R")
-# Operations of tolist and numpy. That of item makes no tensor. The last one makes a tensor of numbers in Python, which
-# may be others in the next step, and which operations of this step may change in place.
-_READS = frozenset(("resolve_conj", "resolve_neg", "lift_fresh"))
+# Where numbers pass between tensors and Python. The first two are operations of tolist and numpy; that of item makes no
+# tensor. The last one makes a tensor of numbers in Python, which may be others in the next step, and which operations
+# of this step may change in place.
+_HOST = frozenset(("resolve_conj", "resolve_neg", "lift_fresh"))
 # The shape of a result depends on numbers; or the numbers are drawn, and to record would draw twice; or a tensor gets
 # other strides, so views that were made before show other numbers when it is written again.
 _UNSTEADY = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view))
@@ -179,7 +180,7 @@ def _called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Cal
 
 def _is_steady(func: Any, name: str, args: Sequence[Any]) -> bool:
     """Whether an operation does the same to other numbers."""
-    if "::" in name or name in _READS:
+    if "::" in name or name in _HOST:
         return False
     if name == "index":  # tagged because of masks
         return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
