@@ -316,9 +316,9 @@ class Engine:
     def spare_seconds(self) -> float:
         """How long `run_step` may be put off, so that later requests join its step: 0 without `target_itl_ms`."""
         with self.turns.now:
-            if self.target is None or len(self._launched) != 1 or not self.device_is_busy():
+            if self.target is None or not self.device_is_busy():
                 return 0.0
-            step, _ = self._launched[0]
+            step, _ = self._launched[-1]
             return self.target.spare_seconds(step.plan, step.launched) if step.sampled else 0.0
 
     def counters(self) -> EngineCounters:

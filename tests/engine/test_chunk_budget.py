@@ -220,11 +220,19 @@ def test_few_steps_are_longer_for_a_request_that_waits() -> None:
 
 
 def test_steps_that_are_long_without_prompts_save_up_nothing() -> None:
-    target = ItlTarget(0.003, cost=Known(), clock=lambda: 100.0)  # decode rows alone take longer
-    usual = target.budget(CHUNK, decoding(4)).room()
-    for _ in range(3 * LONG_EVERY):
-        target.ended(StepPlan(decode=decoding(4)), 0.0, 4)
-    assert target.budget(CHUNK, decoding(4), 99.8).room() == usual
+    """Nor do steps without decode rows. After MAX_LONG * LONG_EVERY shorter steps the long ones are forgotten."""
+    target, plan = ItlTarget(0.0042, cost=Known(), clock=lambda: 100.0), StepPlan(decode=decoding(4))
+    slow, usual = StepPlan(decode=decoding(300)), target.budget(CHUNK, decoding(4)).room()
+
+    def end(plan: StepPlan, steps: int) -> bool:
+        """Whether the next step may be long."""
+        for _ in range(steps):
+            target.ended(plan, 0.0, 4)
+        return target.budget(CHUNK, decoding(4), 99.8).room() > usual
+
+    assert not end(StepPlan(extend=[ExtendRow(9, 0, [1], 0, True)]), 2 * LONG_EVERY)
+    assert not end(slow, 3 * LONG_EVERY)
+    assert not end(plan, round(MAX_LONG * LONG_EVERY)) and end(plan, LONG_EVERY + 1)
 
 
 def test_the_next_step_is_scheduled_before_the_end_of_the_running_one() -> None:
