@@ -101,6 +101,10 @@ def serve(engine: Engine, work: Sequence[Work], clock: Clock = time) -> tuple[li
         if not engine.has_unfinished():
             clock.sleep(max(work[due].arrival - now, 0.0))
             continue
+        wait = min([engine.spare_seconds(), *(item.arrival - now for item in work[due : due + 1])])
+        if wait > 0:
+            clock.sleep(wait)
+            continue
         deltas, seen = engine.step(), clock.perf_counter() - start
         for delta in deltas:
             timings[int(delta.request_id)].saw(len(delta.token_ids), seen)

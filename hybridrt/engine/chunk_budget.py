@@ -1,4 +1,4 @@
-"""How many prompt tokens a step takes: bounded by its number of tokens, and by a target for the time between tokens."""
+"""How many prompt tokens a step takes, and when it is scheduled: for a target of the time between tokens."""
 
 import time
 from bisect import bisect_left
@@ -9,11 +9,17 @@ from hybridrt.runtime.step import DecodeRows, StepPlan
 
 LEAST_TOKENS = 16  # prompt tokens that a step may take with any predicted time
 LATE_SECONDS, LATE_FACTOR = 0.25, 2.0  # a longer wait raises the target in proportion, up to so many times
+# One of LONG_EVERY steps with decode rows may take LATE_FACTOR times the target, once the first request of the queue
+# has waited for LONG_WAIT targets: 99 of 100 tokens still come in time. At most MAX_LONG such steps are saved up.
+LONG_EVERY, LONG_WAIT, MAX_LONG = 150, 4, 2.0
 # Of a target, in median errors of the prediction, and at most: left free for these errors. A step ends in time more
 # often than two medians say (91 of 100): buckets seldom fill the time, and steps without prompts take less.
 MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
 LEAST_SHARE = 0.1  # of the time of a step's decode rows: prompts may take it with any target
 _LATE_STEPS = 8  # at most so many steps that were read late are observed as one
+# The next step is scheduled so many seconds before the running one ends. The lead is doubled, up to _MAX_LEAD, when a
+# step has ended before the next one was launched. With each other step it shrinks a little.
+_LEAD, _MAX_LEAD, _SHRINK = 0.004, 0.05, 0.998
 
 
 class ChunkBudget:
@@ -84,7 +90,8 @@ class ItlTarget:
     decode rows. Steps without decode rows take as many tokens as they may.
 
     Under overload throughput matters more: once the first request of the queue has waited for LATE_SECONDS, the target
-    rises in proportion to its wait, to LATE_FACTOR times the target.
+    rises in proportion to its wait, to LATE_FACTOR times the target. Few single steps may take as long earlier: they
+    end bursts of arrivals, which are what makes first tokens late.
 
     The costs are fitted to the steps that the engine launches and reads. The host does not see when a step ends that
     samples nothing, or that ended before it was read: its work is observed together with the next step that is waited
@@ -103,6 +110,8 @@ class ItlTarget:
         self._last_end = 0.0
         self._unseen: list[StepWork] = []  # launched before the step that is waited for next, and read
         self._unseen_start = 0.0
+        self._long_steps = 0.0  # so many steps may still be longer than the target
+        self._lead = _LEAD
 
     def budget(self, tokens: int, decode: DecodeRows, since: float | None = None) -> ChunkBudget:
         """The budget of a step with these decode rows, which may take `tokens` prompt tokens.
@@ -113,9 +122,28 @@ class ItlTarget:
         if not len(decode):
             return ChunkBudget(tokens)
         waited = 0.0 if since is None else self.clock() - since
-        margin = min(MARGIN_ERRORS * (self.cost.error or 0.0), MAX_MARGIN)
-        target = self.seconds * (1 - margin) * min(max(waited / LATE_SECONDS, 1.0), LATE_FACTOR)
+        factor = min(max(waited / LATE_SECONDS, 1.0), LATE_FACTOR)
+        if waited > LONG_WAIT * self.seconds and self._long_steps >= 1:
+            factor = LATE_FACTOR
+        target = self.seconds * (1 - self._margin) * factor
         return ChunkBudget(tokens, self.cost, target, StepWork.of(StepPlan(decode=decode)))
+
+    def spare_seconds(self, plan: StepPlan, launched: float) -> float:
+        """How long the next step need not be scheduled while the one with this plan runs, and none behind it. The later
+        it is scheduled, the more prompts can join it. 0 where the end of the running step is not known.
+
+        Args:
+            launched: when, by `clock`.
+        """
+        seconds = self.cost.predict(StepWork.of(plan))
+        if seconds is None or self._unseen:
+            return 0.0
+        end = max(launched, self._last_end) + seconds * (1 - self._margin)
+        return max(end - self._lead - self.clock(), 0.0)
+
+    @property
+    def _margin(self) -> float:
+        return min(MARGIN_ERRORS * (self.cost.error or 0.0), MAX_MARGIN)
 
     def ended(self, plan: StepPlan, launched: float, gained: int, late: bool = False) -> None:
         """Observes a step that was read. Call it in launch order.
@@ -128,7 +156,11 @@ class ItlTarget:
         """
         if not self._unseen:
             self._unseen_start = launched
-        self._unseen.append(StepWork.of(plan))
+        self._unseen.append(work := StepWork.of(plan))
+        self._lead = min(2 * self._lead, _MAX_LEAD) if late else self._lead * _SHRINK
+        if work.decode_tokens:
+            self._long_steps += 1 / LONG_EVERY - ((self.cost.predict(work) or 0.0) > self.seconds)
+            self._long_steps = min(max(self._long_steps, -MAX_LONG), MAX_LONG)
         if not gained or (late and len(self._unseen) < _LATE_STEPS):
             return
         now, works = self.clock(), self._unseen

@@ -35,8 +35,6 @@ from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.drafter import Drafter
 
-_IDLE_SECONDS = 0.0002
-
 
 class Engine:
     """Drives an executor. `add_request`, `step` until `has_unfinished()` is false, `abort` between two steps.
@@ -235,8 +233,7 @@ class Engine:
             if self.prefill_source is not None:
                 self.prefill_source.advance()
             with self._change:
-                scheduled = self._scheduler.schedule()
-                if scheduled is not None:
+                if (scheduled := self._scheduler.schedule()) is not None:
                     try:
                         self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
                         self._coordinator.launched(scheduled.plan)
@@ -246,7 +243,7 @@ class Engine:
                         self._samples.fail_step(scheduled, e)
             if scheduled is None and not self._launched and self._samples.any_queued():
                 if self._coordinator.fetches:
-                    time.sleep(_IDLE_SECONDS)  # there is nothing to do but wait for main memory
+                    time.sleep(0.0002)  # there is nothing to do but wait for main memory
                     return
                 raise EngineError(f"nothing can be scheduled and nothing runs: {self.counters()}; abort the requests")
             self._sample_last()
@@ -315,6 +312,14 @@ class Engine:
         """The step that was launched last has not ended. False if it samples nothing: its end is not known here."""
         with self.turns.now:
             return bool(self._launched) and not self._launched[-1][1].ready()
+
+    def spare_seconds(self) -> float:
+        """How long `run_step` may be put off, so that later requests join its step: 0 without `target_itl_ms`."""
+        with self.turns.now:
+            if self.target is None or not self.device_is_busy():
+                return 0.0
+            step, _ = self._launched[-1]
+            return self.target.spare_seconds(step.plan, step.launched) if step.sampled else 0.0
 
     def counters(self) -> EngineCounters:
         """A snapshot."""

@@ -153,8 +153,19 @@ class EngineLoop:
             while True:
                 self._commands.get(block=not self._count and not self._closing)()
 
+    def _put_off(self) -> None:
+        """Runs the commands that come while the next step need not be scheduled yet: their requests join it."""
+        with suppress(Empty):
+            while not self._closing and (seconds := self._spare_seconds()):
+                self._commands.get(timeout=seconds)()
+
+    def _spare_seconds(self) -> float:
+        with self._engine.turns:
+            return self._engine.spare_seconds()
+
     def _step(self) -> None:
         self._step_began = began = time.monotonic()
+        self._put_off()
         with self._engine.turns:
             self._engine.run_step()
             self._step_began = None

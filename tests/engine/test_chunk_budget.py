@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt import LLM, AsyncLLM, EngineConfig, SamplingParams
-from hybridrt.engine.chunk_budget import LEAST_TOKENS, ChunkBudget, ItlTarget
+from hybridrt.engine.chunk_budget import LEAST_TOKENS, LONG_EVERY, MAX_LONG, ChunkBudget, ItlTarget
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.step_cost import StepCost, StepWork
 from hybridrt.errors import ConfigError
@@ -195,6 +195,76 @@ def test_a_step_that_ended_before_it_was_read_counts_with_those_behind_it() -> N
     for _ in range(16):
         target.ended(plan, 50.0, 2, True)
     assert cost.seen[1:] == [([one] * 8, 8.0)] * 2
+
+
+def test_few_steps_are_longer_for_a_request_that_waits() -> None:
+    """One of LONG_EVERY, and MAX_LONG beside them: other tokens come in time."""
+    target, took = ItlTarget(0.01, cost=Known(), clock=lambda: 100.0), list[float]()
+
+    def step(waited: float, chunks: bool = True) -> float:
+        room = target.budget(CHUNK, decoding(4), 100.0 - waited).room() if chunks else 0
+        plan = StepPlan(decode=decoding(4), extend=[ExtendRow(9, 0, [1] * room, 0, True)] if room else [])
+        target.ended(plan, 0.0, 5)
+        took.append(seconds(StepWork.of(plan)))
+        return took[-1]
+
+    for _ in range(LONG_EVERY - 1):
+        assert step(0.041) <= 0.01, "none is saved up yet"
+    step(0.041)
+    assert step(0.039) <= 0.01, "a shorter wait"
+    assert step(0.041) == pytest.approx(0.02, rel=0.01)
+    for _ in range(10 * LONG_EVERY):
+        step(0.0)
+    found = [step(0.041) > 0.01 for _ in range(1000)]
+    assert sum(found[:10]) == MAX_LONG and MAX_LONG <= sum(found) <= MAX_LONG + 1000 / LONG_EVERY + 1
+
+
+def test_steps_that_are_long_without_prompts_save_up_nothing() -> None:
+    """Nor do steps without decode rows. After MAX_LONG * LONG_EVERY shorter steps the long ones are forgotten."""
+    target, plan = ItlTarget(0.0042, cost=Known(), clock=lambda: 100.0), StepPlan(decode=decoding(4))
+    slow, usual = StepPlan(decode=decoding(300)), target.budget(CHUNK, decoding(4)).room()
+
+    def end(plan: StepPlan, steps: int) -> bool:
+        """Whether the next step may be long."""
+        for _ in range(steps):
+            target.ended(plan, 0.0, 4)
+        return target.budget(CHUNK, decoding(4), 99.8).room() > usual
+
+    assert not end(StepPlan(extend=[ExtendRow(9, 0, [1], 0, True)]), 2 * LONG_EVERY)
+    assert not end(slow, 3 * LONG_EVERY)
+    assert not end(plan, round(MAX_LONG * LONG_EVERY)) and end(plan, LONG_EVERY + 1)
+
+
+def test_the_next_step_is_scheduled_before_the_end_of_the_running_one() -> None:
+    cost, now, took = Known(), 50.0, 0.01
+    target, plan = ItlTarget(1.0, cost=cost, clock=lambda: now), StepPlan(decode=decoding(4))
+    cost.predict = lambda work: took  # type: ignore[method-assign]
+    target.ended(plan, 49.0, 4)
+    lead = 50 + took - target.spare_seconds(plan, 49.5) - now
+    assert 0 < lead < took, "the step before it ended at 50"
+    assert target.spare_seconds(plan, 50.002) == pytest.approx(0.002 + took - lead), "it was launched later"
+    cost._errors.append(0.02)
+    assert target.spare_seconds(plan, 49.5) == pytest.approx(0.96 * took - lead), "its end may come earlier"
+    cost._errors.clear()
+    now = 50.0 + took - lead + 1e-4
+    assert target.spare_seconds(plan, 49.5) == 0.0
+    assert ItlTarget(1.0, clock=lambda: now).spare_seconds(plan, 49.5) == 0.0, "no step has been seen"
+
+
+def test_a_step_that_ended_before_the_next_launch_makes_later_ones_earlier() -> None:
+    target, plan = ItlTarget(1.0, cost=Known(), clock=lambda: 50.0), StepPlan(decode=decoding(4))
+    target.cost.predict = lambda work: 1.0  # type: ignore[method-assign]
+
+    def lead(late: bool) -> float:
+        target.ended(plan, 49.0, 4, late)
+        target.ended(plan, 49.0, 4)  # a step that was read late hides when the next one began
+        return 1.0 - target.spare_seconds(plan, 50.0)
+
+    first, shorter, doubled = lead(False), lead(False), lead(True)
+    assert 0 < shorter < first < doubled < 2 * first
+    assert max(lead(True) for _ in range(20)) <= 0.05
+    target.ended(plan, 49.0, 4, late=True)
+    assert target.spare_seconds(plan, 50.0) == 0.0, "when the next step began is not known"
 
 
 def test_tokens_are_the_same_and_the_error_is_counted(tmp_path: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybridrt.engine.chunk_budget import ItlTarget
 from hybridrt.engine.engine_loop import EngineLoop, StepMessage
 from hybridrt.engine.outputs import Delta
 from hybridrt.errors import EngineError, QueueFullError, RankError, RequestError, UnavailableError
@@ -107,6 +108,49 @@ def test_a_device_that_is_idle_waits_for_no_reader(monkeypatch: pytest.MonkeyPat
     loop.submit(rig.engine.prepare([1], FIVE), "one")
     reader.wait_for_end("one")
     assert loop.close()
+
+
+def test_requests_join_a_step_that_need_not_be_scheduled_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, reader, asked = Rig(late=1), Reader(), threading.Event()
+
+    def spare_seconds() -> float:
+        """Until the second request is queued."""
+        if len(rig.executor.plans) != 1 or rig.engine.counters().waiting:
+            return 0.0
+        asked.set()
+        return float(WAIT)
+
+    monkeypatch.setattr(rig.engine, "spare_seconds", spare_seconds)
+    loop = EngineLoop(rig.engine, reader, max_samples=100)
+    loop.submit(rig.engine.prepare([1], FIVE), "first")
+    assert asked.wait(WAIT)
+    loop.submit(rig.engine.prepare([2], FIVE), "second")
+    reader.wait_for_end("first", "second")
+    assert [len(plan.admissions) for plan in rig.executor.plans[:2]] == [1, 1]
+    assert loop.close()
+
+
+def test_a_loop_that_puts_a_step_off_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, asked = Rig(late=1), threading.Event()
+    monkeypatch.setattr(rig.engine, "spare_seconds", lambda: asked.set() or 2.0 * WAIT)
+    loop = EngineLoop(rig.engine, Reader(), max_samples=100)
+    loop.submit(rig.engine.prepare([1], FIVE), "one")
+    assert asked.wait(WAIT) and loop.close(WAIT)
+    rig.assert_empty()
+
+
+def test_an_engine_with_a_target_says_how_long_a_step_may_be_put_off() -> None:
+    rig = Rig(late=1)
+    rig.add([1], max_tokens=30, ignore_eos=True)
+    rig.step()
+    assert rig.engine.spare_seconds() == 0.0, "there is no target"
+    rig.engine.target = target = ItlTarget(1.0, clock=lambda: 0.0)
+    target.cost.predict = lambda work: 2.0  # type: ignore[method-assign]
+    assert 1.5 < rig.engine.spare_seconds() < 2.0
+    rig.executor.run_oldest()
+    assert rig.engine.spare_seconds() == 0.0, "the device is idle"
+    rig.engine.drain()
+    assert rig.engine.spare_seconds() == 0.0, "nothing runs"
 
 
 def test_an_idle_loop_holds_nothing() -> None:
