@@ -156,8 +156,8 @@ def sizes(text: str) -> list[int]:
     return [int(size) for size in text.split(",")]
 
 
-def targets(text: str) -> list[float]:
-    return [float(target) for target in text.split(",")]
+def targets(text: str) -> list[float | str]:
+    return [target if target == "auto" else float(target) for target in text.split(",")]
 
 
 def parse() -> argparse.Namespace:
@@ -170,7 +170,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-running", type=int, default=128, help="requests that decode together")
     parser.add_argument("--chunk", type=sizes, default=[2048], help="tokens of a step; several sizes: a run of each")
     parser.add_argument(
-        "--target-itl-ms", type=targets, default=[], help="time between tokens; of several, a run of each"
+        "--target-itl-ms", type=targets, default=[], help="time between tokens, or auto; of several, a run of each"
     )
     parser.add_argument("--state-dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])

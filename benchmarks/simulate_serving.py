@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
+
 from benchmarks.bench_policy import NUM_PAGES, PAGE_SIZE, VOCAB, SimulatedExecutor
 from benchmarks.bench_serving import LEAST_CONTEXT, measure, show, sizes, targets
+from hybridrt.config import EngineConfig
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.chunk_budget import ItlTarget
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
-from hybridrt.engine.step_cost import StepCost
 from hybridrt.runtime.graph_runner import buckets
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS, Bucket, StateSaves, make_buckets
 from hybridrt.runtime.step import StepHandle, StepPlan, StepResult
@@ -96,17 +98,17 @@ class SimulatedDevice(SimulatedExecutor):
         super().sleep(seconds + 1e-6)  # so that it is never rounded to nothing
 
 
-def engine(device: SimulatedDevice, times: StepTimes, chunk: int, target_ms: float | None, rows: int) -> Engine:
+def engine(device: SimulatedDevice, times: StepTimes, chunk: int, target_ms: float | str | None, rows: int) -> Engine:
     """One without a prefix cache; its scheduler has the device's clock."""
     pools = CacheCoordinator(rows, rows, NUM_PAGES, PAGE_SIZE, prefix_cache=False)
-    cost, target = StepCost(times.buckets), None
-    if target_ms is not None:
-        target = ItlTarget(target_ms / 1e3, cost=cost, clock=device.monotonic)
+    config = EngineConfig("simulated", target_itl_ms=target_ms)  # type: ignore[arg-type]
+    if target := ItlTarget.of(config, torch.device("cuda"), times.buckets):
+        target.clock = device.monotonic
     return Engine(device, pools, EngineLimits(VOCAB, 2 * LEAST_CONTEXT, chunk), target=target)
 
 
 def simulate(
-    args: argparse.Namespace, chunk: int, target_ms: float | None, seed: int, saturated: float | None
+    args: argparse.Namespace, chunk: int, target_ms: float | str | None, seed: int, saturated: float | None
 ) -> list[dict[str, Any]]:
     """Rows of `bench_serving.measure`, with the median error of the predicted times."""
     times = StepTimes(sorted(make_buckets(args.decode_rows, args.prompt_tokens), key=sum))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 
@@ -249,7 +249,8 @@ class EngineConfig:
         page_size: tokens in a KV page, a power of two.
         chunked_prefill_size: most prompt tokens that one step computes.
         target_itl_ms: target for the milliseconds between tokens of a request: beside decode rows, prompts are computed
-            in chunks so short that the step ends in that time (docs/serving.md). None: chunks of any allowed length.
+            in chunks so short that the step ends in that time (docs/serving.md). "auto": on a GPU, in four times the
+            time of the decode rows alone. None: chunks of any allowed length.
         mamba_ssm_dtype: dtype of the recurrent state.
         state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs and writes it
             once in about 16 steps: only kinds with `ring_shapes` support it. "auto" picks replay on a GPU where it is
@@ -282,7 +283,7 @@ class EngineConfig:
     memory_fraction: float = 0.85
     page_size: int = 16
     chunked_prefill_size: int = 8192
-    target_itl_ms: float | None = None
+    target_itl_ms: float | Literal["auto"] | None = None
     mamba_ssm_dtype: str = "float32"
     state_mode: str = "auto"
     attention_backend: str = "auto"
@@ -314,8 +315,11 @@ class EngineConfig:
         if self.max_model_len is not None:
             _in_range("max_model_len", self.max_model_len, 2, 2**24, ": a prompt token and an output token at least")
         itl = self.target_itl_ms
-        if itl is not None and (isinstance(itl, bool) or not isinstance(itl, int | float) or not 0.1 <= itl <= 1e6):
-            raise ConfigError(f"target_itl_ms is {itl!r}; it must be a number of milliseconds from 0.1 to 1e6, or None")
+        number = isinstance(itl, int | float) and not isinstance(itl, bool)
+        if itl not in (None, "auto") and not (number and 0.1 <= itl <= 1e6):
+            raise ConfigError(
+                f'target_itl_ms is {itl!r}; it must be a number of milliseconds from 0.1 to 1e6, "auto" or None'
+            )
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache is {self.prefix_cache!r}; it must be True or False")
         if self.cache_slots is not None:

@@ -41,6 +41,7 @@ class Overrides:
 
 
 _DTYPES = "float32|bfloat16|float16"
+ITL_TARGET = "Time between tokens to keep, by shorter chunks of prompts."
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class EngineOptions(Overrides):
     memory_fraction: float | None = setting("Share of the GPU's memory to take.", "0.85", "X")
     page_size: int | None = setting("Tokens in a KV page, a power of two.", "16", "N")
     chunked_prefill_size: int | None = setting("Prompt tokens computed in one step.", "8192", "N")
-    target_itl_ms: float | None = setting("Time between tokens to keep, by shorter chunks of prompts.", "none", "MS")
+    target_itl_ms: str | None = setting(ITL_TARGET, "none", "MS|auto|none")
     mamba_ssm_dtype: str | None = setting("Of the recurrent state.", "float32", _DTYPES)
     state_mode: str | None = setting("How recurrent state is kept while decoding.", "auto", "classic|replay")
     attention_backend: str | None = setting("Softmax attention; `hybridrt doctor` lists the names.", "auto", "NAME")
@@ -71,6 +72,18 @@ class EngineOptions(Overrides):
     host_cache_bytes: int | None = setting("Main memory for prefixes, in bytes.", "0", "N")
     tp_size: int | None = setting("Tensor-parallel ranks, each on a GPU of its own.", "1, or torchrun's", "N")
     seed: int | None = setting("Of sampling and of dummy weights.", "0", "N")
+
+    def given(self) -> dict[str, Any]:
+        """Raises ConfigError if the target is no number and no word that it may be."""
+        values = super().given()
+        if (target := values.get("target_itl_ms")) not in (None, "auto"):
+            try:
+                values["target_itl_ms"] = None if target == "none" else float(target)
+            except ValueError as e:
+                raise ConfigError(
+                    f"--target-itl-ms is {target!r}; it must be a number of milliseconds, auto or none"
+                ) from e
+        return values
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from hybridrt.cli.options import EMBEDDED, EngineOptions, Overrides, SpeculativeOptions, read_text, setting
+from hybridrt.cli.options import EMBEDDED, ITL_TARGET, EngineOptions, Overrides, SpeculativeOptions, read_text, setting
 from hybridrt.errors import ProviderNotInstalledError
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
@@ -59,12 +59,22 @@ class ServerOptions(Overrides):
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
+@dataclass(frozen=True)
+class ServeEngine(EngineOptions):
+    """The engine for many clients: a long prompt of one does not stop the answers to the others."""
+
+    target_itl_ms: str | None = setting(ITL_TARGET, "auto", "MS|auto|none")
+
+    def given(self) -> dict[str, Any]:
+        return {"target_itl_ms": "auto"} | super().given()
+
+
 def serve(
     model: Annotated[
         str, typer.Argument(metavar="[MODEL]", help="Checkpoint directory, hub name, or the built-in model.")
     ] = EMBEDDED,
     server: ServerOptions = ServerOptions(),
-    engine: EngineOptions = EngineOptions(),  # noqa: B008
+    engine: ServeEngine = ServeEngine(),
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
 ) -> None:
     """Serve a model to clients of OpenAI's and Anthropic's HTTP APIs.

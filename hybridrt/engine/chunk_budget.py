@@ -2,9 +2,13 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import torch
+
+from hybridrt.config import EngineConfig
 from hybridrt.engine.step_cost import StepCost, StepWork
+from hybridrt.runtime.prompt_columns import Bucket
 from hybridrt.runtime.step import DecodeRows, StepPlan
 
 LEAST_TOKENS = 16  # prompt tokens that a step may take with any predicted time
@@ -15,7 +19,9 @@ LONG_EVERY, LONG_WAIT, MAX_LONG = 150, 4, 2.0
 # Of a target, in median errors of the prediction, and at most: left free for these errors. A step ends in time more
 # often than two medians say (91 of 100): buckets seldom fill the time, and steps without prompts take less.
 MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
-LEAST_SHARE = 0.1  # of the time of a step's decode rows: prompts may take it with any target
+# Of the time of a step's decode rows: prompts may take so much with any target, and with target_itl_ms="auto". With the
+# latter a step takes at most four times as long as without prompts, and long enough that few tokens a second are lost.
+LEAST_SHARE, AUTO_SHARE = 0.1, 3.0
 _LATE_STEPS = 8  # at most so many steps that were read late are observed as one
 # The next step is scheduled so many seconds before the running one ends. The lead is doubled, up to _MAX_LEAD, when a
 # step has ended before the next one was launched. With each other step it shrinks a little.
@@ -28,19 +34,24 @@ class ChunkBudget:
     Args:
         tokens: at most so many.
         cost: predicts the step's time; None: there is no target.
-        target: seconds within which the step is to end. If its decode rows alone take longer, it may take LEAST_SHARE
-            longer than they do.
+        target: seconds within which the step is to end.
         work: what the step has already.
+        share: of the time of `work` alone; the step may take so much longer in any case.
     """
 
     def __init__(
-        self, tokens: int, cost: StepCost | None = None, target: float = 0.0, work: StepWork | None = None
+        self,
+        tokens: int,
+        cost: StepCost | None = None,
+        target: float = 0.0,
+        work: StepWork | None = None,
+        share: float = LEAST_SHARE,
     ) -> None:
         self._tokens, self._cost, self._target, self._work = tokens, cost, target, work or StepWork()
         self._rooms: dict[int, int] = {}  # by start, until the step has another chunk
         alone = cost.predict(self._work) if cost is not None else None
         if alone is not None:
-            self._target = max(target, (1 + LEAST_SHARE) * alone)
+            self._target = max(target, (1 + share) * alone)
 
     def room(self, start: int = 0) -> int:
         """Tokens of the next chunk, behind the first `start` of its prompt."""
@@ -101,17 +112,37 @@ class ItlTarget:
         seconds: between tokens.
         cost: None: one that knows of no graphs with prompts.
         clock: seconds, as `RequestMetrics.arrival_time` has them.
+        share: as for `ChunkBudget`.
     """
 
     def __init__(
-        self, seconds: float, *, cost: StepCost | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        seconds: float,
+        *,
+        cost: StepCost | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        share: float = LEAST_SHARE,
     ) -> None:
-        self.seconds, self.cost, self.clock = seconds, cost or StepCost(), clock
+        self.seconds, self.cost, self.clock, self._share = seconds, cost or StepCost(), clock, share
         self._last_end = 0.0
         self._unseen: list[StepWork] = []  # launched before the step that is waited for next, and read
         self._unseen_start = 0.0
         self._long_steps = 0.0  # so many steps may still be longer than the target
         self._lead = _LEAD
+
+    @classmethod
+    def of(cls, config: EngineConfig, device: torch.device, buckets: Iterable[Bucket]) -> "ItlTarget | None":
+        """The target of `EngineConfig.target_itl_ms`; None if there is none.
+
+        Args:
+            buckets: of the captured graphs of steps with prompts.
+        """
+        asked = config.target_itl_ms
+        if asked is None or (asked == "auto" and device.type == "cpu"):
+            return None
+        if asked == "auto":
+            return cls(0.0, cost=StepCost(buckets), share=AUTO_SHARE)
+        return cls(float(asked) / 1e3, cost=StepCost(buckets))
 
     def budget(self, tokens: int, decode: DecodeRows, since: float | None = None) -> ChunkBudget:
         """The budget of a step with these decode rows, which may take `tokens` prompt tokens.
@@ -126,7 +157,7 @@ class ItlTarget:
         if waited > LONG_WAIT * self.seconds and self._long_steps >= 1:
             factor = LATE_FACTOR
         target = self.seconds * (1 - self._margin) * factor
-        return ChunkBudget(tokens, self.cost, target, StepWork.of(StepPlan(decode=decode)))
+        return ChunkBudget(tokens, self.cost, target, StepWork.of(StepPlan(decode=decode)), self._share)
 
     def spare_seconds(self, plan: StepPlan, launched: float) -> float:
         """How long the next step need not be scheduled while the one with this plan runs, and none behind it. The later

@@ -23,7 +23,6 @@ from hybridrt.engine.request import Request, derive_seed, new_samples
 from hybridrt.engine.samples import Samples
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.sessions import Sessions
-from hybridrt.engine.step_cost import StepCost
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import EngineError, RequestError
@@ -119,13 +118,10 @@ class Engine:
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_needs(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
-        target = None
-        if config.target_itl_ms:
-            buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
-            target = ItlTarget(config.target_itl_ms / 1e3, cost=StepCost(buckets))
+        buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            target=target,
+            target=ItlTarget.of(config, runner.device, buckets),
         )  # fmt: skip
         engine._samples.folds = FoldCounts.of(runner.pools.req_to_token.mamba_pool)
         return engine

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -74,7 +74,7 @@ class LLM:
         memory_fraction: float = 0.85,
         page_size: int = 16,
         chunked_prefill_size: int = 8192,
-        target_itl_ms: float | None = None,
+        target_itl_ms: float | Literal["auto"] | None = None,
         mamba_ssm_dtype: str = "float32",
         state_mode: str = "auto",
         attention_backend: str = "auto",

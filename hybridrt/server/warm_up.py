@@ -36,15 +36,15 @@ _DECODED = 64  # output tokens of the requests beside which prompts are timed
 
 
 async def warm_up(llm: AsyncLLM) -> None:
-    """On a GPU, prefills of one token to a whole step's, alone and together, and every kind of sampling. With
-    `target_itl_ms`, steps are then timed, whose kernels are compiled by now."""
+    """On a GPU, prefills of one token to a whole step's, alone and together, and every kind of sampling. With a
+    target for the time between tokens, steps are then timed, whose kernels are compiled by now."""
     max_prompt = llm.llm.plan.max_model_len - _OUTPUT - 1
     if llm.llm.device.type == "cuda":
         await _compile(llm, max_prompt)
         _keep_spare_memory(llm.llm.device)
     else:
         await llm.complete([0], SamplingParams(max_tokens=_OUTPUT))  # shows that the engine works
-    if llm.llm.config.target_itl_ms is not None:
+    if llm.llm.engine.target is not None:
         sizes = _PROMPTS if llm.llm.device.type == "cuda" else _PROMPTS[:3]
         await _time_steps(llm, [size for size in sizes if size <= max_prompt])
 

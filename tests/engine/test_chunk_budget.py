@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -282,7 +283,23 @@ def test_tokens_are_the_same_and_the_error_is_counted(tmp_path: Any) -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, True, "15", float("nan"), 1e9])
+def test_without_a_number_a_step_takes_four_times_as_long_as_its_decode_rows() -> None:
+    """On a GPU, where a step of few tokens takes little longer than one of a single token."""
+    auto, cuda = EngineConfig("x", target_itl_ms="auto"), torch.device("cuda")
+    assert ItlTarget.of(auto, torch.device("cpu"), ()) is None and ItlTarget.of(EngineConfig("x"), cuda, ()) is None
+    fixed, target = ItlTarget.of(EngineConfig("x", target_itl_ms=15), cuda, BUCKETS), ItlTarget.of(auto, cuda, BUCKETS)
+    assert fixed is not None and target is not None and fixed.seconds == 0.015
+    assert fixed.cost.fills(StepWork()) == target.cost.fills(StepWork()) != []
+    for row_count, waited in ((1, 0.0), (40, 0.3), (300, 10.0)):
+        target.cost, now = Known(), target.clock()
+        alone = seconds(StepWork.of(StepPlan(decode=decoding(row_count))))
+        room = target.budget(CHUNK, decoding(row_count), now - waited).room()
+        took = seconds(StepWork(row_count, 500 * row_count).with_chunk(0, room))
+        assert room == CHUNK if took < 3.9 * alone else took == pytest.approx(4 * alone, rel=0.01)
+    assert target.budget(CHUNK, decoding(0)).room() == CHUNK
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, True, "15", "none", float("nan"), 1e9, [15]])
 def test_a_target_is_a_number_of_milliseconds(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="target_itl_ms"):
         EngineConfig("x", target_itl_ms=wrong)

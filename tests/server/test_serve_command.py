@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +19,9 @@ from typer.testing import CliRunner
 from hybridrt.cli import app as app_module
 from hybridrt.cli import main
 from hybridrt.cli.app import app
+from hybridrt.config import EngineConfig
 from hybridrt.engine.llm import LLM
+from hybridrt.errors import ConfigError
 from tests.support.http_server import CHAT_TEMPLATE, WAIT, serving
 from tests.support.listening import LOOPBACK, listening
 
@@ -105,11 +108,38 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         (["--api-key-file", "/nowhere"], "cannot be read"),
         (["--chat-template", "/nowhere"], "cannot be read"),
         (["/nowhere"], "/nowhere"),
+        (["--target-itl-ms", "soon"], "--target-itl-ms is 'soon'"),
+        (["--target-itl-ms", "-1"], "target_itl_ms is -1.0"),
     ],
 )
 def test_errors_are_reported_before_weights_are_loaded(options: list[str], text: str) -> None:
     result = CliRunner().invoke(app, ["serve", *options])
     assert result.exit_code == 2 and text in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "target"),
+    [
+        ("serve", [], "auto"),
+        ("serve", ["--target-itl-ms", "none"], None),
+        ("serve", ["--target-itl-ms", "15"], 15.0),
+        ("generate", [], None),
+        ("generate", ["--target-itl-ms", "auto"], "auto"),
+    ],
+)
+def test_a_server_bounds_the_time_between_tokens_unless_told(
+    command: str, options: list[str], target: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[EngineConfig] = []
+
+    def note(self: LLM, model: str, **given: Any) -> None:
+        asked.append(EngineConfig(model, **given))
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(LLM, "__init__", note)
+    end = ["--port", "0"] if command == "serve" else ["x"]
+    result = CliRunner().invoke(app, [command, "embedded", *options, *end])
+    assert [config.target_itl_ms for config in asked] == [target], result.output
 
 
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
