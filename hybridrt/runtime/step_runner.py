@@ -30,15 +30,7 @@ from hybridrt.runtime.saved_states import pack_saves, saved_states
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageCopy, PageWrite, StepHandle, StepPlan, int32s
 from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
-from hybridrt.runtime.step_inputs import (
-    Columns,
-    Packing,
-    Sections,
-    StagingRing,
-    chunk_plans,
-    pack_bookkeeping,
-    pack_step,
-)
+from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, pack_batch, pack_bookkeeping
 from hybridrt.runtime.step_passes import extend_passes
 
 
@@ -74,7 +66,7 @@ class StepRunner:
         self.host: HostCopies | None = None
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._unsampled: ConstrainedStep | None = None
-        self._packing = Packing(self.trees, self.drafter is not None, self.backend.chunk_sizes)
+        self._chunk_sizes = self.backend.chunk_sizes
         # With HYBRIDRT_DEBUG=1 the backends look at all numbers of a step: then it is eager.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
         self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
@@ -235,8 +227,9 @@ class StepRunner:
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> LaunchSampling:
         scored, scored_columns = self._prompt_scores.of(plan.extend, len(plan.decode) * tokens)
-        columns = pack_step(plan, tokens, self._packing) | scored_columns
-        columns |= pack_saves(plan.extend, self._packing.chunk_sizes, self.backend.saves_at_chunks)
+        columns = pack_bookkeeping(plan) | scored_columns
+        columns |= pack_batch(plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes)
+        columns |= pack_saves(plan.extend, self._chunk_sizes, self.backend.saves_at_chunks)
         sections = self._staging.upload(columns)
         self._apply_allocations(sections)
         for arrival in plan.imports:
@@ -330,7 +323,7 @@ class StepRunner:
             positions = sections["extend_positions"]
             kv_places = table.token_slots(sections["extend_rows"], positions)
             chunks = TokenInputs(sections["input_ids"], positions, kv_places)
-        sizes = self._packing.chunk_sizes
+        sizes = self._chunk_sizes
         passes = extend_passes(columns, sections, sizes)
         inputs = decoded.then(chunks) if decoded and chunks else decoded or chunks
         assert inputs is not None, "a step has rows"
