@@ -215,7 +215,7 @@ def test_reads_of_nothing() -> None:
     assert image_reads([], 0, 1, 2) == []
 
 
-LAYOUT = Images((), (), None, torch.uint8, torch.uint8, 1)
+LAYOUT = Images((), (), None, 1)
 
 
 @pytest.fixture(params=["here", "another rank"])
