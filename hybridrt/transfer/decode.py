@@ -56,7 +56,7 @@ class _Attempt:
         worker: the prefill worker that computes it.
         offset: first byte of its image in the arena.
         pull: the prompt; None after the attempt has failed or was cancelled.
-        length: tokens of the prompt; start: of these, those whose KV was in the cache here and is not in the image.
+        start: first tokens of the prompt whose KV was in the cache here, and is not in the image.
         reading: readers whose reads have not ended; they may still write to the image.
         error: why a read failed; None: none has.
         deadline: when reads that have not ended count as failed.
@@ -66,7 +66,6 @@ class _Attempt:
     worker: str
     offset: int
     pull: _Pull | None
-    length: int
     start: int = 0
     reading: set[int] = field(default_factory=set)
     error: TransferError | None = None
@@ -175,7 +174,7 @@ class DecodeWorker:
         over = self._ended_reads()
         # A prefill worker closes its channel before it uses the memory of an image again. A read that ended by now has
         # valid bytes only if the channel is still open, so messages are read before the read counts.
-        received = [self._receive(name) for name in list(self._workers)]
+        received = [self._receive(name, peer) for name, peer in list(self._workers.items())]
         self._end_reads(over)
         self._end_overdue()
         self._send_prompts()
@@ -210,11 +209,8 @@ class DecodeWorker:
     def _under_way(self) -> int:
         return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
 
-    def _receive(self, name: str) -> bool:
+    def _receive(self, name: str, peer: _Peer) -> bool:
         """Handles the messages of a worker. True if there were some, or the worker was lost."""
-        peer = self._workers.get(name)
-        if peer is None:
-            return False
         try:
             messages = peer.channel.receive()
             for message in messages:
@@ -239,13 +235,13 @@ class DecodeWorker:
         if isinstance(message, Failed):
             self._fail_attempt(attempt, TransferError(message.error))
         else:
-            self._fetch(attempt, message.offset)
+            self._fetch(attempt, len(attempt.pull.tokens), message.offset)
 
-    def _fetch(self, attempt: _Attempt, source: int) -> None:
+    def _fetch(self, attempt: _Attempt, length: int, source: int) -> None:
         attempt.reading = set(range(len(self._readers)))
         attempt.deadline = time.monotonic() + self._timeout
         for reader in self._readers:
-            reader.fetch(Order(attempt.key, attempt.worker, attempt.length, source, attempt.offset, attempt.start))
+            reader.fetch(Order(attempt.key, attempt.worker, length, source, attempt.offset, attempt.start))
 
     def _ended_reads(self) -> list[_Attempt]:
         """Attempts whose last read has ended. `_end_reads` takes them out of `reading`."""
@@ -274,12 +270,12 @@ class DecodeWorker:
                 self._arrived(attempt, attempt.pull)
 
     def _arrived(self, attempt: _Attempt, pull: _Pull) -> None:
+        length = len(pull.tokens)
         self._totals.fetched += 1
-        self._totals.bytes_fetched += self._layout.image_bytes(attempt.length, attempt.start)
+        self._totals.bytes_fetched += self._layout.image_bytes(length, attempt.start)
         self._arriving[pull.request_id] = attempt.offset
-        del self._attempts[attempt.key]
-        self._send_done(attempt)
-        match = PrefixMatch(attempt.length, staged=attempt.offset, staged_from=attempt.start)
+        self._forget(attempt)
+        match = PrefixMatch(length, staged=attempt.offset, staged_from=attempt.start)
         self._engine.start(pull.request_id, match)
 
     def _fail_attempt(self, attempt: _Attempt, error: TransferError) -> None:
@@ -296,9 +292,14 @@ class DecodeWorker:
 
     def _release(self, attempt: _Attempt) -> None:
         if not attempt.reading:
-            del self._attempts[attempt.key]
             self.regions.free(attempt.offset)
-            self._send_done(attempt)
+            self._forget(attempt)
+
+    def _forget(self, attempt: _Attempt) -> None:
+        """Ends an attempt, and tells the worker that its image is not needed any more."""
+        del self._attempts[attempt.key]
+        if attempt.worker in self._workers:
+            self._send(attempt.worker, Done(attempt.key))
 
     def _without_worker(self, pull: _Pull, error: Exception) -> None:
         if self._compute_here:
@@ -307,11 +308,6 @@ class DecodeWorker:
         else:
             self._totals.failed += 1
             self._engine.fail(pull.request_id, error)
-
-    def _send_done(self, attempt: _Attempt) -> None:
-        """Tells the worker that its image is not needed any more."""
-        if attempt.worker in self._workers:
-            self._send(attempt.worker, Done(attempt.key))
 
     def _free(self) -> None:
         """Frees images that the engine has copied, and all that belongs to requests that have ended."""
@@ -368,7 +364,7 @@ class DecodeWorker:
             self._waiting.popleft()
             pull.attempts += 1
             key = f"{pull.request_id}-{next(self._numbers)}"
-            self._attempts[key] = _Attempt(key, name, offset, pull, len(pull.tokens), start)
+            self._attempts[key] = _Attempt(key, name, offset, pull, start)
             self._send(name, Prefill(key, pull.tokens.tolist(), start, pull.salt))
 
     def _load(self, name: str) -> int:

@@ -288,4 +288,3 @@ class PrefillWorker:
         if job.offset is not None:
             self._engine.finish_launched()
             self.regions.free(job.offset)
-            job.offset = None
