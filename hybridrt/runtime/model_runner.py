@@ -15,10 +15,8 @@ from hybridrt.runtime.build import (
     RunTarget,
     Runtime,
     build_model,
-    device_budget,
     empty_model,
     graph_rows,
-    host_budget,
     kv_groups,
     load_target,
     make_plan,
@@ -26,7 +24,7 @@ from hybridrt.runtime.build import (
 )
 from hybridrt.runtime.compile_ahead import KernelsAhead
 from hybridrt.runtime.cuda_start import start_cuda
-from hybridrt.runtime.fit import plan_ahead
+from hybridrt.runtime.fit import plan_ahead, pool_budget
 from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.prompt_graphs import needed_buckets
 from hybridrt.runtime.state_arena import StateArena
@@ -88,13 +86,12 @@ class ModelRunner(StepRunner):
 
 def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_bytes: int | None) -> MemoryPlan:
     """What the pools hold beside the loaded model; see ModelRunner."""
-    peak, tp = 0, target.tp
+    peak = 0
     if budget_bytes is None and target.device.type == "cuda":
         peak = _measure_activations(config, target, model)
         peak += _graph_activations(config, target, peak)
-        budget_bytes = device_budget(target.device, config.memory_fraction) - peak
     # One scheduler lends the rows and pages of all ranks: the rank with the least memory decides how many.
-    budget_bytes = tp.minimum(host_budget(tp) if budget_bytes is None else budget_bytes)
+    budget_bytes = target.tp.minimum(pool_budget(config, target, peak) if budget_bytes is None else budget_bytes)
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak)
 
 
