@@ -128,20 +128,14 @@ def _out_of_memory_as(doing: str, advice: str) -> Iterator[None]:
 
 
 def probe(config: EngineConfig, target: RunTarget) -> tuple[MemoryPlan, StepPlan]:
-    """The largest prefill step, and pools that just hold it."""
+    """The largest prefill step, whose prompts have pages of their own, and pools that just hold it."""
     limit = target.model_config.max_position_embeddings
     length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
     rows = -(-config.chunked_prefill_size // length)
     pages = -(-length // config.page_size) if kv_groups(config, target) else 0
     plan = MemoryPlan(rows, rows, rows * pages, config.page_size, length, UnitCosts(slot=0, row=0, page=0), 0)
-    return plan, _probe_step(rows, length, pages)
-
-
-def _probe_step(rows: int, length: int, pages: int) -> StepPlan:
-    """A prefill of `rows` prompts of `length` tokens, each with its own pages."""
-    params = SamplingParams(temperature=0.0)
-    ids = [0] * length
-    return StepPlan(
+    params, ids = SamplingParams(temperature=0.0), [0] * length
+    return plan, StepPlan(
         admissions=[Admission(r, r, ids, length, params, 0) for r in range(1, rows + 1)],
         page_writes=[PageWrite(r, 0, int32s(range(1 + (r - 1) * pages, 1 + r * pages))) for r in range(1, rows + 1)],
         extend=[ExtendRow(r, 0, ids, 0, True) for r in range(1, rows + 1)],
