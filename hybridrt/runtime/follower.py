@@ -61,14 +61,11 @@ class Leader:
                 for message in self._link.listen(max(0.0, beat_at - time.monotonic())):
                     self._inbox.put(message)
         except PeerGoneError:
-            self._end()
-
-    def _end(self) -> None:
-        if self._leaving:
-            return
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        os._exit(LOST)
+            if self._leaving:
+                return
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
+            os._exit(LOST)
 
 
 def serve(place: Place, rank: int, size: int, device: torch.device) -> int:
