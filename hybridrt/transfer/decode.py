@@ -11,7 +11,7 @@ import numpy as np
 
 from hybridrt.distributed.channel import TIMEOUT_S, SocketChannel
 from hybridrt.distributed.channel_codec import Message, pack, unpack
-from hybridrt.errors import ConfigError, MessageError, OutOfSlotsError, PeerGoneError, TransferError
+from hybridrt.errors import MessageError, OutOfSlotsError, PeerGoneError, TransferError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import int32s
 from hybridrt.transfer.handshake import check_handshake
@@ -105,15 +105,12 @@ class DecodeWorker:
     the state from there when it admits the request. So the loss of a prefill worker delays no other request.
 
     Args:
-        side: engine, handshake and arena of this side.
+        side: engine, which has no decode worker yet, handshake and arena of this side.
         readers: one for each rank.
         compute_here: without a prefill worker that can do it, prompts are computed by this engine; otherwise the
             request fails.
         timeout: seconds after which a prefill worker that answers nothing, or whose image cannot be read, is dropped.
             It must be longer than the longest step of a prefill worker.
-
-    Raises:
-        ConfigError: the engine has a decode worker already.
     """
 
     def __init__(
@@ -124,8 +121,6 @@ class DecodeWorker:
         compute_here: bool = True,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        if side.engine.prefill_source is not None:
-            raise ConfigError("this LLM has a decode worker already; close that one first")
         self.regions = RegionAllocator(side.arena.numel())
         self._engine, self._handshake, self._layout = side.engine, side.handshake, side.layout
         self._readers = list(readers)
