@@ -29,7 +29,7 @@ from hybridrt.errors import (
 from hybridrt.runtime.build import load_target
 from hybridrt.transfer.handshake import VERSION, Handshake, check_handshake, handshake_of
 from hybridrt.transfer.messages import Joined, Order
-from hybridrt.transfer.nixl_transport import NixlTransport
+from hybridrt.transfer.nixl_transport import NixlTransport, _described
 from hybridrt.transfer.ranks import RemoteReader, serve_reads
 from hybridrt.transfer.reader import ImageReader, Reader
 from hybridrt.transfer.reads import _joined, image_reads
@@ -281,3 +281,13 @@ def test_readers_fetch_and_say_how_it_ended(reading: Any) -> None:
     reader.disconnect("w")
     (error,) = ending(reader, 1).values()
     assert isinstance(error, TransferError) and "gone" in str(error)
+
+
+@pytest.mark.parametrize(
+    "description",
+    ["", "[]", "null", "[" * 5000, '["", 1, 2, "DISK"]', '["%", 1, 2, "DRAM"]', '["", true, 2, "DRAM"]'],
+)
+def test_what_describes_no_memory_is_refused(description: str) -> None:
+    assert _described('["YWL/", 5, 0, "VRAM"]') == (b"ab\xff", 5, 0, "VRAM")
+    with pytest.raises(TransferError, match="does not describe its memory"):
+        _described(description)
