@@ -179,15 +179,13 @@ class Accepted:
 class SamplingTable:
     """Sampling constants, token counts and rules by request row, on the device, written at admission.
 
-    `floats` is [len(FLOATS), R + 1], `integers` (top_k and the number of rules) [2, R + 1], the rest [R + 1, ...]: the
-    constants of any rows, [n] each, are contiguous.
+    `floats` is [len(FLOATS), R + 1], the rest [R + 1, ...]: the constants of any rows, [n] each, are contiguous.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._constants = torch.zeros(len(FLOATS) + 2, num_rows + 1, dtype=torch.int32, device=device)
-        self.integers = self._constants[-2:]
-        self.top_k = self.integers[0]
-        self.rules = allocate_rules(self.integers[1], vocab_size)
+        self.top_k, rule_counts = self._constants[-2:]
+        self.rules = allocate_rules(rule_counts, vocab_size)
         self.seeds = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.output_counts = torch.zeros(num_rows + 1, vocab_size, dtype=torch.int32, device=device)
         self.prompt_mask = torch.zeros(num_rows + 1, vocab_size, dtype=torch.bool, device=device)
