@@ -163,7 +163,7 @@ def _lead(
 
 def _torchrun_key(world: World) -> bytes | None:
     """The key of ranks on several hosts; None where all run on one host."""
-    if world.one_host:
+    if world.local_size == world.size:
         return None
     key = os.fsencode(os.environ.get(KEY_VARIABLE, ""))
     check_key(f"{KEY_VARIABLE}, which ranks on several hosts share,", key)
