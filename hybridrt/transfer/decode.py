@@ -27,7 +27,7 @@ from hybridrt.transfer.messages import (
     PrefillHello,
     ToDecode,
 )
-from hybridrt.transfer.reader import Reader
+from hybridrt.transfer.ranks import Reader
 from hybridrt.transfer.reads import tp_ratio
 from hybridrt.transfer.regions import RegionAllocator
 from hybridrt.transfer.side import WorkerSide

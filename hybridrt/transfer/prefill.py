@@ -25,7 +25,7 @@ from hybridrt.transfer.messages import (
     ToPrefill,
     shortened,
 )
-from hybridrt.transfer.reader import Reader
+from hybridrt.transfer.ranks import Reader
 from hybridrt.transfer.regions import RegionAllocator
 from hybridrt.transfer.side import WorkerSide
 

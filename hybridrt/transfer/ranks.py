@@ -15,7 +15,7 @@ from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.transfer.messages import Connect, Connected, Disconnect, Ended, FromRank, Joined, Order, ToRank, shortened
 from hybridrt.transfer.nixl_transport import NixlTransport
-from hybridrt.transfer.reader import ImageReader, Reader
+from hybridrt.transfer.reader import ImageReader
 from hybridrt.transfer.side import WorkerSide
 
 _POLL_SECONDS = 0.0002
@@ -23,7 +23,7 @@ _JOIN_SECONDS = 60.0
 ANSWER_S = 30.0  # seconds that a rank may take to answer
 
 
-def open_ranks(side: WorkerSide, serve: bool, devices: str) -> list[Reader]:
+def open_ranks(side: WorkerSide, serve: bool, devices: str) -> "list[Reader]":
     """Opens the arenas of all ranks over NIXL, and returns what reads into each.
 
     Args:
@@ -83,7 +83,7 @@ class JoinTransfer:
         threading.Thread(target=serve_reads, args=(channel, reader), daemon=True).start()
 
 
-def serve_reads(channel: SocketChannel, reader: Reader) -> None:
+def serve_reads(channel: SocketChannel, reader: ImageReader) -> None:
     """Obeys the RemoteReader at the other end until that closes the channel."""
     under_way = 0
     try:
@@ -104,7 +104,7 @@ def serve_reads(channel: SocketChannel, reader: Reader) -> None:
         reader.close()
 
 
-def _handle(channel: SocketChannel, reader: Reader, message: ToRank) -> None:
+def _handle(channel: SocketChannel, reader: ImageReader, message: ToRank) -> None:
     """Acts on one message of rank 0. Only Connect is answered."""
     if isinstance(message, Order):
         reader.fetch(message)
@@ -120,8 +120,8 @@ def _handle(channel: SocketChannel, reader: Reader, message: ToRank) -> None:
 
 
 class RemoteReader:
-    """The ImageReader of another rank of this worker, reached over a channel. Every method raises RankError if the rank
-    is gone or does not answer within ANSWER_S seconds."""
+    """The ImageReader of another rank of this worker, reached over a channel: its methods. Each raises RankError if
+    the rank is gone or does not answer within ANSWER_S seconds."""
 
     def __init__(self, channel: SocketChannel) -> None:
         self._channel = channel
@@ -182,3 +182,6 @@ class RemoteReader:
                 raise RankError(f"tensor-parallel rank {self.rank} has not answered for {ANSWER_S:g} seconds")
             self._channel.wait(left)
         return answer
+
+
+Reader = ImageReader | RemoteReader

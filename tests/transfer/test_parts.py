@@ -30,8 +30,8 @@ from hybridrt.runtime.build import load_target
 from hybridrt.transfer.handshake import VERSION, Handshake, check_handshake, handshake_of
 from hybridrt.transfer.messages import Joined, Order
 from hybridrt.transfer.nixl_transport import NixlTransport, _described
-from hybridrt.transfer.ranks import RemoteReader, serve_reads
-from hybridrt.transfer.reader import ImageReader, Reader
+from hybridrt.transfer.ranks import Reader, RemoteReader, serve_reads
+from hybridrt.transfer.reader import ImageReader
 from hybridrt.transfer.reads import _joined, image_reads
 from hybridrt.transfer.regions import RegionAllocator
 from tests.support.in_process import InProcessTransport
