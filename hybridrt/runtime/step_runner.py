@@ -208,8 +208,11 @@ class StepRunner:
         self, plan: StepPlan, graphs: GraphRunner, new_pages: np.ndarray, rest: list[PageWrite]
     ) -> LaunchSampling:
         """Replays the decode rows. Then launches the chunks, with the page writes `rest`."""
-        graphs.replay(plan.decode, new_pages)
-        decoded, n = partial(self._sample_graph, graphs, plan.decode), len(plan.decode)
+        decode, n = plan.decode, len(plan.decode)
+        graphs.replay(decode, new_pages)
+        batch, indices, logits, hidden = graphs.rows(n)
+        lines = SampledLines(batch.req_pool_indices, indices, (decode.rows, decode.output_indices), logits)
+        decoded = partial(self._sample_or_verify, decode, batch, graphs.buffers.sections, lines, hidden)
         if not plan.extend:
             return decoded
         # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
@@ -219,11 +222,6 @@ class StepRunner:
             return lambda _: JoinedSteps(first, self._choose_launch(chunks, 1)()(None))
         extended = self._choose_launch(chunks, 1)()
         return lambda mask: JoinedSteps(decoded(mask[:n]), extended(mask[n:]))  # type: ignore[index]
-
-    def _sample_graph(self, graphs: GraphRunner, decode: DecodeRows, bitmask: torch.Tensor | None) -> StepHandle:
-        batch, indices, logits, hidden = graphs.rows(len(decode))
-        lines = SampledLines(batch.req_pool_indices, indices, (decode.rows, decode.output_indices), logits)
-        return self._sample_or_verify(decode, batch, graphs.buffers.sections, lines, hidden, bitmask)
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> LaunchSampling:
         scored, scored_columns = self._prompt_scores.of(plan.extend, len(plan.decode) * tokens)
