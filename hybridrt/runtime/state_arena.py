@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 import torch
@@ -87,8 +88,10 @@ class StateArena:
             PoolError: the image is larger than its room. Nothing has changed.
         """
         self._check_room(copy)
-        offset = copy.offset
-        for tensor in self._kept(copy):
+        places, pool, offset = self._places(copy), self._table.mamba_pool, copy.offset
+        states = () if pool is None else pool.export(copy.row, copy.length)
+        kv = (tensor.flatten(0, 1).index_select(0, places).transpose(0, 1) for tensor in self._kv)
+        for tensor in chain(states, kv):
             data = tensor.contiguous().view(-1).view(torch.uint8)
             self.buffer[offset : offset + len(data)] = data
             offset += len(data)
@@ -119,13 +122,6 @@ class StateArena:
                 f"the image of {copy.length} tokens has {needed} bytes; it has room for {room} at byte {copy.offset} "
                 f"of an arena of {end}"
             )
-
-    def _kept(self, copy: StateCopy) -> Iterator[torch.Tensor]:
-        if self._table.mamba_pool is not None:
-            yield from self._table.mamba_pool.export(copy.row, copy.length)
-        places = self._places(copy)
-        for tensor in self._kv:
-            yield tensor.flatten(0, 1).index_select(0, places).transpose(0, 1)
 
     def _places(self, copy: StateCopy) -> torch.Tensor:
         first = copy.length - self.layout.kv_tokens(copy.length, copy.start)
