@@ -135,9 +135,13 @@ class RemoteReader:
 
     def connect(self, worker: str, descriptions: Sequence[str]) -> None:
         self._send(Connect(worker, list(descriptions)))
-        error = self._answer().error
-        if error is not None:
-            raise TransferError(f"rank {self.rank}: {error}")
+        try:
+            while isinstance(message := unpack(self._channel.expect(ANSWER_S), FromRank), Ended):
+                self._note(message)
+        except PeerGoneError as e:
+            raise RankError(f"tensor-parallel rank {self.rank} does not answer: {e}") from e
+        if message.error is not None:
+            raise TransferError(f"rank {self.rank}: {message.error}")
 
     def disconnect(self, worker: str) -> None:
         self._send(Disconnect(worker))
@@ -146,7 +150,11 @@ class RemoteReader:
         self._send(order)
 
     def poll(self) -> dict[str, TransferError | None]:
-        self._receive()
+        try:
+            for data in self._channel.receive():
+                self._note(unpack(data, Ended))
+        except PeerGoneError as e:
+            raise RankError(f"tensor-parallel rank {self.rank} was lost: {e}") from e
         ended, self._ended = self._ended, {}
         return ended
 
@@ -159,29 +167,9 @@ class RemoteReader:
         except PeerGoneError as e:
             raise RankError(f"a tensor-parallel rank cannot be reached any more: {e}") from e
 
-    def _receive(self) -> Connected | None:
-        """Notes which reads have ended. Returns the answer to Connect, if it has come."""
-        answer = None
-        try:
-            for data in self._channel.receive():
-                message = unpack(data, FromRank)
-                if isinstance(message, Connected):
-                    answer = message
-                else:
-                    lost = TransferError(f"rank {self.rank}: {message.error}")
-                    self._ended[message.key] = None if message.error is None else lost
-        except PeerGoneError as e:
-            raise RankError(f"a tensor-parallel rank was lost: {e}") from e
-        return answer
-
-    def _answer(self) -> Connected:
-        deadline = time.monotonic() + ANSWER_S
-        while (answer := self._receive()) is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise RankError(f"tensor-parallel rank {self.rank} has not answered for {ANSWER_S:g} seconds")
-            self._channel.wait(left)
-        return answer
+    def _note(self, message: Ended) -> None:
+        error = TransferError(f"rank {self.rank}: {message.error}")
+        self._ended[message.key] = None if message.error is None else error
 
 
 Reader = ImageReader | RemoteReader

@@ -28,7 +28,7 @@ from hybridrt.errors import (
 )
 from hybridrt.runtime.build import load_target
 from hybridrt.transfer.handshake import VERSION, Handshake, check_handshake, handshake_of
-from hybridrt.transfer.messages import Joined, Order
+from hybridrt.transfer.messages import Connected, Ended, Joined, Order
 from hybridrt.transfer.nixl_transport import NixlTransport, _described
 from hybridrt.transfer.ranks import Reader, RemoteReader, serve_reads
 from hybridrt.transfer.reader import ImageReader
@@ -290,3 +290,18 @@ def test_what_describes_no_memory_is_refused(description: str) -> None:
     assert _described('["YWL/", 5, 0, "VRAM"]') == (b"ab\xff", 5, 0, "VRAM")
     with pytest.raises(TransferError, match="does not describe its memory"):
         _described(description)
+
+
+def test_reads_that_end_before_the_answer_to_a_connection_are_kept() -> None:
+    channel, far_end = channels()
+    for message in (Joined(3, "ours"), Ended("a", None), Connected("broken"), Ended("b", "gone")):
+        far_end.send(pack(message))
+    remote = RemoteReader(channel)
+    with pytest.raises(TransferError, match="rank 3: broken"):
+        remote.connect("w", ["theirs"])
+    ended = ending(remote, 2)
+    assert ended["a"] is None and str(ended["b"]) == "rank 3: gone"
+    far_end.close()
+    with pytest.raises(RankError):
+        remote.connect("w", ["theirs"])
+    remote.close()
