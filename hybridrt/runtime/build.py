@@ -217,7 +217,6 @@ def make_plan(
         default_rows=DEFAULT_ROWS[target.device.type],
         max_model_len=config.max_model_len,
         model_limit=limit,
-        recurrent=bool(spec.groups),
         cache_slots=cache_slots or 0,
         share_slots=cache_slots is None and keeps_prefixes(config, mc),
         weight_bytes=weights,
