@@ -19,7 +19,7 @@ from hybridrt.runtime.cpu_decode import CPUDecode
 from hybridrt.runtime.drafting import DeviceDrafter, draft_needs
 from hybridrt.runtime.graph_runner import GraphRunner, split_page_writes
 from hybridrt.runtime.host_copies import HostCopies
-from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
+from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep
 from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
 from hybridrt.runtime.prompt_columns import Bucket
 from hybridrt.runtime.prompt_graphs import PromptGraphs
@@ -345,7 +345,7 @@ class StepRunner:
         parts, wanted = self._required.of(*lines.on_host)
         tokens = self.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
         enter_tokens(lines.rows, tokens, self.last_tokens)
-        return LaunchedStep(tokens[:, None], None, *requested_logprobs(lines.logits, tokens, wanted))
+        return LaunchedStep(tokens[:, None], None, lines.logits, wanted)
 
     def _verify(
         self,
@@ -368,5 +368,4 @@ class StepRunner:
         parts, wanted = self._required.of(decode.rows, decode.output_indices)
         kept = self.sampler.verify(logits, step, parts, bitmask)
         self.backend.commit(batch, kept.counts, kept.path)
-        logprobs = requested_logprobs(logits, kept.tokens, wanted, kept.path)
-        return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
+        return LaunchedStep(kept.tokens, kept.counts, logits, wanted, kept.path), kept
