@@ -55,8 +55,9 @@ class SimulatedExecutor:
 
     def _answer(self, plan: StepPlan) -> StepResult:
         self._seeds |= {admission.row: admission.seed for admission in plan.admissions}
-        sampled = [*plan.decode, *(row for row in plan.extend if row.sample)]
-        tokens = [[3 + hash((self._seeds[row.row], row.output_index)) % (VOCAB - 3)] for row in sampled]
+        sampled = list(zip(plan.decode.rows.tolist(), plan.decode.output_indices.tolist()))
+        sampled += [(row.row, row.output_index) for row in plan.extend if row.sample]
+        tokens = [[3 + hash((self._seeds[row], index)) % (VOCAB - 3)] for row, index in sampled]
         return StepResult(tokens, [None] * len(tokens))
 
     def copied(self, ticket: int) -> bool:

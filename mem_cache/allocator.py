@@ -1,7 +1,6 @@
 """Who owns which entry of a pool: host integers with generations. Serves request rows, state slots and KV pages."""
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import numpy as np
 
@@ -154,20 +153,16 @@ class SlotAllocator:
         return indices
 
     def _indices(self, slots: Sequence[Slot]) -> np.ndarray:
-        """The indices [n] of entries whose tenancies these are."""
+        """The indices [n] of entries whose tenancies these are. PoolError for one that does not exist or was freed."""
         keys = keys_of(slots)
         indices = indices_of(keys)
         try:
             right = self._handles[indices] == keys
         except IndexError:
-            right = np.zeros(len(keys), bool)
+            right = indices <= self.total
         if np.count_nonzero(right) < len(right):
-            self._refuse(indices[~right])
-        return indices
-
-    def _refuse(self, indices: np.ndarray) -> NoReturn:
-        """Raises PoolError for entries that do not exist or have been freed."""
-        for index in indices.tolist():
+            index = indices[right.argmin()]
             if not 1 <= index <= self.total:
                 raise PoolError(f"{self._what} {index} does not exist; valid are 1 to {self.total}")
-        raise PoolError(f"stale handle of {self._what} {indices[0]}: it was freed and may belong to another request")
+            raise PoolError(f"stale handle of {self._what} {index}: it was freed and may belong to another request")
+        return indices

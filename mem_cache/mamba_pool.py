@@ -171,23 +171,15 @@ class MambaPool:
         self._layer_decays: dict[int, Callable[[], torch.Tensor | None]] = {}
         self._decays: list[torch.Tensor | None] | None = None
         for shape, layer_ids in spec.groups.items():
-            self._add_group(shape, layer_ids, device)
-
-    def _add_group(self, shape: StateShape, layer_ids: Sequence[int], device: torch.device | str) -> None:
-        """Allocates the tensors of layers of equal shape."""
-
-        def allocate(entries: int, shapes: Shapes) -> dict[str, torch.Tensor]:
-            return {
-                name: torch.zeros((len(layer_ids), entries, *dims), dtype=dtype, device=device)
+            tensors = {
+                name: torch.zeros((len(layer_ids), entries + 1, *dims), dtype=dtype, device=device)
+                for entries, shapes in ((num_slots, spec.slot_shapes(shape)), (num_rows, spec.row_shapes(shape)))
                 for name, (dims, dtype) in shapes.items()
             }
-
-        slots = allocate(self.num_slots + 1, self.spec.slot_shapes(shape))
-        rows = allocate(self.num_rows + 1, self.spec.row_shapes(shape))
-        self.stacks.append((layer_ids, LayerCache(**slots, **rows)))
-        for i, layer_id in enumerate(layer_ids):
-            self._caches[layer_id] = LayerCache(**{name: t[i] for name, t in (slots | rows).items()})
-            self._shapes[layer_id] = shape
+            self.stacks.append((layer_ids, LayerCache(**tensors)))
+            self._shapes |= dict.fromkeys(layer_ids, shape)
+            for i, layer_id in enumerate(layer_ids):
+                self._caches[layer_id] = LayerCache(**{name: tensor[i] for name, tensor in tensors.items()})
 
     @property
     def layer_ids(self) -> list[int]:

@@ -110,7 +110,6 @@ def plan_memory(
     default_rows: int,
     max_model_len: int | None,
     model_limit: int,
-    recurrent: bool,
     cache_slots: int = 0,
     share_slots: bool = False,
     weight_bytes: int = 0,
@@ -119,11 +118,12 @@ def plan_memory(
     """Rows first (half of the budget at most, unless their number is given), then KV pages from what is left.
 
     Args:
+        costs: a model without recurrent layers has slots of no bytes, and gets none.
         demand: how many pages requests of a length hold at a time.
         max_running_requests, max_model_len: what the user asked for; None lets the plan choose.
         default_rows: most rows when none were asked for.
         model_limit: positions that the model was made for.
-        cache_slots: state slots for cached prefixes, beside one for each row; none without recurrent layers.
+        cache_slots: state slots for cached prefixes, beside one for each row.
         share_slots: as many more of them as there are rows, for at most half of the bytes that are not needed for the
             rows and one request of the greatest length.
 
@@ -135,8 +135,8 @@ def plan_memory(
         raise MemoryBudgetError(f"max_model_len is {max_model_len}, but the model was made for {model_limit} positions")
     if cache_slots < 0:
         raise MemoryBudgetError(f"cache_slots is {cache_slots}; pass 0 or more state slots for cached prefixes")
-    per_request = costs.row + (costs.slot if recurrent else 0)
-    cached = cache_slots if recurrent else 0
+    per_request = costs.row + costs.slot
+    cached = cache_slots if costs.slot else 0
     scratch = per_request + costs.page  # row 0, slot 0 and page 0
     available = budget_bytes - costs.fixed - costs.transfer - cached * costs.slot - scratch
     need = demand.least(max_model_len) if max_model_len is not None else 1
@@ -145,7 +145,7 @@ def plan_memory(
     rows = max_running_requests or max(min(default_rows, share, fitting_rows), 1)
     if available < rows * per_request + need * costs.page:
         raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, demand, rows, need, cached))
-    if share_slots and recurrent:
+    if share_slots and costs.slot:
         spare = available - rows * per_request - demand.least(max_model_len or model_limit) * costs.page
         kept = costs.slot + demand.kept * costs.page
         shared = max(min(rows, int(spare * STATE_SHARE) // kept), 0)
@@ -155,7 +155,7 @@ def plan_memory(
     fits = not costs.page or demand.least(model_limit) <= pages
     length = max_model_len or (model_limit if fits else pages * demand.page_size)
     return MemoryPlan(
-        rows, rows + cached if recurrent else 0, pages, demand.page_size, length, costs, budget_bytes, weight_bytes,
+        rows, rows + cached if costs.slot else 0, pages, demand.page_size, length, costs, budget_bytes, weight_bytes,
         activation_bytes, demand,
     )  # fmt: skip
 

@@ -116,13 +116,9 @@ class SocketChannel:
         return self._messages.popleft()
 
     def wait(self, seconds: float) -> None:
-        """Returns when something has come or `seconds` have passed. What waits for the peer is sent meanwhile."""
-        deadline = time.monotonic() + seconds
-        while self._gone is None and not self._messages:
-            left = deadline - time.monotonic()
-            came = self._poll(select.POLLIN | (select.POLLOUT if self._outgoing else 0), left)
-            if left <= 0 or came:
-                return
+        """Returns when something has come, when some of what waits for the peer was sent, or after `seconds`."""
+        if self._gone is None and not self._messages:
+            self._poll(select.POLLIN | (select.POLLOUT if self._outgoing else 0), seconds)
 
     def drain(self, timeout: float) -> None:
         """Waits until the operating system has all that was sent. Raises PeerGoneError also after `timeout` seconds."""
@@ -143,13 +139,12 @@ class SocketChannel:
         if self._gone is not None:
             raise self._gone
 
-    def _poll(self, events: int, seconds: float) -> bool:
-        """Waits for one of `events`, then sends what the socket takes. True: there is something to read."""
+    def _poll(self, events: int, seconds: float) -> None:
+        """Waits for one of `events`, then sends what the socket takes."""
         poll = select.poll()  # `select.select` takes no descriptor above 1023
         poll.register(self._socket, events)
-        ready = poll.poll(max(0, 1000 * seconds))
+        poll.poll(max(0, 1000 * seconds))
         self._flush()
-        return any(event & ~select.POLLOUT for _, event in ready)
 
     def _flush(self) -> None:
         """Sends what the peer's buffers take. Ends the channel if the peer does not read."""

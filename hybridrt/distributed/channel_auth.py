@@ -15,7 +15,7 @@ import os
 import socket
 import time
 
-from hybridrt.errors import AuthenticationError, MessageError, PeerGoneError
+from hybridrt.errors import AuthenticationError, ConfigError, MessageError, PeerGoneError
 
 MIN_KEY_BYTES = 16
 NONCE_BYTES = PROOF_BYTES = 32
@@ -23,6 +23,15 @@ TAG_BYTES = 16
 ANSWER_BYTES = NONCE_BYTES + PROOF_BYTES
 
 _NAME = b"hybridrt channel 1"
+
+
+def check_key(what: str, key: bytes) -> None:
+    """Raises ConfigError if a key that the user has chosen is too short. `what` names it."""
+    if len(key) < MIN_KEY_BYTES:
+        raise ConfigError(
+            f"{what} has {len(key)} bytes; it needs {MIN_KEY_BYTES} that cannot be guessed, for example the output of: "
+            "openssl rand -hex 32"
+        )
 
 
 class Tagger:

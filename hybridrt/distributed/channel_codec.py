@@ -3,6 +3,7 @@
 The types are msgspec structs, each a subclass of `Message`. The class's name in lower case is sent as "type".
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -23,26 +24,22 @@ def pack(message: Message) -> bytes:
         raise MessageError(f"this cannot be sent as a message: {e}") from e
 
 
-def unpack(data: bytes, kinds: Any) -> Any:
+def unpack(data: bytes, kinds: Any, hook: Callable[[type, Any], Any] | None = None) -> Any:
     """The message that these bytes are.
 
     Args:
-        kinds: what may come now: a subclass of Message, or a union of such.
+        kinds: what may come now: a subclass of Message, a union of such, or another type that msgspec decodes.
+        hook: makes values of types that msgspec does not know (its `dec_hook`).
 
     Raises:
         MessageError: the bytes are none of these.
     """
-    return decode_with(_decoder(kinds), data)
-
-
-def decode_with(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
-    """What the decoder makes of `data`. Raises MessageError if that is nothing."""
     try:
-        return decoder.decode(data)
+        return _decoder(kinds, hook).decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:  # text that is not UTF-8 raises a ValueError
         raise MessageError(f"a message is not what may come now: {str(e)[:200]}") from e
 
 
 @cache
-def _decoder(kinds: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kinds)
+def _decoder(kinds: Any, hook: Callable[[type, Any], Any] | None) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kinds, dec_hook=hook)

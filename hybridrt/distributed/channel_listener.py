@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from hybridrt.distributed.channel import TIMEOUT_S, SocketChannel
-from hybridrt.distributed.channel_auth import ANSWER_BYTES, MIN_KEY_BYTES, Challenge
+from hybridrt.distributed.channel_auth import ANSWER_BYTES, Challenge
 from hybridrt.errors import AuthenticationError, ConfigError
 
 MAX_STRANGERS = 64
@@ -39,12 +39,10 @@ class Listener:
         refused: connections closed because they did not prove that they hold the key.
 
     Raises:
-        ConfigError: the address cannot be listened at, or the key is too short.
+        ConfigError: the address cannot be listened at.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, timeout: float = TIMEOUT_S) -> None:
-        if len(key) < MIN_KEY_BYTES:
-            raise ConfigError(f"the key has {len(key)} bytes; it needs {MIN_KEY_BYTES} that cannot be guessed")
         self._key, self._timeout = key, timeout
         try:
             self._socket = socket.create_server(

@@ -64,21 +64,29 @@ class RangeRead:
     nbytes: int
 
 
-def section_read(section: Section, local_tp: int, rank: int, tp_ratio: int) -> tuple[int, RangeRead]:
-    """Bytes of a section as a prefill rank keeps it, and what one of `local_tp` decode ranks reads of them: nothing
-    where another rank's copy is read instead. For `rank` and `tp_ratio` see `MambaConvSplitInfo.remote_conv_offsets`.
+def section_reads(sections: Sequence[Section], local_tp: int, rank: int, tp_ratio: int) -> list[RangeRead]:
+    """What one of `local_tp` decode ranks reads of one prefill rank's state block, one read for each section; one of no
+    bytes where another rank's copy is read instead. For `rank` and `tp_ratio` see
+    `MambaConvSplitInfo.remote_conv_offsets`.
 
     Raises:
-        ConfigError: tp_ratio is 0, or the section cannot be cut that way.
+        ConfigError: tp_ratio is 0, or a section cannot be cut that way.
     """
     if not tp_ratio:
         raise ConfigError("tp_ratio is 0; it is decode_tp // prefill_tp, or -(prefill_tp // decode_tp)")
-    ratio = abs(tp_ratio)
-    return (_share if tp_ratio > 0 else _gather)(section, local_tp, rank % ratio, ratio)
+    cut, ratio = _share if tp_ratio > 0 else _gather, abs(tp_ratio)
+    found, source, destination = [], 0, 0
+    for section in sections:
+        remote_nbytes, read = cut(section, local_tp, rank % ratio, ratio)
+        found.append(RangeRead(source + read.source, destination + read.destination, read.nbytes))
+        source += remote_nbytes
+        destination += section.nbytes
+    return found
 
 
 def _share(section: Section, local_tp: int, offset: int, ratio: int) -> tuple[int, RangeRead]:
-    """`ratio` decode ranks read of one prefill rank; `same` of them read the same bytes."""
+    """Bytes of a section as the prefill rank keeps it of which `ratio` decode ranks read, and what one of them reads;
+    `same` of them read the same bytes."""
     same = 1 if section.groups is None else max(1, local_tp // section.groups)
     _check_ratio(ratio, same, "decode ranks that hold the same piece")
     parts = max(1, ratio // same)
@@ -86,7 +94,7 @@ def _share(section: Section, local_tp: int, offset: int, ratio: int) -> tuple[in
 
 
 def _gather(section: Section, local_tp: int, offset: int, ratio: int) -> tuple[int, RangeRead]:
-    """One decode rank reads of `ratio` prefill ranks, of which `same` hold the same bytes."""
+    """As `_share`, where one decode rank reads of `ratio` prefill ranks, of which `same` hold the same bytes."""
     pieces = ratio if section.groups is None else max(1, section.groups // local_tp)
     _check_ratio(ratio, pieces, "pieces on a decode rank")
     parts = min(ratio, pieces)
@@ -100,18 +108,6 @@ def _gather(section: Section, local_tp: int, offset: int, ratio: int) -> tuple[i
 def _check_ratio(ratio: int, count: int, what: str) -> None:
     if max(ratio, count) % min(ratio, count):
         raise ConfigError(f"a tp_ratio of {ratio} and {count} {what} do not fit: one must divide the other")
-
-
-def section_reads(sections: Sequence[Section], local_tp: int, rank: int, tp_ratio: int) -> list[RangeRead]:
-    """What a decode rank reads of one prefill rank's state block, one read for each section; one of no bytes where
-    another rank's copy is read instead. Arguments as for `section_read`."""
-    found, source, destination = [], 0, 0
-    for section in sections:
-        remote_nbytes, read = section_read(section, local_tp, rank, tp_ratio)
-        found.append(RangeRead(source + read.source, destination + read.destination, read.nbytes))
-        source += remote_nbytes
-        destination += section.nbytes
-    return found
 
 
 @dataclass(frozen=True)
@@ -161,8 +157,8 @@ class MambaConvSplitInfo:
         return tuple(Section(*part) for part in parts)
 
     def reads(self, rank: int, tp_ratio: int) -> list[RangeRead]:
-        """Every read of one prefill rank's block, conv and recurrent state. Arguments as for `remote_conv_offsets`."""
-        return [read for read in self._of_sections(rank, tp_ratio) if read.nbytes]
+        """`section_reads` of one prefill rank's block. Arguments as for `remote_conv_offsets`."""
+        return section_reads(self.sections, self.local_tp, rank, tp_ratio)
 
     def remote_conv_offsets(self, local_rank_offset: int, tp_ratio: int) -> Reads:
         """(offset, bytes) of what this rank reads of the conv in one prefill rank's state block.
@@ -178,26 +174,20 @@ class MambaConvSplitInfo:
         Raises:
             ConfigError: tp_ratio is 0, or the block cannot be cut that way.
         """
-        return [(read.source, read.nbytes) for read in self._conv_reads(local_rank_offset, tp_ratio)]
+        return [(read.source, read.nbytes) for read in self.reads(local_rank_offset, tp_ratio)[:-1] if read.nbytes]
 
     def write_offsets(self, local_rank_offset: int, tp_ratio: int) -> list[int]:
         """Where in this rank's state block each of `remote_conv_offsets`, in the same order, is written."""
-        return [read.destination for read in self._conv_reads(local_rank_offset, tp_ratio)]
+        return [read.destination for read in self.reads(local_rank_offset, tp_ratio)[:-1] if read.nbytes]
 
     def remote_temporal_offset(self, local_rank_offset: int, tp_ratio: int) -> tuple[int, int]:
         """(offset, bytes) of what this rank reads of the recurrent state in one prefill rank's state block."""
-        read = self._of_sections(local_rank_offset, tp_ratio)[-1]
+        read = self.reads(local_rank_offset, tp_ratio)[-1]
         return read.source, read.nbytes
 
     def temporal_write_offset(self, local_rank_offset: int, tp_ratio: int) -> int:
         """Where in this rank's state block the recurrent state that was read is written."""
-        return self._of_sections(local_rank_offset, tp_ratio)[-1].destination
-
-    def _conv_reads(self, rank: int, tp_ratio: int) -> list[RangeRead]:
-        return [read for read in self._of_sections(rank, tp_ratio)[:-1] if read.nbytes]
-
-    def _of_sections(self, rank: int, tp_ratio: int) -> list[RangeRead]:
-        return section_reads(self.sections, self.local_tp, rank, tp_ratio)
+        return self.reads(local_rank_offset, tp_ratio)[-1].destination
 
 
 def derive_mamba_conv_split(spec: MambaSpec, local_tp: int) -> MambaConvSplitInfo:

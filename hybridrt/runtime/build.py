@@ -26,14 +26,11 @@ from hybridrt.models.base import CausalLM
 from hybridrt.models.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.registry import model_class
 from hybridrt.runtime.drafting import draft_needs
-from hybridrt.runtime.host_memory import free_host_memory
-from hybridrt.runtime.pretend_gpu import GPUFacts
 from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_ROWS
 from hybridrt.runtime.prompt_logprobs import prompt_logprob_bytes
 from hybridrt.runtime.sampler import SamplingTable
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
-CPU_SHARE = 4  # pools take a quarter of the main memory that is free
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 EMBEDDED = ("embedded", "embedded_draft")
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -220,7 +217,6 @@ def make_plan(
         default_rows=DEFAULT_ROWS[target.device.type],
         max_model_len=config.max_model_len,
         model_limit=limit,
-        recurrent=bool(spec.groups),
         cache_slots=cache_slots or 0,
         share_slots=cache_slots is None and keeps_prefixes(config, mc),
         weight_bytes=weights,
@@ -303,18 +299,6 @@ def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> Po
     return Pools(kv, table)
 
 
-def host_budget(tp: TPGroup) -> int:
-    """Bytes that pools may take on a CPU: a quarter of the free memory, shared by the ranks."""
-    return free_host_memory() // (CPU_SHARE * tp.size)
-
-
-def device_budget(device: torch.device, fraction: float) -> int:
-    """Bytes that pools and activations may take on a GPU: `fraction` of its memory less what is in use (weights,
-    other processes)."""
-    gpu = GPUFacts.of(device)
-    return int(gpu.total_bytes * fraction) - (gpu.total_bytes - gpu.free_bytes)
-
-
 def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
     """The model's path and how this process, rank `tp`, runs it. Reads no weights.
 
@@ -330,5 +314,4 @@ def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
 
 def weight_bytes(model: Any) -> int:
     """Bytes of all parameters and buffers on this rank."""
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    return sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})

@@ -22,9 +22,20 @@ def capture_graphs(runner: "StepRunner", progress: bool = False) -> None:
         logger.warning("graphs end at batch %d, not at cuda_graph_max_bs=%d: no more requests have state", rows, asked)
     recorder = make_recorder(runner.device)
     runner.prompt_graphs = _capture_prompts(runner, progress, recorder)
-    runner.graphs.update(
-        {tokens: capture_decode(runner, tokens, progress, recorder) for tokens in step_widths(runner.config)}
-    )
+    for tokens in step_widths(runner.config):
+        graphs = GraphRunner(
+            model=runner.model,
+            backend=runner.backend,
+            req_to_token_pool=runner.pools.req_to_token,
+            last_tokens=runner.last_tokens,
+            max_bs=asked or rows,
+            tokens=tokens,
+            tree=runner.trees and tokens > 1,
+            keep_hidden=runner.drafter is not None,
+            recorder=recorder,
+        )
+        graphs.capture(progress)
+        runner.graphs[tokens] = graphs
     if runner.drafter is not None:
         runner.drafter.capture(asked or rows, progress)
     taken = sum(graphs.captured_bytes for graphs in runner.graphs.values())
@@ -48,25 +59,6 @@ def _capture_prompts(runner: "StepRunner", progress: bool, recorder: Recorder) -
         max_bs=config.cuda_graph_max_bs or runner.memory_plan.num_rows,
         max_tokens=config.chunked_prefill_size,
         saves=keeps_prefixes(config, runner.model_config) and bool(runner.backend.chunk_sizes),
-        recorder=recorder,
-    )
-    graphs.capture(progress)
-    return graphs
-
-
-def capture_decode(
-    runner: "StepRunner", tokens: int, progress: bool = False, recorder: Recorder | None = None
-) -> GraphRunner:
-    """Graphs of decode steps (tokens 1) or verify steps."""
-    graphs = GraphRunner(
-        model=runner.model,
-        backend=runner.backend,
-        req_to_token_pool=runner.pools.req_to_token,
-        last_tokens=runner.last_tokens,
-        max_bs=runner.config.cuda_graph_max_bs or runner.memory_plan.num_rows,
-        tokens=tokens,
-        tree=runner.trees and tokens > 1,
-        keep_hidden=runner.drafter is not None,
         recorder=recorder,
     )
     graphs.capture(progress)

@@ -1,17 +1,28 @@
-"""Checks, before any weight is read, whether a model fits into the memory of its device."""
+"""What memory a device has left for a model. Checks, before any weight is read, whether the model fits there."""
 
 from hybridrt.config import EngineConfig
 from hybridrt.errors import MemoryBudgetError
 from hybridrt.mem_cache.memory_plan import GIB, MemoryPlan
-from hybridrt.runtime.build import CPU_SHARE, RunTarget, device_budget, make_plan
+from hybridrt.runtime.build import RunTarget, make_plan
 from hybridrt.runtime.host_memory import free_host_memory
+from hybridrt.runtime.pretend_gpu import GPUFacts
+
+CPU_SHARE = 4  # pools take a quarter of the main memory that is free
 
 
 def free_bytes(config: EngineConfig, target: RunTarget) -> int:
-    """Bytes that weights and pools of this rank may take together. Ranks on a CPU share the memory equally."""
-    if target.device.type == "cuda":
-        return device_budget(target.device, config.memory_fraction)
-    return free_host_memory() // target.tp.size
+    """Bytes that this rank may take beside what is in use: of a GPU `memory_fraction` less what is in use (weights,
+    other processes), of main memory what is free. Ranks on a CPU share that equally."""
+    if target.device.type != "cuda":
+        return free_host_memory() // target.tp.size
+    gpu = GPUFacts.of(target.device)
+    return int(gpu.total_bytes * config.memory_fraction) - (gpu.total_bytes - gpu.free_bytes)
+
+
+def pool_budget(config: EngineConfig, target: RunTarget, taken: int = 0) -> int:
+    """Bytes that pools take where no budget is given: what is left when `taken` bytes more are in use, on a CPU a share
+    of it."""
+    return (free_bytes(config, target) - taken) // (CPU_SHARE if target.device.type == "cpu" else 1)
 
 
 def plan_ahead(config: EngineConfig, target: RunTarget, weights: int, budget_bytes: int | None = None) -> MemoryPlan:
@@ -20,7 +31,7 @@ def plan_ahead(config: EngineConfig, target: RunTarget, weights: int, budget_byt
 
     Args:
         weights: bytes of this rank's weights.
-        budget_bytes: what the pools may take; None is what the weights leave, on a CPU a share of it.
+        budget_bytes: what the pools may take; None is what the weights leave (`pool_budget`).
 
     Raises:
         MemoryBudgetError: the weights do not fit, or the pools do not fit beside them.
@@ -29,7 +40,7 @@ def plan_ahead(config: EngineConfig, target: RunTarget, weights: int, budget_byt
     if weights + rotary_table_bytes(config, target) > free:
         raise MemoryBudgetError(_too_large(config, target, weights, free))
     if budget_bytes is None:
-        budget_bytes = (free - weights) // (CPU_SHARE if target.device.type == "cpu" else 1)
+        budget_bytes = pool_budget(config, target, weights)
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weights)
 
 

@@ -30,12 +30,15 @@ class Leader:
 
     Args:
         directory: where the ranks found each other; removed here if rank 0 ends without removing it.
+
+    Attributes:
+        leaving: rank 0 may end before this process does.
     """
 
     def __init__(self, link: Link, directory: str | None = None) -> None:
         self._link, self._directory, self._interval = link, directory, rank_timeout() / BEATS
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._leaving = False
+        self.leaving = False
         threading.Thread(target=self._receive_tasks, daemon=True).start()
 
     def receive(self) -> Any:
@@ -47,10 +50,6 @@ class Leader:
         with suppress(PeerGoneError):
             self._link.send(pack(Failed(f"{type(error).__name__}: {error}"[:10_000])))
 
-    def leave(self) -> None:
-        """From now on rank 0 may end before this process does."""
-        self._leaving = True
-
     def _receive_tasks(self) -> None:
         beat_at = time.monotonic()
         try:
@@ -61,14 +60,11 @@ class Leader:
                 for message in self._link.listen(max(0.0, beat_at - time.monotonic())):
                     self._inbox.put(message)
         except PeerGoneError:
-            self._end()
-
-    def _end(self) -> None:
-        if self._leaving:
-            return
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        os._exit(LOST)
+            if self.leaving:
+                return
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
+            os._exit(LOST)
 
 
 def serve(place: Place, rank: int, size: int, device: torch.device) -> int:
@@ -103,7 +99,7 @@ def _serve(leader: Leader, comm: Communicator) -> None:
         runner.drop_graphs()
         del runner
         comm.barrier()
-    leader.leave()
+    leader.leaving = True
 
 
 def main(directory: str, rank: int, size: int, kind: str) -> None:

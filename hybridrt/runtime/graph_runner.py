@@ -197,7 +197,6 @@ class GraphRunner:
         recorder: how a step is recorded; by the device's kind if None.
 
     Attributes:
-        spec_info: what a verify step says of its drafts; None for plain decode.
         prepared: the bucket's batch of the last capture or replay, with what the backends planned.
     """
 
@@ -222,7 +221,6 @@ class GraphRunner:
         self.poisoned = device.type != "cuda"
         self.recorder = recorder or make_recorder(device)
         self.buffers = StaticBuffers(model, self.max_bs, tokens, backend.seq_len_fill, tree, keep_hidden)
-        self.spec_info = self.buffers.spec_info
         self._staging = StagingRing(device)
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)
@@ -287,7 +285,7 @@ class GraphRunner:
         buffers, total = self.buffers, n * self.tokens
         lines, lens = buffers.sections["rows"][:n], buffers.sections["seq_lens"][:n]
         batch = make_batch(
-            self.backend, lines, lens, self._starts[: n + 1], buffers.inputs.first(total), n, self.spec_info
+            self.backend, lines, lens, self._starts[: n + 1], buffers.inputs.first(total), n, buffers.spec_info
         )
         indices = buffers.sections["output_indices"][:n]
         self._rows[n] = GraphRows(batch, indices, buffers.logits[:total], buffers.hidden[:total])
@@ -299,12 +297,12 @@ class GraphRunner:
 
         def step() -> None:
             inputs = buffers.inputs.first(total)
-            fill_decode(inputs, buffers.sections, bs, self.spec_info, self.last_tokens, self.pool)
+            fill_decode(inputs, buffers.sections, bs, buffers.spec_info, self.last_tokens, self.pool)
             hidden = self.model(batch)
             if buffers.hidden.numel():
                 buffers.hidden[:total].copy_(hidden)
             buffers.logits[:total].copy_(self.model.logits(hidden))
-            if self.spec_info is None:
+            if buffers.spec_info is None:
                 self.backend.commit(batch)
 
         return step

@@ -2,23 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-class _Files(NamedTuple):
-    """File names of one version of control groups for the limit and the use, and its name of the page cache."""
-
-    limit: str
-    used: str
-    cache: str
-
-
-V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = _Files("memory.max", "memory.current", "inactive_file")
+# File names of each version of control groups for the limit and the use, and its name of the page cache.
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def free_host_memory() -> int:
@@ -34,13 +26,13 @@ def total_host_memory() -> int:
 def _limits() -> Iterator[tuple[int, int]]:
     """(limit, bytes in use) of each control group that this process is in and that has a limit. Page cache that can be
     dropped is not in use: reading weights fills it."""
-    for folder, files in _groups():
-        limit, used = _number(folder / files.limit), _number(folder / files.used)
+    for folder, (limit_file, used_file, cache) in _groups():
+        limit, used = _number(folder / limit_file), _number(folder / used_file)
         if limit is not None and used is not None:
-            yield limit, used - _page_cache(folder / "memory.stat", files.cache)
+            yield limit, used - _page_cache(folder / "memory.stat", cache)
 
 
-def _groups() -> Iterator[tuple[Path, _Files]]:
+def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
     """The process's group and those around it, as far as they are visible: in a container the path may start above."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()

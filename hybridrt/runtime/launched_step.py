@@ -8,23 +8,6 @@ from hybridrt.kernels.sampling import token_logprobs
 from hybridrt.runtime.step import StepHandle, StepResult, TokenLogprobs
 
 
-def requested_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None], path: torch.Tensor | None = None
-) -> tuple[tuple[torch.Tensor, ...], Sequence[int | None]]:
-    """Log-probabilities of all tokens if any row needs them, and how many alternatives each row needs.
-
-    Args:
-        logits: [n * T, vocab]; tokens: [n, T].
-        path: [n, T], the nodes of a draft tree whose draws `tokens` are; None where they come in order.
-    """
-    if not wanted:
-        return (), wanted
-    top_n = max(n for n in wanted if n is not None)
-    if path is not None:
-        logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
-    return token_logprobs(logits, tokens.flatten(), top_n), wanted
-
-
 class LaunchedStep:
     """A launched step. Its results are copied to pinned memory behind it, so that reading them waits for this step
     alone and not for the one launched after it.
@@ -32,16 +15,25 @@ class LaunchedStep:
     Args:
         tokens: [n, T], None if nothing was sampled.
         accepted: [n], how many of a row's tokens count; None for all.
-        logprobs: (own [n * T], ids [n * T, top], top [n * T, top]) or nothing; `wanted` says who asked for them.
+        logits: [n * T, vocab] that `tokens` were drawn from.
+        wanted: how many alternatives to its token each row needs log-probabilities of, None for no log-probabilities;
+            empty if no row needs any.
+        path: [n, T], the nodes of a draft tree whose draws `tokens` are; None where they come in order.
     """
 
     def __init__(
         self,
         tokens: torch.Tensor | None,
         accepted: torch.Tensor | None = None,
-        logprobs: tuple[torch.Tensor, ...] = (),
+        logits: torch.Tensor | None = None,
         wanted: Sequence[int | None] = (),
+        path: torch.Tensor | None = None,
     ) -> None:
+        logprobs: tuple[torch.Tensor, ...] = ()
+        if wanted and tokens is not None and logits is not None:
+            if path is not None:
+                logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
+            logprobs = token_logprobs(logits, tokens.flatten(), max(n for n in wanted if n is not None))
         self._tokens = None if tokens is None else to_host(tokens)
         self._accepted = None if accepted is None else to_host(accepted)
         self._logprobs = tuple(to_host(t) for t in logprobs)

@@ -2,13 +2,12 @@
 
 import importlib
 import operator
-from functools import cache
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from hybridrt.distributed.channel_codec import Message, decode_with, pack, unpack
+from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.errors import MessageError
 
 # Every kind of task of rank 0, and the type that its bytes are decoded into. The types that stand above the runtime are
@@ -77,13 +76,8 @@ def decode(data: bytes) -> Any:
         return None
     if task.name not in KINDS:
         raise MessageError(f"rank 0 sent a task {task.name[:80]!r}, which this rank does not know")
-    return decode_with(_decoder(task.name), task.body)
-
-
-@cache
-def _decoder(name: str) -> msgspec.msgpack.Decoder[Any]:
-    module, _, kind = KINDS[name].partition(":")
-    return msgspec.msgpack.Decoder(getattr(importlib.import_module(module), kind), dec_hook=_column)
+    module, _, kind = KINDS[task.name].partition(":")
+    return unpack(task.body, getattr(importlib.import_module(module), kind), _column)
 
 
 def _plain(value: Any) -> int | list[int] | bytes:

@@ -15,10 +15,8 @@ from hybridrt.runtime.build import (
     RunTarget,
     Runtime,
     build_model,
-    device_budget,
     empty_model,
     graph_rows,
-    host_budget,
     kv_groups,
     load_target,
     make_plan,
@@ -26,7 +24,7 @@ from hybridrt.runtime.build import (
 )
 from hybridrt.runtime.compile_ahead import KernelsAhead
 from hybridrt.runtime.cuda_start import start_cuda
-from hybridrt.runtime.fit import plan_ahead
+from hybridrt.runtime.fit import plan_ahead, pool_budget
 from hybridrt.runtime.host_copies import HostCopies
 from hybridrt.runtime.prompt_graphs import needed_buckets
 from hybridrt.runtime.state_arena import StateArena
@@ -88,13 +86,12 @@ class ModelRunner(StepRunner):
 
 def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_bytes: int | None) -> MemoryPlan:
     """What the pools hold beside the loaded model; see ModelRunner."""
-    peak, tp = 0, target.tp
+    peak = 0
     if budget_bytes is None and target.device.type == "cuda":
         peak = _measure_activations(config, target, model)
         peak += _graph_activations(config, target, peak)
-        budget_bytes = device_budget(target.device, config.memory_fraction) - peak
     # One scheduler lends the rows and pages of all ranks: the rank with the least memory decides how many.
-    budget_bytes = tp.minimum(host_budget(tp) if budget_bytes is None else budget_bytes)
+    budget_bytes = target.tp.minimum(pool_budget(config, target, peak) if budget_bytes is None else budget_bytes)
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak)
 
 
@@ -131,20 +128,14 @@ def _out_of_memory_as(doing: str, advice: str) -> Iterator[None]:
 
 
 def probe(config: EngineConfig, target: RunTarget) -> tuple[MemoryPlan, StepPlan]:
-    """The largest prefill step, and pools that just hold it."""
+    """The largest prefill step, whose prompts have pages of their own, and pools that just hold it."""
     limit = target.model_config.max_position_embeddings
     length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
     rows = -(-config.chunked_prefill_size // length)
     pages = -(-length // config.page_size) if kv_groups(config, target) else 0
     plan = MemoryPlan(rows, rows, rows * pages, config.page_size, length, UnitCosts(slot=0, row=0, page=0), 0)
-    return plan, _probe_step(rows, length, pages)
-
-
-def _probe_step(rows: int, length: int, pages: int) -> StepPlan:
-    """A prefill of `rows` prompts of `length` tokens, each with its own pages."""
-    params = SamplingParams(temperature=0.0)
-    ids = [0] * length
-    return StepPlan(
+    params, ids = SamplingParams(temperature=0.0), [0] * length
+    return plan, StepPlan(
         admissions=[Admission(r, r, ids, length, params, 0) for r in range(1, rows + 1)],
         page_writes=[PageWrite(r, 0, int32s(range(1 + (r - 1) * pages, 1 + r * pages))) for r in range(1, rows + 1)],
         extend=[ExtendRow(r, 0, ids, 0, True) for r in range(1, rows + 1)],

@@ -14,7 +14,7 @@ import numpy as np
 from hybridrt.kernels.chunk_plan import most_chunks, pad_chunks
 from hybridrt.runtime.saved_states import pack_saved_states
 from hybridrt.runtime.step import DecodeRows, ExtendRow, StepPlan
-from hybridrt.runtime.step_inputs import Columns, Packing, chunk_names, pack_batch
+from hybridrt.runtime.step_inputs import Columns, chunk_names, pack_batch
 from hybridrt.runtime.step_passes import Run, in_pass, pack_runs, runs_of
 
 # Of a step; larger ones keep a device busy without graphs. Padding costs what tokens cost, unless there are fewer than
@@ -84,7 +84,7 @@ def pack_padded(plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: Sta
         seq_len_fill: tokens of a padding row of the decode segment.
     """
     padded = pad_step(plan, bucket, seq_len_fill)
-    columns = pack_batch(padded, 1, Packing())
+    columns = pack_batch(padded, 1)
     real = sum(len(row.tokens) for row in plan.extend)
     columns["extend_positions"][real:] = 0  # rotary tables end with the longest request
     columns |= _sampled(plan, columns, bucket)

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from hybridrt.distributed.channel import SocketChannel
-from hybridrt.distributed.channel_auth import MIN_KEY_BYTES
+from hybridrt.distributed.channel_auth import check_key
 from hybridrt.distributed.channel_codec import pack, unpack
 from hybridrt.distributed.channel_listener import Listener
 from hybridrt.distributed.control import Link, rank_timeout
 from hybridrt.distributed.groups import Communicator
-from hybridrt.errors import ConfigError, PeerGoneError, RankError
+from hybridrt.errors import PeerGoneError, RankError
 from hybridrt.runtime.child_process import start_child
 from hybridrt.runtime.messages import Hello
 from hybridrt.runtime.ranks import LOOPBACK, Ranks
@@ -163,14 +163,10 @@ def _lead(
 
 def _torchrun_key(world: World) -> bytes | None:
     """The key of ranks on several hosts; None where all run on one host."""
-    if world.one_host:
+    if world.local_size == world.size:
         return None
     key = os.fsencode(os.environ.get(KEY_VARIABLE, ""))
-    if len(key) < MIN_KEY_BYTES:
-        raise ConfigError(
-            f"{KEY_VARIABLE} has {len(key)} characters; ranks on several hosts need the same secret on each, of "
-            f"{MIN_KEY_BYTES} or more"
-        )
+    check_key(f"{KEY_VARIABLE}, which ranks on several hosts share,", key)
     return key
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import combinations
 from operator import or_
 from struct import Struct
 from typing import Any, NamedTuple
@@ -22,16 +23,11 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penal
 _CONSTANTS = Struct(f"=q{len(FLOATS)}f2i")
 
 # Sampling of every kind: each has kernels of its own, and so has each set of filters.
+_FILTERS = {"top_k": 20, "top_p": 0.9, "min_p": 0.05}
+_FILTER_SETS = [dict(some) for count in range(4) for some in combinations(_FILTERS.items(), count)]
 EVERY_DRAW: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_k": 20},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 0.7, "min_p": 0.05},
-    {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
-    {"temperature": 0.7, "top_k": 20, "min_p": 0.05},
-    {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05},
-    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    *({"temperature": 0.7, **filters} for filters in _FILTER_SETS),
     {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
     {"temperature": 0.0, "logit_bias": {0: 1.0}},
@@ -183,15 +179,13 @@ class Accepted:
 class SamplingTable:
     """Sampling constants, token counts and rules by request row, on the device, written at admission.
 
-    `floats` is [len(FLOATS), R + 1], `integers` (top_k and the number of rules) [2, R + 1], the rest [R + 1, ...]: the
-    constants of any rows, [n] each, are contiguous.
+    `floats` is [len(FLOATS), R + 1], the rest [R + 1, ...]: the constants of any rows, [n] each, are contiguous.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._constants = torch.zeros(len(FLOATS) + 2, num_rows + 1, dtype=torch.int32, device=device)
-        self.integers = self._constants[-2:]
-        self.top_k = self.integers[0]
-        self.rules = allocate_rules(self.integers[1], vocab_size)
+        self.top_k, rule_counts = self._constants[-2:]
+        self.rules = allocate_rules(rule_counts, vocab_size)
         self.seeds = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.output_counts = torch.zeros(num_rows + 1, vocab_size, dtype=torch.int32, device=device)
         self.prompt_mask = torch.zeros(num_rows + 1, vocab_size, dtype=torch.bool, device=device)

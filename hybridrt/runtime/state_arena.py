@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 import torch
 
-from hybridrt.config import AttentionSpec
 from hybridrt.distributed.conv_transfer import MambaSpec, Section, derive_mamba_conv_split
 from hybridrt.errors import PoolError
-from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_dtype, state_shape
 from hybridrt.mem_cache.kv_pool import KVPool
 from hybridrt.runtime.build import Pools, RunTarget
@@ -29,43 +28,37 @@ class ImageLayout:
     Tokens are all `length` of them or, where every attention layer has a sliding window, those that the next token sees
     in the layer with the widest; but for the first `start`, whose KV the receiver has. Whatever is cut over the ranks
     is outermost, so that a share of it is one run too.
+
+    Attributes:
+        states: the parts of all recurrent layers' states, in order.
+        tokens: what one token takes of each tensor with keys, values or latent vectors, in order.
+        window: keys that a token sees in the layer with the widest window; None if a layer sees all.
     """
 
-    recurrent: tuple[tuple[int, StateShape, int], ...]  # layer id, state on this rank, groups before sharding
-    attention: tuple[tuple[int, AttentionSpec, int], ...]  # layer id, spec on this rank, KV heads before sharding
+    states: tuple[Section, ...]
+    tokens: tuple[Section, ...]
     window: int | None
-    dtype: torch.dtype
-    state_dtype: torch.dtype
     tp_size: int
 
     @classmethod
     def of(cls, target: RunTarget, kv: KVPool) -> "ImageLayout":
         mc, tp = target.model_config, target.tp.size
-        recurrent = sorted(
-            (layer_id, state_shape(config, tp), state_shape(config).groups)
-            for kind, config in mc.linear.items()
-            for layer_id in mc.linear_layer_ids(kind)
-        )
-        return cls(
-            recurrent=tuple(recurrent),
-            attention=tuple((i, kv.specs[i], mc.attention_of(i).num_kv_heads) for i in mc.full_attention_layer_ids),
-            window=mc.sliding_window,
-            dtype=target.dtype,
-            state_dtype=target.state_dtype,
-            tp_size=tp,
-        )
+        configs = {layer_id: config for kind, config in mc.linear.items() for layer_id in mc.linear_layer_ids(kind)}
+        states, tokens = list[Section](), list[Section]()
+        for layer_id in sorted(configs):
+            shape, groups = state_shape(configs[layer_id], tp), state_shape(configs[layer_id]).groups
+            shapes = (shape.conv_dim, shape.conv_kernel - 1), shape.temporal
+            dtypes = target.dtype, state_dtype(shape, target.state_dtype)
+            states += derive_mamba_conv_split(MambaSpec(shapes, dtypes, shape.kind, groups), tp).sections
+        for layer_id in mc.full_attention_layer_ids:
+            spec, heads = kv.specs[layer_id], mc.attention_of(layer_id).num_kv_heads
+            tokens += [Section(spec.num_kv_heads * dim * spec.dtype.itemsize, heads) for dim in spec.cache_dims]
+        return cls(tuple(states), tuple(tokens), mc.sliding_window, tp)
 
     def sections(self, length: int, start: int = 0) -> list[Section]:
         """The image's parts, in order, as conv_transfer cuts them over ranks."""
-        found: list[Section] = []
-        for _, shape, groups in self.recurrent:
-            shapes = (shape.conv_dim, shape.conv_kernel - 1), shape.temporal
-            state = MambaSpec(shapes, (self.dtype, state_dtype(shape, self.state_dtype)), shape.kind, groups)
-            found += derive_mamba_conv_split(state, self.tp_size).sections
-        for _, spec, all_kv_heads in self.attention:
-            per_dim = spec.num_kv_heads * self.kv_tokens(length, start) * spec.dtype.itemsize
-            found += [Section(per_dim * dim, all_kv_heads) for dim in spec.cache_dims]
-        return found
+        count = self.kv_tokens(length, start)
+        return [*self.states, *(Section(count * token.nbytes, token.groups) for token in self.tokens)]
 
     def kv_tokens(self, length: int, start: int = 0) -> int:
         """How many of the last tokens' keys and values an image holds."""
@@ -86,7 +79,7 @@ class StateArena:
         self.layout = ImageLayout.of(target, pools.kv)
         self.buffer = torch.zeros(transfer_bytes, dtype=torch.uint8, device=target.device)
         self._table = pools.req_to_token
-        self._kv = [tensor for layer_id, _, _ in self.layout.attention for tensor in pools.kv.held(layer_id)]
+        self._kv = [t for layer_id in target.model_config.full_attention_layer_ids for t in pools.kv.held(layer_id)]
 
     def export_state(self, copy: StateCopy) -> None:
         """Pools to image. A state may move: a ring of inputs becomes part of its checkpoint.
@@ -95,8 +88,10 @@ class StateArena:
             PoolError: the image is larger than its room. Nothing has changed.
         """
         self._check_room(copy)
-        offset = copy.offset
-        for tensor in self._kept(copy):
+        places, pool, offset = self._places(copy), self._table.mamba_pool, copy.offset
+        states = () if pool is None else pool.export(copy.row, copy.length)
+        kv = (tensor.flatten(0, 1).index_select(0, places).transpose(0, 1) for tensor in self._kv)
+        for tensor in chain(states, kv):
             data = tensor.contiguous().view(-1).view(torch.uint8)
             self.buffer[offset : offset + len(data)] = data
             offset += len(data)
@@ -127,13 +122,6 @@ class StateArena:
                 f"the image of {copy.length} tokens has {needed} bytes; it has room for {room} at byte {copy.offset} "
                 f"of an arena of {end}"
             )
-
-    def _kept(self, copy: StateCopy) -> Iterator[torch.Tensor]:
-        if self._table.mamba_pool is not None:
-            yield from self._table.mamba_pool.export(copy.row, copy.length)
-        places = self._places(copy)
-        for tensor in self._kv:
-            yield tensor.flatten(0, 1).index_select(0, places).transpose(0, 1)
 
     def _places(self, copy: StateCopy) -> torch.Tensor:
         first = copy.length - self.layout.kv_tokens(copy.length, copy.start)

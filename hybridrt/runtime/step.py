@@ -3,7 +3,7 @@
 The parts of a plan are msgspec structs, which are encoded as arrays: a plan goes to every rank in every step.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 from zlib import crc32
@@ -158,15 +158,6 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __iter__(self) -> Iterator[DecodeRow]:
-        """Row by row, as Python integers."""
-        end = 0
-        columns = (self.rows, self.computed, self.output_indices, self.num_drafts)
-        drafts, parents = self.drafts.tolist(), None if self.parents is None else self.parents.tolist()
-        for row, computed, index, count in zip(*(column.tolist() for column in columns)):
-            start, end = end, end + count
-            yield DecodeRow(row, computed, index, drafts[start:end], parents and parents[start:end])
 
 
 NO_ROWS = DecodeRows()

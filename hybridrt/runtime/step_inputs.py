@@ -5,7 +5,6 @@ their size. An eager step adds its chunks and the host's bookkeeping.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -22,33 +21,19 @@ Columns = dict[str, np.ndarray]
 Sections = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Packing:
-    """What the model and its drafter need of a step.
-
-    Attributes:
-        tree: drafts are trees: `parents` and `ancestors` are packed.
-        following: the token behind each prompt token is packed too, for a prediction head.
-        chunk_sizes: of the recurrent layers' prefill (`ChunkPlan`).
-    """
-
-    tree: bool = False
-    following: bool = False
-    chunk_sizes: tuple[int, ...] = ()
-
-
-def pack_step(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
-    """All integers of an eager step as int32 sections (floats and int64 as their bits): `pack_bookkeeping` and
-    `pack_batch`."""
-    return pack_bookkeeping(plan) | pack_batch(plan, tokens, packing)
-
-
-def pack_batch(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
-    """What a step computes: `pack_rows`, and
+def pack_batch(
+    plan: StepPlan, tokens: int, tree: bool = False, following: bool = False, chunk_sizes: Sequence[int] = ()
+) -> Columns:
+    """What a step computes, as int32 sections: `pack_rows`, and
 
     query_start_loc [B + 1]; sample_at and sample_rows, the tokens to sample from and their rows; of the extend rows'
     tokens input_ids, extend_rows, extend_positions and, with `following`, following_ids behind each (0 where it is
     sampled); where a chunk follows a cached prefix, read_state_slots of all chunks; chunk plans.
+
+    Args:
+        tree: drafts are trees: `parents` and `ancestors` are packed.
+        following: the token behind each prompt token is packed too, for a prediction head.
+        chunk_sizes: of the recurrent layers' prefill (`ChunkPlan`).
     """
     extend, decoded = plan.extend, len(plan.decode) * tokens
     read_slots = int32s(r.read_state_slot for r in extend)
@@ -56,7 +41,7 @@ def pack_batch(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
     computed = int32s(r.computed for r in extend)
     ends = decoded + np.cumsum(new, dtype=np.int32)
     sampling = np.fromiter((r.sample for r in extend), bool)
-    rows = pack_rows(plan.decode, extend, tokens, packing.tree, np.full(len(plan.decode), -1, np.int32))
+    rows = pack_rows(plan.decode, extend, tokens, tree, np.full(len(plan.decode), -1, np.int32))
     extend_rows = rows["rows"][len(plan.decode) :]
     starts = np.repeat(computed + new - ends, new)  # a token's position less its place in the batch
     return {
@@ -67,9 +52,9 @@ def pack_batch(plan: StepPlan, tokens: int, packing: Packing) -> Columns:
         "input_ids": _flat([r.tokens for r in extend]),
         "extend_rows": np.repeat(extend_rows, new),
         "extend_positions": np.arange(decoded, decoded + new.sum(), dtype=np.int32) + starts,
-        **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if packing.following else {}),
+        **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if following else {}),
         **({"read_state_slots": read_slots} if read_slots.any() else {}),
-        **pack_chunks(computed, new, packing.chunk_sizes),
+        **pack_chunks(computed, new, chunk_sizes),
     }
 
 
@@ -118,11 +103,8 @@ def chunk_names(size: int) -> dict[str, str]:
 
 def pack_chunks(computed: np.ndarray, new: np.ndarray, sizes: Iterable[int]) -> Columns:
     """The tensors of the chunk plans of each of `sizes`, for rows with `computed` tokens and `new` ones, [n] int32."""
-    found: Columns = {}
-    for size in sizes:
-        columns = chunk_columns(computed, new, size)
-        found |= {packed: columns[name] for name, packed in chunk_names(size).items()}
-    return found
+    plans = {size: chunk_columns(computed, new, size) for size in sizes}
+    return {packed: plans[size][name] for size in plans for name, packed in chunk_names(size).items()}
 
 
 def chunk_plans(columns: Columns, sections: Sections, new: Sequence[int], sizes: Iterable[int]) -> dict[int, ChunkPlan]:
@@ -136,9 +118,9 @@ def chunk_plans(columns: Columns, sections: Sections, new: Sequence[int], sizes:
 
 
 def pack_bookkeeping(plan: StepPlan) -> Columns:
-    """What changes in the tables before a step computes: the constants of admitted requests; admit_rows,
-    admit_state_slots and admit_phases; page-table entries (page_rows, page_indices, pages); copies of pages
-    (copy_sources, copy_targets)."""
+    """What changes in the tables before a step computes, as int32 sections (floats and int64 as their bits): the
+    constants of admitted requests; admit_rows, admit_state_slots and admit_phases; page-table entries (page_rows,
+    page_indices, pages); copies of pages (copy_sources, copy_targets)."""
     return {
         **SamplingTable.pack(plan.admissions),
         "admit_rows": int32s(a.row for a in plan.admissions),

@@ -19,7 +19,7 @@ from hybridrt.runtime.cpu_decode import CPUDecode
 from hybridrt.runtime.drafting import DeviceDrafter, draft_needs
 from hybridrt.runtime.graph_runner import GraphRunner, split_page_writes
 from hybridrt.runtime.host_copies import HostCopies
-from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep, requested_logprobs
+from hybridrt.runtime.launched_step import JoinedSteps, LaunchedStep
 from hybridrt.runtime.prefix_copy import PrefixCopy, Tensors
 from hybridrt.runtime.prompt_columns import Bucket
 from hybridrt.runtime.prompt_graphs import PromptGraphs
@@ -30,15 +30,7 @@ from hybridrt.runtime.saved_states import pack_saves, saved_states
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageCopy, PageWrite, StepHandle, StepPlan, int32s
 from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
-from hybridrt.runtime.step_inputs import (
-    Columns,
-    Packing,
-    Sections,
-    StagingRing,
-    chunk_plans,
-    pack_bookkeeping,
-    pack_step,
-)
+from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, pack_batch, pack_bookkeeping
 from hybridrt.runtime.step_passes import extend_passes
 
 
@@ -74,7 +66,7 @@ class StepRunner:
         self.host: HostCopies | None = None
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
         self._unsampled: ConstrainedStep | None = None
-        self._packing = Packing(self.trees, self.drafter is not None, self.backend.chunk_sizes)
+        self._chunk_sizes = self.backend.chunk_sizes
         # With HYBRIDRT_DEBUG=1 the backends look at all numbers of a step: then it is eager.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
         self._cpu_decode = CPUDecode(self.backend, self.pools.req_to_token, self.last_tokens) if kept else None
@@ -216,8 +208,11 @@ class StepRunner:
         self, plan: StepPlan, graphs: GraphRunner, new_pages: np.ndarray, rest: list[PageWrite]
     ) -> LaunchSampling:
         """Replays the decode rows. Then launches the chunks, with the page writes `rest`."""
-        graphs.replay(plan.decode, new_pages)
-        decoded, n = partial(self._sample_graph, graphs, plan.decode), len(plan.decode)
+        decode, n = plan.decode, len(plan.decode)
+        graphs.replay(decode, new_pages)
+        batch, indices, logits, hidden = graphs.rows(n)
+        lines = SampledLines(batch.req_pool_indices, indices, (decode.rows, decode.output_indices), logits)
+        decoded = partial(self._sample_or_verify, decode, batch, graphs.buffers.sections, lines, hidden)
         if not plan.extend:
             return decoded
         # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
@@ -228,15 +223,11 @@ class StepRunner:
         extended = self._choose_launch(chunks, 1)()
         return lambda mask: JoinedSteps(decoded(mask[:n]), extended(mask[n:]))  # type: ignore[index]
 
-    def _sample_graph(self, graphs: GraphRunner, decode: DecodeRows, bitmask: torch.Tensor | None) -> StepHandle:
-        batch, indices, logits, hidden = graphs.rows(len(decode))
-        lines = SampledLines(batch.req_pool_indices, indices, (decode.rows, decode.output_indices), logits)
-        return self._sample_or_verify(decode, batch, graphs.buffers.sections, lines, hidden, bitmask)
-
     def _launch_eager(self, plan: StepPlan, tokens: int) -> LaunchSampling:
         scored, scored_columns = self._prompt_scores.of(plan.extend, len(plan.decode) * tokens)
-        columns = pack_step(plan, tokens, self._packing) | scored_columns
-        columns |= pack_saves(plan.extend, self._packing.chunk_sizes, self.backend.saves_at_chunks)
+        columns = pack_bookkeeping(plan) | scored_columns
+        columns |= pack_batch(plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes)
+        columns |= pack_saves(plan.extend, self._chunk_sizes, self.backend.saves_at_chunks)
         sections = self._staging.upload(columns)
         self._apply_allocations(sections)
         for arrival in plan.imports:
@@ -330,7 +321,7 @@ class StepRunner:
             positions = sections["extend_positions"]
             kv_places = table.token_slots(sections["extend_rows"], positions)
             chunks = TokenInputs(sections["input_ids"], positions, kv_places)
-        sizes = self._packing.chunk_sizes
+        sizes = self._chunk_sizes
         passes = extend_passes(columns, sections, sizes)
         inputs = decoded.then(chunks) if decoded and chunks else decoded or chunks
         assert inputs is not None, "a step has rows"
@@ -354,7 +345,7 @@ class StepRunner:
         parts, wanted = self._required.of(*lines.on_host)
         tokens = self.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
         enter_tokens(lines.rows, tokens, self.last_tokens)
-        return LaunchedStep(tokens[:, None], None, *requested_logprobs(lines.logits, tokens, wanted))
+        return LaunchedStep(tokens[:, None], None, lines.logits, wanted)
 
     def _verify(
         self,
@@ -377,5 +368,4 @@ class StepRunner:
         parts, wanted = self._required.of(decode.rows, decode.output_indices)
         kept = self.sampler.verify(logits, step, parts, bitmask)
         self.backend.commit(batch, kept.counts, kept.path)
-        logprobs = requested_logprobs(logits, kept.tokens, wanted, kept.path)
-        return LaunchedStep(kept.tokens, kept.counts, *logprobs), kept
+        return LaunchedStep(kept.tokens, kept.counts, logits, wanted, kept.path), kept

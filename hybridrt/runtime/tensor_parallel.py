@@ -68,17 +68,17 @@ class TensorParallelExecutor:
     def launch(self, plan: StepPlan) -> StepHandle:
         """As ModelRunner.launch, on all ranks. Ctrl-C is raised before or after it: ranks that stop in the middle of a
         step cannot go on."""
-        return self._on_all(plan, lambda: _WatchedStep(self.runner.launch(plan), self.ranks))
+        return self.on_all(plan, lambda: _WatchedStep(self.runner.launch(plan), self.ranks))
 
     def sample(self, masks: np.ndarray) -> None:
         """As ModelRunner.sample, on all ranks."""
         for task in mask_tasks(masks):
-            self._on_all(task, partial(task, self.runner))
+            self.on_all(task, partial(task, self.runner))
 
     def everywhere(self, task: Callable[[ModelRunner], StepHandle]) -> StepHandle:
         """Has every rank call `task`, of a type in hybridrt.runtime.messages, with its runner, between two steps.
         Returns rank 0's result."""
-        return self._on_all(task, lambda: _WatchedStep(task(self.runner), self.ranks))
+        return self.on_all(task, lambda: _WatchedStep(task(self.runner), self.ranks))
 
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended on rank 0. On other ranks it may still run."""
@@ -86,14 +86,10 @@ class TensorParallelExecutor:
 
     def copy_prefix(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
         """As ModelRunner.copy_prefix, on all ranks."""
-        return self._on_all(task, lambda: task.run(self.runner, data))
+        return self.on_all(task, lambda: task.run(self.runner, data))
 
-    def call_others(self, task: Callable[[ModelRunner], None]) -> None:
-        """As `everywhere`, on the other ranks alone."""
-        self._on_all(task, lambda: None)
-
-    def _on_all(self, task: object, here: Callable[[], T]) -> T:
-        """Sends a task to the other ranks, then does rank 0's part."""
+    def on_all(self, task: object, here: Callable[[], T]) -> T:
+        """Sends a task to the other ranks, which call it with their runner, then does rank 0's part."""
         message = encode(task)
         with Interrupts(), self.ranks.together():
             self.ranks.send(message)

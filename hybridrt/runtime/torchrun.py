@@ -22,11 +22,6 @@ class World:
     local_rank: int
     local_size: int
 
-    @property
-    def one_host(self) -> bool:
-        """All processes run on this host."""
-        return self.local_size == self.size
-
 
 def world() -> World | None:
     """None if torchrun did not start this process.

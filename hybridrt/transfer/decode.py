@@ -11,7 +11,7 @@ import numpy as np
 
 from hybridrt.distributed.channel import TIMEOUT_S, SocketChannel
 from hybridrt.distributed.channel_codec import Message, pack, unpack
-from hybridrt.errors import ConfigError, MessageError, OutOfSlotsError, PeerGoneError, TransferError
+from hybridrt.errors import MessageError, OutOfSlotsError, PeerGoneError, TransferError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import int32s
 from hybridrt.transfer.handshake import check_handshake
@@ -27,7 +27,7 @@ from hybridrt.transfer.messages import (
     PrefillHello,
     ToDecode,
 )
-from hybridrt.transfer.reader import Reader
+from hybridrt.transfer.ranks import Reader
 from hybridrt.transfer.reads import tp_ratio
 from hybridrt.transfer.regions import RegionAllocator
 from hybridrt.transfer.side import WorkerSide
@@ -56,7 +56,7 @@ class _Attempt:
         worker: the prefill worker that computes it.
         offset: first byte of its image in the arena.
         pull: the prompt; None after the attempt has failed or was cancelled.
-        length: tokens of the prompt; start: of these, those whose KV was in the cache here and is not in the image.
+        start: first tokens of the prompt whose KV was in the cache here, and is not in the image.
         reading: readers whose reads have not ended; they may still write to the image.
         error: why a read failed; None: none has.
         deadline: when reads that have not ended count as failed.
@@ -66,7 +66,6 @@ class _Attempt:
     worker: str
     offset: int
     pull: _Pull | None
-    length: int
     start: int = 0
     reading: set[int] = field(default_factory=set)
     error: TransferError | None = None
@@ -106,15 +105,12 @@ class DecodeWorker:
     the state from there when it admits the request. So the loss of a prefill worker delays no other request.
 
     Args:
-        side: engine, handshake and arena of this side.
+        side: engine, which has no decode worker yet, handshake and arena of this side.
         readers: one for each rank.
         compute_here: without a prefill worker that can do it, prompts are computed by this engine; otherwise the
             request fails.
         timeout: seconds after which a prefill worker that answers nothing, or whose image cannot be read, is dropped.
             It must be longer than the longest step of a prefill worker.
-
-    Raises:
-        ConfigError: the engine has a decode worker already.
     """
 
     def __init__(
@@ -125,8 +121,6 @@ class DecodeWorker:
         compute_here: bool = True,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        if side.engine.prefill_source is not None:
-            raise ConfigError("this LLM has a decode worker already; close that one first")
         self.regions = RegionAllocator(side.arena.numel())
         self._engine, self._handshake, self._layout = side.engine, side.handshake, side.layout
         self._readers = list(readers)
@@ -175,7 +169,7 @@ class DecodeWorker:
         over = self._ended_reads()
         # A prefill worker closes its channel before it uses the memory of an image again. A read that ended by now has
         # valid bytes only if the channel is still open, so messages are read before the read counts.
-        received = [self._receive(name) for name in list(self._workers)]
+        received = [self._receive(name, peer) for name, peer in list(self._workers.items())]
         self._end_reads(over)
         self._end_overdue()
         self._send_prompts()
@@ -210,11 +204,8 @@ class DecodeWorker:
     def _under_way(self) -> int:
         return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
 
-    def _receive(self, name: str) -> bool:
+    def _receive(self, name: str, peer: _Peer) -> bool:
         """Handles the messages of a worker. True if there were some, or the worker was lost."""
-        peer = self._workers.get(name)
-        if peer is None:
-            return False
         try:
             messages = peer.channel.receive()
             for message in messages:
@@ -239,13 +230,13 @@ class DecodeWorker:
         if isinstance(message, Failed):
             self._fail_attempt(attempt, TransferError(message.error))
         else:
-            self._fetch(attempt, message.offset)
+            self._fetch(attempt, len(attempt.pull.tokens), message.offset)
 
-    def _fetch(self, attempt: _Attempt, source: int) -> None:
+    def _fetch(self, attempt: _Attempt, length: int, source: int) -> None:
         attempt.reading = set(range(len(self._readers)))
         attempt.deadline = time.monotonic() + self._timeout
         for reader in self._readers:
-            reader.fetch(Order(attempt.key, attempt.worker, attempt.length, source, attempt.offset, attempt.start))
+            reader.fetch(Order(attempt.key, attempt.worker, length, source, attempt.offset, attempt.start))
 
     def _ended_reads(self) -> list[_Attempt]:
         """Attempts whose last read has ended. `_end_reads` takes them out of `reading`."""
@@ -274,12 +265,12 @@ class DecodeWorker:
                 self._arrived(attempt, attempt.pull)
 
     def _arrived(self, attempt: _Attempt, pull: _Pull) -> None:
+        length = len(pull.tokens)
         self._totals.fetched += 1
-        self._totals.bytes_fetched += self._layout.image_bytes(attempt.length, attempt.start)
+        self._totals.bytes_fetched += self._layout.image_bytes(length, attempt.start)
         self._arriving[pull.request_id] = attempt.offset
-        del self._attempts[attempt.key]
-        self._send_done(attempt)
-        match = PrefixMatch(attempt.length, staged=attempt.offset, staged_from=attempt.start)
+        self._forget(attempt)
+        match = PrefixMatch(length, staged=attempt.offset, staged_from=attempt.start)
         self._engine.start(pull.request_id, match)
 
     def _fail_attempt(self, attempt: _Attempt, error: TransferError) -> None:
@@ -296,9 +287,14 @@ class DecodeWorker:
 
     def _release(self, attempt: _Attempt) -> None:
         if not attempt.reading:
-            del self._attempts[attempt.key]
             self.regions.free(attempt.offset)
-            self._send_done(attempt)
+            self._forget(attempt)
+
+    def _forget(self, attempt: _Attempt) -> None:
+        """Ends an attempt, and tells the worker that its image is not needed any more."""
+        del self._attempts[attempt.key]
+        if attempt.worker in self._workers:
+            self._send(attempt.worker, Done(attempt.key))
 
     def _without_worker(self, pull: _Pull, error: Exception) -> None:
         if self._compute_here:
@@ -307,11 +303,6 @@ class DecodeWorker:
         else:
             self._totals.failed += 1
             self._engine.fail(pull.request_id, error)
-
-    def _send_done(self, attempt: _Attempt) -> None:
-        """Tells the worker that its image is not needed any more."""
-        if attempt.worker in self._workers:
-            self._send(attempt.worker, Done(attempt.key))
 
     def _free(self) -> None:
         """Frees images that the engine has copied, and all that belongs to requests that have ended."""
@@ -368,7 +359,7 @@ class DecodeWorker:
             self._waiting.popleft()
             pull.attempts += 1
             key = f"{pull.request_id}-{next(self._numbers)}"
-            self._attempts[key] = _Attempt(key, name, offset, pull, len(pull.tokens), start)
+            self._attempts[key] = _Attempt(key, name, offset, pull, start)
             self._send(name, Prefill(key, pull.tokens.tolist(), start, pull.salt))
 
     def _load(self, name: str) -> int:

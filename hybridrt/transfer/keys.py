@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from hybridrt.distributed.channel_auth import MIN_KEY_BYTES
+from hybridrt.distributed.channel_auth import check_key
 from hybridrt.errors import ConfigError
 from hybridrt.files import read_text
 
@@ -34,9 +34,5 @@ def find_key(key: Key | None) -> str | None:
     if not isinstance(key, str):
         raise ConfigError(f"key is {type(key).__name__}; pass the key as text, or a Path of the file that holds it")
     text = key.strip()
-    if len(text.encode()) < MIN_KEY_BYTES:
-        raise ConfigError(
-            f"the transfer key has {len(text.encode())} bytes; it needs {MIN_KEY_BYTES} that cannot be guessed, for "
-            "example the output of: openssl rand -hex 32"
-        )
+    check_key("the transfer key", text.encode())
     return text

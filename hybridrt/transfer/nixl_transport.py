@@ -4,17 +4,19 @@ UCX takes RDMA where there is hardware for it, else TCP or shared memory. Arenas
 where there is no GPU.
 """
 
-import base64
-import json
 import logging
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import torch
 
 from hybridrt.distributed.conv_transfer import RangeRead
 from hybridrt.errors import ConfigError, ProviderNotInstalledError, TransferError
+
+# The metadata of an agent, then of its arena the address, the device, and the kind of memory.
+_Description = tuple[bytes, int, int, Literal["DRAM", "VRAM"]]
 
 
 class NixlTransport:
@@ -50,8 +52,8 @@ class NixlTransport:
 
     def describe(self) -> str:
         """What a peer must know to read our arena; text that travels in a message."""
-        metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        return json.dumps([metadata, self._base, self._device, self._memory])
+        description = self._agent.get_agent_metadata(), self._base, self._device, self._memory
+        return msgspec.json.encode(description).decode()
 
     def connect(self, description: str) -> str:
         """Makes a peer's arena readable and returns the peer's name. Raises TransferError."""
@@ -131,14 +133,11 @@ class NixlRead:
             self._handle = None
 
 
-def _described(description: str) -> tuple[bytes, int, int, str]:
+def _described(description: str) -> _Description:
     """What `describe` said. Raises TransferError if it is nothing of that kind."""
     try:
-        metadata, base, device, memory = json.loads(description)
-        if type(base) is not int or type(device) is not int or memory not in ("DRAM", "VRAM"):
-            raise ValueError("it names no memory")
-        return base64.b64decode(metadata, validate=True), base, device, memory
-    except (ValueError, TypeError, RecursionError) as e:
+        return msgspec.json.decode(description, type=_Description)
+    except (ValueError, RecursionError) as e:  # msgspec's own errors are ValueErrors
         raise TransferError(f"the other worker does not describe its memory: {e}") from e
 
 

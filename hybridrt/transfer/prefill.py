@@ -25,7 +25,7 @@ from hybridrt.transfer.messages import (
     ToPrefill,
     shortened,
 )
-from hybridrt.transfer.reader import Reader
+from hybridrt.transfer.ranks import Reader
 from hybridrt.transfer.regions import RegionAllocator
 from hybridrt.transfer.side import WorkerSide
 
@@ -186,7 +186,7 @@ class PrefillWorker:
         elif isinstance(message, Prefill):
             self._take(peer, message)
         elif message.key in peer.jobs:  # Done
-            self._drop(peer.jobs[message.key])
+            self._release(peer.jobs[message.key])
 
     def _take(self, peer: _Peer, asked: Prefill) -> None:
         """Queues a prompt. The engine says how many tokens it will compute, which sizes the prompt's region."""
@@ -271,21 +271,15 @@ class PrefillWorker:
             if job.deadline is not None and job.offset is not None and self._linger:
                 self._lingering.append((time.monotonic() + self._linger, job.offset))
                 job.offset = None
-            self._drop(job)
-
-    def _drop(self, job: _Job) -> None:
-        """Ends a job that was fetched or is not wanted any more."""
-        if job.request_id is not None and job.request_id in self._computing:
-            del self._computing[job.request_id]
-            self._engine.abort(job.request_id)
-        self._release(job)
+            self._release(job)
 
     def _release(self, job: _Job) -> None:
-        """Frees what a job holds, after the last launched step that writes there."""
+        """Ends a job, and frees what it holds, after the last launched step that writes there."""
         del job.peer.jobs[job.key]
         if job in self._waiting:
             self._waiting.remove(job)
+        if job.request_id is not None and self._computing.pop(job.request_id, None) is not None:
+            self._engine.abort(job.request_id)
         if job.offset is not None:
             self._engine.finish_launched()
             self.regions.free(job.offset)
-            job.offset = None

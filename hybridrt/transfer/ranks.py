@@ -15,7 +15,7 @@ from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
 from hybridrt.transfer.messages import Connect, Connected, Disconnect, Ended, FromRank, Joined, Order, ToRank, shortened
 from hybridrt.transfer.nixl_transport import NixlTransport
-from hybridrt.transfer.reader import ImageReader, Reader
+from hybridrt.transfer.reader import ImageReader
 from hybridrt.transfer.side import WorkerSide
 
 _POLL_SECONDS = 0.0002
@@ -23,7 +23,7 @@ _JOIN_SECONDS = 60.0
 ANSWER_S = 30.0  # seconds that a rank may take to answer
 
 
-def open_ranks(side: WorkerSide, serve: bool, devices: str) -> list[Reader]:
+def open_ranks(side: WorkerSide, serve: bool, devices: str) -> "list[Reader]":
     """Opens the arenas of all ranks over NIXL, and returns what reads into each.
 
     Args:
@@ -47,7 +47,7 @@ def _join(split: TensorParallelExecutor, serve: bool, devices: str, undo: ExitSt
     """The readers of the other ranks, in order, each of which `undo` closes."""
     ranks, key, joined = split.ranks, secrets.token_bytes(32), dict[int, RemoteReader]()
     with closing(Listener((ranks.host, 0), key)) as listener:
-        split.call_others(JoinTransfer(ranks.host, listener.port, key, serve, devices))
+        split.on_all(JoinTransfer(ranks.host, listener.port, key, serve, devices), lambda: None)
         deadline = time.monotonic() + _JOIN_SECONDS
         while len(joined) < ranks.comm.size - 1:
             ranks.check()
@@ -83,7 +83,7 @@ class JoinTransfer:
         threading.Thread(target=serve_reads, args=(channel, reader), daemon=True).start()
 
 
-def serve_reads(channel: SocketChannel, reader: Reader) -> None:
+def serve_reads(channel: SocketChannel, reader: ImageReader) -> None:
     """Obeys the RemoteReader at the other end until that closes the channel."""
     under_way = 0
     try:
@@ -104,7 +104,7 @@ def serve_reads(channel: SocketChannel, reader: Reader) -> None:
         reader.close()
 
 
-def _handle(channel: SocketChannel, reader: Reader, message: ToRank) -> None:
+def _handle(channel: SocketChannel, reader: ImageReader, message: ToRank) -> None:
     """Acts on one message of rank 0. Only Connect is answered."""
     if isinstance(message, Order):
         reader.fetch(message)
@@ -120,8 +120,8 @@ def _handle(channel: SocketChannel, reader: Reader, message: ToRank) -> None:
 
 
 class RemoteReader:
-    """The ImageReader of another rank of this worker, reached over a channel. Every method raises RankError if the rank
-    is gone or does not answer within ANSWER_S seconds."""
+    """The ImageReader of another rank of this worker, reached over a channel: its methods. Each raises RankError if
+    the rank is gone or does not answer within ANSWER_S seconds."""
 
     def __init__(self, channel: SocketChannel) -> None:
         self._channel = channel
@@ -135,9 +135,13 @@ class RemoteReader:
 
     def connect(self, worker: str, descriptions: Sequence[str]) -> None:
         self._send(Connect(worker, list(descriptions)))
-        error = self._answer().error
-        if error is not None:
-            raise TransferError(f"rank {self.rank}: {error}")
+        try:
+            while isinstance(message := unpack(self._channel.expect(ANSWER_S), FromRank), Ended):
+                self._note(message)
+        except PeerGoneError as e:
+            raise RankError(f"tensor-parallel rank {self.rank} does not answer: {e}") from e
+        if message.error is not None:
+            raise TransferError(f"rank {self.rank}: {message.error}")
 
     def disconnect(self, worker: str) -> None:
         self._send(Disconnect(worker))
@@ -146,7 +150,11 @@ class RemoteReader:
         self._send(order)
 
     def poll(self) -> dict[str, TransferError | None]:
-        self._receive()
+        try:
+            for data in self._channel.receive():
+                self._note(unpack(data, Ended))
+        except PeerGoneError as e:
+            raise RankError(f"tensor-parallel rank {self.rank} was lost: {e}") from e
         ended, self._ended = self._ended, {}
         return ended
 
@@ -159,26 +167,9 @@ class RemoteReader:
         except PeerGoneError as e:
             raise RankError(f"a tensor-parallel rank cannot be reached any more: {e}") from e
 
-    def _receive(self) -> Connected | None:
-        """Notes which reads have ended. Returns the answer to Connect, if it has come."""
-        answer = None
-        try:
-            for data in self._channel.receive():
-                message = unpack(data, FromRank)
-                if isinstance(message, Connected):
-                    answer = message
-                else:
-                    lost = TransferError(f"rank {self.rank}: {message.error}")
-                    self._ended[message.key] = None if message.error is None else lost
-        except PeerGoneError as e:
-            raise RankError(f"a tensor-parallel rank was lost: {e}") from e
-        return answer
+    def _note(self, message: Ended) -> None:
+        error = TransferError(f"rank {self.rank}: {message.error}")
+        self._ended[message.key] = None if message.error is None else error
 
-    def _answer(self) -> Connected:
-        deadline = time.monotonic() + ANSWER_S
-        while (answer := self._receive()) is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise RankError(f"tensor-parallel rank {self.rank} has not answered for {ANSWER_S:g} seconds")
-            self._channel.wait(left)
-        return answer
+
+Reader = ImageReader | RemoteReader

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hybridrt.distributed.conv_transfer import RangeRead
 from hybridrt.errors import TransferError
@@ -19,33 +18,12 @@ class _Fetch:
     error: TransferError | None = None
 
 
-class Reader(Protocol):
-    """Fetches images for one rank of a worker: an ImageReader, or a RemoteReader for one in another process.
+class ImageReader:
+    """Fetches images for this process's rank of a worker. No method waits.
 
     Attributes:
         description: what others need to read this rank's arena.
     """
-
-    description: str
-
-    def connect(self, worker: str, descriptions: Sequence[str]) -> None:
-        """Makes the arenas of all ranks of a prefill worker readable. Raises TransferError."""
-
-    def disconnect(self, worker: str) -> None:
-        """Forgets a worker, once the last read of its images has ended."""
-
-    def fetch(self, order: Order) -> None:
-        """Starts the reads of an image; `poll` tells when they have ended."""
-
-    def poll(self) -> dict[str, TransferError | None]:
-        """Keys of fetches that have ended since the last call, with the error if they failed. No read writes to their
-        memory any more."""
-
-    def close(self) -> None: ...
-
-
-class ImageReader:
-    """Reads that this process makes. No method waits."""
 
     def __init__(self, transport: NixlTransport, layout: ImageLayout, rank: int = 0) -> None:
         self.description = transport.describe()
@@ -55,14 +33,17 @@ class ImageReader:
         self._fetches: dict[str, _Fetch] = {}
 
     def connect(self, worker: str, descriptions: Sequence[str]) -> None:
+        """Makes the arenas of all ranks of a prefill worker readable. Raises TransferError."""
         peers = self._peers[worker] = list[str]()
         for description in descriptions:
             peers.append(self._transport.connect(description))
 
     def disconnect(self, worker: str) -> None:
+        """Forgets a worker, once the last read of its images has ended."""
         self._leaving.add(worker)
 
     def fetch(self, order: Order) -> None:
+        """Starts the reads of an image; `poll` tells when they have ended."""
         fetch = self._fetches[order.key] = _Fetch(order.worker)
         peers, layout = self._peers[order.worker], self._layout
         try:
@@ -75,6 +56,8 @@ class ImageReader:
             fetch.error = e
 
     def poll(self) -> dict[str, TransferError | None]:
+        """Keys of fetches that have ended since the last call, with the error if they failed. No read writes to their
+        memory any more."""
         ended = {key: fetch.error for key, fetch in self._fetches.items() if self._over(fetch)}
         for key in ended:
             del self._fetches[key]

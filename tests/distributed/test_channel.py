@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hybridrt.distributed import channel as channel_module
 from hybridrt.distributed import channel_listener
 from hybridrt.distributed.channel import SocketChannel
-from hybridrt.distributed.channel_auth import ANSWER_BYTES, NONCE_BYTES, TAG_BYTES
+from hybridrt.distributed.channel_auth import ANSWER_BYTES, NONCE_BYTES, TAG_BYTES, check_key
 from hybridrt.distributed.channel_codec import Message, pack, unpack
 from hybridrt.distributed.channel_listener import Listener
 from hybridrt.errors import AuthenticationError, ConfigError, MessageError, PeerGoneError
@@ -111,8 +111,13 @@ def test_another_key_is_refused_on_both_sides(listener: Listener) -> None:
         join(listener, key=b"another key, long enough too")
     assert listener.refused == 1
     join(listener)
-    with pytest.raises(ConfigError, match="16"):
-        Listener(("127.0.0.1", 0), b"short")
+
+
+@pytest.mark.parametrize("key", [b"", b"short", b"x" * 15])
+def test_a_key_that_can_be_guessed_is_refused(key: bytes) -> None:
+    with pytest.raises(ConfigError, match=f"it has {len(key)} bytes; it needs 16"):
+        check_key("it", key)
+    check_key("it", b"x" * 16)
 
 
 def answering(reply: Any) -> tuple[socket.socket, threading.Thread]:

@@ -60,7 +60,8 @@ def test_never_runs_beyond_max_tokens_or_max_model_len(drafts: int) -> None:
     assert (len(cut.token_ids), cut.finish_reason) == (6, "length")
     asked = rig.finish([1] * 10, max_tokens=4, ignore_eos=True, seed=1)
     assert (len(asked.token_ids), asked.finish_reason) == (4, "length")
-    positions = [row.computed + len(row.drafts) for plan in rig.executor.plans for row in plan.decode]
+    decoded = [plan.decode for plan in rig.executor.plans]
+    positions = [last for rows in decoded for last in (rows.computed + rows.num_drafts).tolist()]
     assert max(positions) <= 14, "the last token's KV is never written"
     assert len(rig.finish([1] * 15, max_tokens=9, seed=1).token_ids) == 1
 

@@ -77,7 +77,7 @@ class Bench:
 
 def shape(step: ScheduledStep) -> tuple[list[int], list[tuple[int, bool]]]:
     """Decode rows, and the extend rows' chunk lengths with whether they sample."""
-    return [row.row for row in step.plan.decode], [(len(row.tokens), row.sample) for row in step.plan.extend]
+    return step.plan.decode.rows.tolist(), [(len(row.tokens), row.sample) for row in step.plan.extend]
 
 
 def test_a_prompt_longer_than_the_budget_comes_in_chunks_and_only_the_last_samples() -> None:
@@ -161,15 +161,15 @@ def test_no_retraction_and_no_admission_while_a_step_is_in_flight() -> None:
     bench = Bench([2, 3, 1], pages=4, page=2, chunk=5)
     bench.run()
     first = bench.launch()
-    assert [row.row for row in first.plan.decode] == [1, 2] and bench.pools.pages.num_free == 0
+    assert first.plan.decode.rows.tolist() == [1, 2] and bench.pools.pages.num_free == 0
     second = bench.launch()
-    assert [row.row for row in second.plan.decode] == [1], "the other finds no page: what can run runs"
+    assert second.plan.decode.rows.tolist() == [1], "the other finds no page: what can run runs"
     assert bench.scheduler.schedule() is None and bench.running() == [0, 1]
     bench.complete(first)
     assert bench.scheduler.schedule() is None and bench.running() == [0, 1]
     bench.complete(second)
     third = bench.launch()
-    assert [row.row for row in third.plan.decode] == [1]
+    assert third.plan.decode.rows.tolist() == [1]
     assert bench.running() == [0] and bench.waiting() == [1, 2]
 
 
@@ -248,8 +248,8 @@ def test_rows_without_drafts_are_launched_before_their_tokens_are_known() -> Non
         assert bench.scheduler.schedule() is None, "request 0 could go on, and would leave request 1 behind"
         bench.complete(step)
     launched = [bench.launch(), bench.launch()]
-    assert [[row.row for row in step.plan.decode] for step in launched] == [[1, 2], [1, 2]]
-    assert [row.computed for row in launched[1].plan.decode] == [5, 5]
+    assert [step.plan.decode.rows.tolist() for step in launched] == [[1, 2], [1, 2]]
+    assert launched[1].plan.decode.computed.tolist() == [5, 5]
     for step in launched:
         bench.complete(step)
 
@@ -305,7 +305,7 @@ def test_drafts_give_way_when_pages_are_short() -> None:
     for r in bench.requests:
         bench.scheduler.add(r)
     bench.run()
-    assert [len(row.drafts) for row in bench.launch().plan.decode] == [0, 0]
+    assert bench.launch().plan.decode.num_drafts.tolist() == [0, 0]
     assert not bench.scheduler.num_retractions
 
 

@@ -66,7 +66,7 @@ def test_pages_go_back_when_the_step_that_reads_them_has_been_consumed() -> None
 def test_rejected_drafts_hold_the_window_back() -> None:
     rig = Rig(drafts=4, sliding_window=5, page_size=1, pages=40, max_model_len=60)
     rig.finish([3] * 9, max_tokens=40, seed=1, ignore_eos=True)
-    assert any(row.drafts for plan in rig.executor.plans for row in plan.decode)
+    assert any(len(plan.decode.drafts) for plan in rig.executor.plans)
 
 
 def test_a_pool_smaller_than_two_chunks_makes_chunks_shorter() -> None:

@@ -77,9 +77,10 @@ class GpuSession(Session):
         self._parts.clear()
         sleep(self._random.randint(0, self._max_sleep))
         handle = (self.split or self.runner).launch(plan)
-        sampled = [*plan.decode, *(row for row in plan.extend if row.sample)]
+        sampled = list(zip(plan.decode.rows.tolist(), plan.decode.output_indices.tolist()))
+        sampled += [(row.row, row.output_index) for row in plan.extend if row.sample]
         if sampled:
-            keys = [(self._seeds[row.row], row.output_index) for row in sampled]
+            keys = [(self._seeds[row], index) for row, index in sampled]
             self.logits.update(zip(keys, torch.cat(self._parts), strict=True))
         return handle
 

@@ -49,6 +49,8 @@ def test_stale_handle_of_a_reused_entry_is_refused() -> None:
         pool.free([old])
     with pytest.raises(PoolError, match="does not exist"):
         pool.free([Slot(0, 0)])
+    with pytest.raises(PoolError, match="slot 2 does not exist"):
+        pool.free([new, Slot(2, 0)])
     pool.free([new])
 
 

@@ -31,7 +31,7 @@ demands = st.builds(
 def plans(draw: st.DrawFn) -> dict[str, Any]:
     """Arguments of plan_memory, budgets from hopeless to ample."""
     costs = UnitCosts(
-        slot=draw(st.integers(1, 5000)), row=draw(st.integers(1, 2000)), page=draw(st.integers(0, 800)),
+        slot=draw(st.just(0) | st.integers(1, 5000)), row=draw(st.integers(1, 2000)), page=draw(st.integers(0, 800)),
         fixed=draw(st.sampled_from([0, 77])), transfer=draw(st.sampled_from([0, 33])),
     )  # fmt: skip
     limit = draw(st.integers(1, 400))
@@ -43,7 +43,6 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
         "default_rows": draw(st.integers(1, 40)),
         "max_model_len": draw(st.none() | st.integers(1, limit)),
         "model_limit": limit,
-        "recurrent": draw(st.booleans()),
         "cache_slots": draw(st.sampled_from([0, 0, 1, 7])),
     }
 
@@ -63,8 +62,8 @@ def test_a_plan_keeps_its_promises(arguments: dict[str, Any]) -> None:
     assert isinstance(plan, MemoryPlan)
     assert plan.pool_bytes <= plan.budget_bytes == arguments["budget_bytes"]
     assert plan.num_rows == (arguments["max_running_requests"] or plan.num_rows) >= 1
-    assert plan.cache_slots == (arguments["cache_slots"] if arguments["recurrent"] else 0)
-    assert plan.num_slots == (plan.num_rows + plan.cache_slots if arguments["recurrent"] else 0)
+    assert plan.cache_slots == (arguments["cache_slots"] if arguments["costs"].slot else 0)
+    assert plan.num_slots == (plan.num_rows + plan.cache_slots if arguments["costs"].slot else 0)
     assert 1 <= plan.max_model_len <= arguments["model_limit"]
     assert plan.max_model_len == (arguments["max_model_len"] or plan.max_model_len)
     assert sum(size for _, _, size in plan.table()) == plan.pool_bytes
@@ -111,7 +110,7 @@ def test_rows_beyond_the_request_never_make_a_plan_fail(arguments: dict[str, Any
 def test_no_request_can_be_longer_than_the_model_was_made_for() -> None:
     arguments = {
         "budget_bytes": 10**6, "costs": UnitCosts(1, 1, 1), "demand": PageDemand(4), "max_running_requests": 2,
-        "default_rows": 4, "max_model_len": 65, "model_limit": 64, "recurrent": True,
+        "default_rows": 4, "max_model_len": 65, "model_limit": 64,
     }  # fmt: skip
     with pytest.raises(MemoryBudgetError, match=r"65.*64"):
         plan_memory(**arguments)  # type: ignore[arg-type]
@@ -223,7 +222,7 @@ def test_slots_for_cached_prefixes_are_never_negative() -> None:
     with pytest.raises(MemoryBudgetError, match="cache_slots is -1"):
         plan_memory(
             budget_bytes=10**6, costs=UnitCosts(1, 1, 1), demand=PageDemand(4), max_running_requests=2, default_rows=4,
-            max_model_len=64, model_limit=64, recurrent=True, cache_slots=-1,
+            max_model_len=64, model_limit=64, cache_slots=-1,
         )  # fmt: skip
 
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from hybridrt import LLM, EngineConfig
 from hybridrt.distributed.groups import TPGroup
@@ -85,9 +88,13 @@ def test_a_machine_without_control_groups(tmp_path: Path, monkeypatch: pytest.Mo
     assert total_host_memory() == psutil.virtual_memory().total
 
 
-def test_the_budget_of_pools_respects_control_groups(groups: Groups) -> None:
+@pytest.mark.parametrize("size, budget", [(1, 10), (2, 5), (4, 2.5)])
+def test_the_budget_of_pools_respects_control_groups_and_is_shared_by_ranks(
+    groups: Groups, size: int, budget: float
+) -> None:
     groups("0::/a\n", a=v2(str(50 * MIB), 10 * MIB))
-    assert build.host_budget(TPGroup()) == 10 * MIB
+    target: Any = SimpleNamespace(device=torch.device("cpu"), tp=TPGroup(size=size))
+    assert fit.pool_budget(EngineConfig("any"), target) == budget * MIB
 
 
 def test_weights_that_do_not_fit_are_refused_before_one_is_read(

@@ -11,7 +11,7 @@ from hybridrt.config import EngineConfig
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.step import NO_INTEGERS, Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
-from hybridrt.runtime.step_inputs import Packing, StagingRing, chunk_names, cut, pack_rows, pack_step, packed_size
+from hybridrt.runtime.step_inputs import StagingRing, chunk_names, cut, pack_batch, pack_rows, packed_size
 from hybridrt.sampling_params import SamplingParams
 from tests.support.tiny import write_tiny
 
@@ -43,8 +43,8 @@ def plan_of_three() -> StepPlan:
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_graphs_and_eager_steps_pack_rows_alike(tree: bool) -> None:
-    plan, packing = plan_of_three(), Packing(tree=tree)
-    eager = pack_step(StepPlan(decode=plan.decode), 3, packing)
+    plan = plan_of_three()
+    eager = pack_batch(StepPlan(decode=plan.decode), 3, tree)
     padding = pack_rows(DecodeRows.of([DecodeRow(0, 0, 0)]), (), 3, tree, np.array([-1], np.int32))
     rows = pack_rows(plan.decode, (), 3, tree, NO_INTEGERS)
     shapes = {name: (8, *column.shape[1:]) for name, column in padding.items()}
@@ -62,7 +62,7 @@ def test_graphs_and_eager_steps_pack_rows_alike(tree: bool) -> None:
 
 
 def test_an_eager_step_holds_its_chunks() -> None:
-    columns = pack_step(plan_of_three(), 3, Packing(following=True, chunk_sizes=(2, 4)))
+    columns = pack_batch(plan_of_three(), 3, following=True, chunk_sizes=(2, 4))
     assert columns["rows"].tolist() == [4, 2, 3, 1, 5] and columns["seq_lens"].tolist() == [12, 8, 9, 6, 1]
     assert columns["query_start_loc"].tolist() == [0, 3, 6, 9, 12, 13]
     assert columns["extend_positions"].tolist() == [3, 4, 5, 0] and columns["extend_rows"].tolist() == [1, 1, 1, 5]

@@ -20,7 +20,7 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.weights import Piece
 from hybridrt.models.base import CausalLM
 from hybridrt.models.loader import load_weights
-from hybridrt.runtime import build, tensor_parallel
+from hybridrt.runtime import tensor_parallel
 from hybridrt.runtime.build import empty_model, load_target
 from hybridrt.runtime.model_runner import ModelRunner
 from tests.models.test_models_parity import requests
@@ -157,11 +157,6 @@ def test_the_poorest_rank_decides_for_all(checkpoints: CheckpointStore) -> None:
 
     first, second = in_threads(2, pages)
     assert first == second > 0
-
-
-def test_ranks_share_the_memory_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "free_host_memory", lambda: 800)
-    assert [build.host_budget(TPGroup(size=size)) for size in (1, 2, 4)] == [200, 100, 50]
 
 
 REFUSED: dict[str, tuple[Make, int, str]] = {

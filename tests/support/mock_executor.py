@@ -22,6 +22,7 @@ from hybridrt.runtime.step import (
     StepResult,
 )
 from hybridrt.sampling_params import SamplingParams
+from tests.support.decode_rows import rows_of
 
 MASK = 2**61 - 1
 
@@ -181,7 +182,7 @@ class MockExecutor:
                     self.take_page(page, tenant)
         copies = plan.page_copies
         assert not {copy.source for copy in copies} & {copy.target for copy in copies}
-        for row in [*plan.decode, *plan.extend]:
+        for row in [*rows_of(plan.decode), *plan.extend]:
             self.name(row, handle)
         assert plan.decode or plan.extend or any(copy.fetch for copy in plan.host_copies), "an empty step"
         for copy in plan.host_copies:
@@ -198,8 +199,7 @@ class MockExecutor:
         assert handle.masks is None, "a step without grammars, or one that has its masks"
         if self.fail_sample is not None:
             raise self.fail_sample
-        decode = handle.plan.decode
-        counts = [1 + len(row.drafts) for row in decode] + [1 for row in handle.plan.extend if row.sample]
+        counts = (1 + handle.plan.decode.num_drafts).tolist() + [1 for row in handle.plan.extend if row.sample]
         lines = [counts[i] if i in handle.plan.constrained else 0 for i in range(len(counts))]
         assert masks.shape == (sum(lines), -(-self.vocab // 32)) and masks.dtype == np.int32
         handle.masks = np.split(masks, np.cumsum(lines)[:-1])
@@ -337,7 +337,7 @@ class MockExecutor:
         for copy in (*plan.kept_pages, *plan.page_copies):
             for offset in range(self.page_size):
                 self.kv[copy.target, offset] = self.kv.get((copy.source, offset), -1)
-        for row, tenant in zip([*plan.decode, *plan.extend], handle.tenants, strict=True):
+        for row, tenant in zip([*rows_of(plan.decode), *plan.extend], handle.tenants, strict=True):
             if any(tenant.admission is admission for admission in plan.admissions):
                 self.state[tenant.state], self.text[tenant.state] = 0, []
                 if isinstance(row, ExtendRow) and not any(copy.row == row.row for copy in plan.imports):

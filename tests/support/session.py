@@ -14,7 +14,8 @@ from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import EngineLimits
 from hybridrt.mem_cache.memory_plan import MemoryPlan
-from hybridrt.runtime.build import Pools, RunTarget, host_budget, load_target, make_plan
+from hybridrt.runtime.build import Pools, RunTarget, load_target, make_plan
+from hybridrt.runtime.fit import pool_budget
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.ranks import Ranks
 from hybridrt.runtime.step import StepHandle, StepPlan
@@ -59,7 +60,7 @@ class Session:
         plan = None
         if cache_slots:
             target = load_target(self.config, TPGroup())[1]
-            given = host_budget(target.tp) if budget_bytes is None else budget_bytes
+            given = pool_budget(self.config, target) if budget_bytes is None else budget_bytes
             plan = make_plan(self.config, target, budget_bytes=given, cache_slots=cache_slots)
             budget_bytes = None
         self.runner = (

@@ -22,7 +22,7 @@ class Lagging:
 
     def __init__(self) -> None:
         self.rig = Rig(late=2, overlap=True, chunk=4)
-        layout = Images((), (), None, torch.uint8, torch.uint8, 1)
+        layout = Images((), (), None, 1)
         self.side = WorkerSide(self.rig.engine, {"version": 1}, layout, torch.zeros(100, dtype=torch.uint8))
         self.here, self.there = QueueChannel.pair()
 

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from hybridrt.distributed.channel_codec import pack, unpack
 from hybridrt.errors import AuthenticationError, ConfigError, MessageError, PeerGoneError, TransferError
 from hybridrt.transfer import messages, prefill, workers
-from hybridrt.transfer.decode import DecodeWorker
 from hybridrt.transfer.keys import VARIABLE, find_key
 from hybridrt.transfer.reader import ImageReader
-from hybridrt.transfer.side import WorkerSide
 from tests.support.in_process import InProcessTransport, QueueChannel, Raw, decode_hello, prefill_hello
 from tests.support.listening import LOOPBACK, listening
 from tests.support.tiny import write_tiny
@@ -308,8 +306,6 @@ def test_a_decode_worker_that_cannot_connect_leaves_nothing_behind(
     worker = workers.decode_worker(decode_llm, [], key=KEY)
     with pytest.raises(ConfigError, match="has a decode worker already"):
         workers.decode_worker(decode_llm, [], key=KEY)
-    with pytest.raises(ConfigError, match="has a decode worker already"):
-        DecodeWorker(WorkerSide.of(decode_llm), [])
     assert decode_llm.engine.prefill_source is worker and list(one_process) == ["arena 0 lo"]
     worker.close()
     worker.close()

@@ -92,7 +92,6 @@ def test_same_tokens_as_one_process(model: Path, nursery: Nursery, expected: lis
         worker = decode_worker(llm, [("127.0.0.1", port)], key=KEY, compute_here=False)
         assert [output.token_ids for output in llm.generate(PROMPTS, greedy())] == expected
         assert worker.counters().fetched == 3 and worker.counters().bytes_fetched > 3 << 18
-        worker.regions.check()
         worker.close()
         assert worker.counters().bytes_used == 0
         assert_no_leak(llm.engine)
@@ -142,7 +141,6 @@ def test_the_prefill_worker_is_killed_at_random_moments(
             for output in llm.engine.step():
                 assert output.error is None
                 done[output.request_id] += output.token_ids
-            worker.regions.check()
         assert [done[i] for i in ids] == expected
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)  # if it was too slow to die by itself

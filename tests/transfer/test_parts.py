@@ -28,10 +28,10 @@ from hybridrt.errors import (
 )
 from hybridrt.runtime.build import load_target
 from hybridrt.transfer.handshake import VERSION, Handshake, check_handshake, handshake_of
-from hybridrt.transfer.messages import Joined, Order
-from hybridrt.transfer.nixl_transport import NixlTransport
-from hybridrt.transfer.ranks import RemoteReader, serve_reads
-from hybridrt.transfer.reader import ImageReader, Reader
+from hybridrt.transfer.messages import Connected, Ended, Joined, Order
+from hybridrt.transfer.nixl_transport import NixlTransport, _described
+from hybridrt.transfer.ranks import Reader, RemoteReader, serve_reads
+from hybridrt.transfer.reader import ImageReader
 from hybridrt.transfer.reads import _joined, image_reads
 from hybridrt.transfer.regions import RegionAllocator
 from tests.support.in_process import InProcessTransport
@@ -61,8 +61,7 @@ def test_regions_never_overlap_and_none_is_lost(data: st.DataObject) -> None:
                 continue
             assert all(start + size <= s or s + n <= start for s, n in held.items()) and 0 <= start <= 100 - size
             held[start] = size
-        regions.check()
-        assert (regions.num_used, regions.num_free) == (sum(held.values()), 100 - sum(held.values()))
+        assert regions.num_used == sum(held.values())
     for start in held:
         regions.free(start)
     assert regions.alloc(100) == 0, "what was freed grows together"
@@ -215,7 +214,7 @@ def test_reads_of_nothing() -> None:
     assert image_reads([], 0, 1, 2) == []
 
 
-LAYOUT = Images((), (), None, torch.uint8, torch.uint8, 1)
+LAYOUT = Images((), (), None, 1)
 
 
 @pytest.fixture(params=["here", "another rank"])
@@ -281,3 +280,28 @@ def test_readers_fetch_and_say_how_it_ended(reading: Any) -> None:
     reader.disconnect("w")
     (error,) = ending(reader, 1).values()
     assert isinstance(error, TransferError) and "gone" in str(error)
+
+
+@pytest.mark.parametrize(
+    "description",
+    ["", "[]", "null", "[" * 5000, '["", 1, 2, "DISK"]', '["%", 1, 2, "DRAM"]', '["", true, 2, "DRAM"]'],
+)
+def test_what_describes_no_memory_is_refused(description: str) -> None:
+    assert _described('["YWL/", 5, 0, "VRAM"]') == (b"ab\xff", 5, 0, "VRAM")
+    with pytest.raises(TransferError, match="does not describe its memory"):
+        _described(description)
+
+
+def test_reads_that_end_before_the_answer_to_a_connection_are_kept() -> None:
+    channel, far_end = channels()
+    for message in (Joined(3, "ours"), Ended("a", None), Connected("broken"), Ended("b", "gone")):
+        far_end.send(pack(message))
+    remote = RemoteReader(channel)
+    with pytest.raises(TransferError, match="rank 3: broken"):
+        remote.connect("w", ["theirs"])
+    ended = ending(remote, 2)
+    assert ended["a"] is None and str(ended["b"]) == "rank 3: gone"
+    far_end.close()
+    with pytest.raises(RankError):
+        remote.connect("w", ["theirs"])
+    remote.close()

@@ -1,0 +1,14 @@
+"""Decode rows of a plan one by one: the runtime has them as columns alone."""
+
+from collections.abc import Iterator
+
+from hybridrt.runtime.step import DecodeRow, DecodeRows
+
+
+def rows_of(decode: DecodeRows) -> Iterator[DecodeRow]:
+    """Decode rows one by one, as Python integers."""
+    columns = decode.rows, decode.computed, decode.output_indices, decode.num_drafts
+    drafts, parents, end = decode.drafts.tolist(), None if decode.parents is None else decode.parents.tolist(), 0
+    for row, computed, index, count in zip(*(column.tolist() for column in columns)):
+        start, end = end, end + count
+        yield DecodeRow(row, computed, index, drafts[start:end], parents and parents[start:end])
