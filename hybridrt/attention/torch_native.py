@@ -37,7 +37,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
     once a step."""
 
     provider = "torch"
-    latent_operations = ("latent_extend", "attention_decode")
+    serves_latent = True
     auto_decode = auto_prefill = ("cpu",)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
