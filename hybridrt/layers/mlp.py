@@ -27,14 +27,14 @@ class MLP(nn.Module):
         bias: bool = False, scales: tuple[float, float] = (1.0, 1.0), limit: float | None = None, build: Build,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.has_bias, self.scales, self.limit = bias, scales, limit
+        self.scales, self.limit = scales, limit
         parts = ["gate", "up"] if activation == "silu" else ["up"]
         self.activation: Activation | None = "silu_and_mul" if activation == "silu" else "relu2"
         if limit is not None:
             self.activation = None  # no product ends in the clamped one
-        into = [Segment(part, intermediate_size) for part in parts]
-        self.up = ColumnLinear(f"{name}.{'_'.join(parts)}", hidden_size, into, bias=parts if bias else (), build=build)
-        self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
+        into = [Segment(part, intermediate_size, bias=bias) for part in parts]
+        self.up = ColumnLinear(f"{name}.{'_'.join(parts)}", hidden_size, into, build=build)
+        self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size, bias=bias)], hidden_size, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """MLP of norm(x + residual), and x + residual. Only experts use the batch."""
@@ -51,9 +51,8 @@ class MLP(nn.Module):
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         gate, down = self.scales
-        found = self.down.targets(f"{key}.down_proj", "x", bias=self.has_bias, scale=down)
+        found = self.down.targets(f"{key}.down_proj", "x", scale=down)
         for part in self.up.segments:
             scale = {part: gate if part == "gate" else 1.0}
-            key_of = f"{key}.{part}_proj"
-            found |= self.up.targets(key_of, [part], bias=self.has_bias, scale=scale, bias_scale=scale)
+            found |= self.up.targets(f"{key}.{part}_proj", [part], scale=scale, bias_scale=scale)
         return found

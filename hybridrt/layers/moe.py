@@ -184,15 +184,15 @@ class Latent(nn.Module):
 
     def __init__(self, name: str, hidden_size: int, size: int, *, bias: bool, build: Build) -> None:
         super().__init__()
-        self.has_bias, biased, uncut = bias, ("latent",) if bias else (), replace(build, tp=TPGroup())
-        into, back = [Segment("latent", size)], [Segment("latent", hidden_size)]
-        self.into = ColumnLinear(f"{name}.to_latent", hidden_size, into, bias=biased, build=uncut)
-        self.back = ColumnLinear(f"{name}.from_latent", size, back, bias=biased, build=uncut)
+        uncut = replace(build, tp=TPGroup())
+        into, back = ([Segment("latent", outputs, bias=bias)] for outputs in (size, hidden_size))
+        self.into = ColumnLinear(f"{name}.to_latent", hidden_size, into, build=uncut)
+        self.back = ColumnLinear(f"{name}.from_latent", size, back, build=uncut)
 
     def targets(self, into_key: str, back_key: str) -> dict[str, CheckpointTarget]:
         return {
-            **self.into.targets(into_key, ["latent"], bias=self.has_bias),
-            **self.back.targets(back_key, ["latent"], bias=self.has_bias),
+            **self.into.targets(into_key, ["latent"]),
+            **self.back.targets(back_key, ["latent"]),
         }
 
 
