@@ -172,11 +172,10 @@ def gdn_gates_triton(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor
     g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
     heads = a.shape[-1]
     a, b = a.reshape(-1, heads), b.reshape(-1, heads)
-    if a.numel():
-        _gates_kernel[(a.shape[0],)](
-            a, b, weights.A_log, weights.dt_bias, g, beta, a.stride(0), b.stride(0),
-            HV=heads, BETA_SCALE=weights.beta_scale, BLOCK=triton.next_power_of_2(heads), num_warps=1,
-        )  # fmt: skip
+    _gates_kernel[(a.shape[0],)](
+        a, b, weights.A_log, weights.dt_bias, g, beta, a.stride(0), b.stride(0),
+        HV=heads, BETA_SCALE=weights.beta_scale, BLOCK=triton.next_power_of_2(heads), num_warps=1,
+    )  # fmt: skip
     return g, beta
 
 
@@ -192,8 +191,6 @@ def chunk_gated_delta_rule_triton(
     rows, (value_heads, value_dim), (key_heads, key_dim) = len(read_slots), v.shape[1:], inputs.k.shape[1:]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     out[plan.num_tokens :].zero_()
-    if rows == 0:
-        return out
     size, block_k = max(16, triton.next_power_of_2(plan.chunk_size)), max(16, triton.next_power_of_2(key_dim))
     if inputs.g.ndim > inputs.beta.ndim:
         chunks = prepare_channels(inputs, weights, plan, size)
@@ -223,12 +220,11 @@ def _prepare(
     scores = torch.empty_like(solved)
     factors = torch.empty(chunks, value_heads, 3, size, dtype=torch.float32, device=device)
     decay = torch.empty(chunks, value_heads, dtype=torch.float32, device=device)
-    if chunks:
-        _prepare_kernel[value_heads, chunks](
-            q, k, g, beta, plan.cu_chunk_seqlens, solved, scores, factors, decay,
-            strides(q), strides(k), g.stride(0), beta.stride(0), HK=key_heads, HV=value_heads, K=key_dim, Q=size,
-            LEVELS=size.bit_length() - 1, BLOCK_K=block_k, PRECISION=dot_precision(v.dtype), num_warps=4,
-        )  # fmt: skip
+    _prepare_kernel[value_heads, chunks](
+        q, k, g, beta, plan.cu_chunk_seqlens, solved, scores, factors, decay,
+        strides(q), strides(k), g.stride(0), beta.stride(0), HK=key_heads, HV=value_heads, K=key_dim, Q=size,
+        LEVELS=size.bit_length() - 1, BLOCK_K=block_k, PRECISION=dot_precision(v.dtype), num_warps=4,
+    )  # fmt: skip
     return PreparedChunks(q, k, None, v, solved, scores, factors, decay)
 
 

@@ -126,8 +126,6 @@ def gdn_classic_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, 
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    if batch == 0:
-        return out
     tile, by_channel = classic_tile(batch, states), a.ndim == 4
     # Decays for each channel are a vector more; beside tiles of twice as many rows it would not fit into 64 registers.
     registers = 80 if by_channel and states.element_size() < 4 else 64

@@ -242,8 +242,6 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
     _, value_heads, value_dim, key_dim = states.shape
     key_heads, device = (channels - value_heads * value_dim) // (2 * key_dim), qkv.device
     out = torch.empty((batch, tokens, value_heads, value_dim), dtype=qkv.dtype, device=device)
-    if batch == 0:
-        return out
     width = ring.gates.shape[2]
     by_channel = a.ndim == 4
     dtype = torch.float32 if by_channel else ring.keys.dtype

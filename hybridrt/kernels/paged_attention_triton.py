@@ -358,8 +358,6 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]
 def write_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
     """`write_kv`, one program a token."""
     tokens, kv_heads, head_dim = k.shape
-    if tokens == 0:
-        return
     _write_kv_kernel[(tokens,)](
         k, v, k_cache, v_cache, out_cache_loc, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HKV=kv_heads, D=head_dim, PAGE=k_cache.shape[1], BLOCK_H=triton.next_power_of_2(kv_heads),

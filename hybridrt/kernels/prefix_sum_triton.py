@@ -63,9 +63,8 @@ def _launch(x: Tensor, state: StateSlots, starts: Tensor | None, tokens: int) ->
     stored, rows, _ = intermediate or (None, None, None)
     columns, batch = x.shape[1], len(read_slots)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    if batch and x.numel():
-        _prefix_sum_kernel[batch, triton.cdiv(columns, COLUMNS)](
-            x, out, states, read_slots, write_slots, starts, stored, rows, x.stride(0), strides(stored)[0],
-            T=tokens, C=columns, BLOCK_T=triton.next_power_of_2(tokens or TOKENS), BLOCK_C=COLUMNS, num_warps=4,
-        )  # fmt: skip
+    _prefix_sum_kernel[batch, triton.cdiv(columns, COLUMNS)](
+        x, out, states, read_slots, write_slots, starts, stored, rows, x.stride(0), strides(stored)[0],
+        T=tokens, C=columns, BLOCK_T=triton.next_power_of_2(tokens or TOKENS), BLOCK_C=COLUMNS, num_warps=4,
+    )  # fmt: skip
     return out
