@@ -76,9 +76,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         if self.kv_pool.device.type == "cuda":  # a graph would keep what the run before its capture has computed
             return TorchPlan()
         step: PagedMetadata = self.planned(batch)
-        if step.plan is None:
-            step.plan = TorchPlan()
-        plan: TorchPlan = step.plan
+        step.plan = plan = step.plan or TorchPlan()
         return plan
 
 
