@@ -15,7 +15,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.kernels.skinny_linear import Activation
 from hybridrt.layers.methods import Part
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter
+from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter, unchanged
 
 # What a block adds and what it is to be added to, [T, hidden] each; None where the first has been added already.
 Summands = tuple[torch.Tensor, torch.Tensor | None]
@@ -62,16 +62,15 @@ class _SegmentedLinear(nn.Module):
             self.bias = parameter(outputs, dtype=build.dtype, device=build.device, dummy="zeros")
             self.bias.data.zero_()
 
-    def _part(self, names: Sequence[str], name: str, scale: float, rearrange: Transform | None = None) -> Part:
+    def _part(self, names: Sequence[str], name: str, scale: float, rearrange: Transform = unchanged) -> Part:
         """Segment `name` of a checkpoint tensor that holds `names` side by side."""
-        sizes, index, shards = (
-            [self.segments[n].size for n in names],
-            list(names).index(name),
-            self.segments[name].shards,
-        )
-        # split, not narrow: it raises unless the sizes add up to the whole tensor.
-        take: Transform = lambda t: self.tp.shard(t.split(sizes, self.dim)[index], self.dim, shards)  # noqa: E731
-        select = take if rearrange is None else _compose(rearrange, take)
+        sizes, shards = {n: self.segments[n].size for n in names}, self.segments[name].shards
+
+        def select(t: torch.Tensor) -> torch.Tensor:
+            # split, not narrow: it raises unless the sizes add up to the whole tensor.
+            parts = dict(zip(sizes, rearrange(t).split([*sizes.values()], self.dim)))
+            return self.tp.shard(parts[name], self.dim, shards)
+
         return Part(f"{self.name}.{name}", self.dim, *self.spans[name], select, scale)
 
 
@@ -94,7 +93,7 @@ class ColumnLinear(_SegmentedLinear):
         *,
         scale: Mapping[str, float] | None = None,
         bias_scale: Mapping[str, float] | None = None,
-        rearrange: Transform | None = None,
+        rearrange: Transform = unchanged,
     ) -> CheckpointMap:
         """Targets of `key`.weight (and .bias), whose rows are the segments `names` one after the other.
 
@@ -146,7 +145,7 @@ class RowLinear(_SegmentedLinear):
         """Targets of `key`.weight (and .bias), the matrix that reads segment `name`. `scale` scales its output."""
         found = self.method.targets(key, [self._part([name], name, scale)])
         if self.bias is not None and self.segments[name].bias:
-            piece = Piece(f"{self.name}.{name}.bias", self.bias.data, lambda t: t, scale, accumulate=True)
+            piece = Piece(f"{self.name}.{name}.bias", self.bias.data, unchanged, scale, accumulate=True)
             found[f"{key}.bias"] = (piece,)
         return found
 
@@ -160,7 +159,3 @@ def norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(act(linear(norm(x + residual))), x + residual) for x, residual [T, in]: how a block begins."""
     return linear.method.apply_normed(norm, x, residual, linear.bias, activation)
-
-
-def _compose(first: Transform, second: Transform) -> Transform:
-    return lambda t: second(first(t))

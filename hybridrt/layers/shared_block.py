@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.config import AttentionConfig
-from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import Rope
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
@@ -27,8 +26,7 @@ class Adapter(nn.Module):
     def __init__(self, name: str, size: int, rank: int, matrices: dict[str, list[Segment]], *, build: Build) -> None:
         super().__init__()
         # Every rank needs all of the low-rank vectors, so that they are not cut.
-        uncut = replace(build, tp=TPGroup())
-        self.down = ColumnLinear(f"{name}.down", size, [Segment(each, rank) for each in matrices], build=uncut)
+        self.down = ColumnLinear(f"{name}.down", size, [Segment(each, rank) for each in matrices], build=build.uncut)
         self.ups = nn.ModuleDict(
             {each: ColumnLinear(f"{name}.{each}", rank, parts, build=build) for each, parts in matrices.items()}
         )
