@@ -22,15 +22,13 @@ from torch import Tensor
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.delta_chunks_triton import PreparedChunks, tile_mask, unit_inverse
-from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.kda_chunks_triton import prepare_channels
 from hybridrt.kernels.launch import dot_precision, multiprocessors
-from hybridrt.kernels.mamba2_common_triton import log_decay, strides
+from hybridrt.kernels.mamba2_common_triton import L2_EPS, log_decay, strides
 from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
 
 MAX_CHUNK = 64
 PREFETCH_BYTES = 213_000  # of chunks on the way to a program; the rest of its 227 KB holds operands
-_EPS = tl.constexpr(L2_NORM_EPS)
 
 
 @triton.jit
@@ -68,8 +66,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     g = tl.load(g_ptr + first * g_st + t * g_st + h, mask=live, other=0.0)
     beta = tl.load(beta_ptr + first * beta_st + t * beta_st + h, mask=live, other=0.0)
     log_decay, total = tl.cumsum(g, 0), tl.sum(g, 0)
-    k_factor = 1.0 / tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + _EPS)
-    q_factor = K**-0.5 / tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + _EPS)
+    k_factor = 1.0 / tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
+    q_factor = K**-0.5 / tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS)
     pair = tl.exp(log_decay[:, None] - log_decay[None, :]) * k_factor[None, :]
     r, c = t[:, None], t[None, :]
     place = (chunk.to(tl.int64) * HV + h) * (Q * Q) + r * Q + c

@@ -9,21 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.gdn_classic_triton import gdn_classic_triton
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.gdn_stream_triton import gdn_stream_triton
-from hybridrt.kernels.mamba2_common_triton import log_decay, push_inputs, state_of_parent, step_input, strides
+from hybridrt.kernels.mamba2_common_triton import L2_EPS, log_decay, push_inputs, state_of_parent, step_input, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import DeltaInputs, FusedStep, GateWeights, StateSlots
 
 BLOCK_V = 32
-_EPS = tl.constexpr(L2_NORM_EPS)
 
 
 @triton.jit
 def _normalized(x):  # type: ignore[no-untyped-def]
-    return x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + _EPS))
+    return x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + L2_EPS))
 
 
 @triton.jit
