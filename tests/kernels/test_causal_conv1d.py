@@ -64,7 +64,7 @@ def test_varlen_equals_loop(dtype: torch.dtype, taps: int, width: int, separate:
     out = causal_conv1d_varlen(x, requests.weights, state, query_start_loc)
     assert out.dtype == dtype and not out[-2:].any()
     ends = int32(*(c + n for c, n in zip(requests.computed, requests.new, strict=True)))
-    windows = conv_window(requests.conv, int32(*write), ends, taps)
+    windows = conv_window(requests.conv, int32(*write), ends, taps).mT
     for row in range(len(read)):
         if requests.new[row]:
             close(out[query_start_loc[row] : query_start_loc[row + 1]], requests.expected(row), TOLERANCE[dtype])
@@ -124,7 +124,7 @@ def test_update_equals_loop(dtype: torch.dtype, tokens: int, separate: bool) -> 
     ends = int32(*(c + tokens for c in requests.computed))
     for row in range(5):
         close(out[row], requests.expected(row), TOLERANCE[dtype])
-        assert same_bytes(conv_window(requests.conv, int32(*write), ends, 4)[row], requests.tail(row))
+        assert same_bytes(conv_window(requests.conv, int32(*write), ends, 4)[row].t(), requests.tail(row))
     assert changed_rows(before, requests.conv) == set(write)
 
 
@@ -151,9 +151,12 @@ def test_update_padding_rows_leave_no_trace() -> None:
     windows_before = windows.clone()
     x, _ = requests.packed()
     state = ConvState(requests.conv, slots, slots, int32(*requests.computed))
-    stored = IntermediateStates(windows, int32(4, 3, 1))
-    out = causal_conv1d_update(x.unflatten(0, (3, 2)), requests.weights, state, stored)
+    chain = IntermediateStates(windows, int32(4, 3, 1), torch.tensor([[-1, 0]] * 3, dtype=torch.int32))
+    of_tree = causal_conv1d_update(x.unflatten(0, (3, 2)), requests.weights, state, chain)
+    assert changed_rows(before, requests.conv) == set()
+    out = causal_conv1d_update(x.unflatten(0, (3, 2)), requests.weights, state)
     assert not out[1].any() and not out.isnan().any()
+    close(of_tree, out, 1e-6)
     assert changed_rows(before, requests.conv) == {5, 30}
     assert changed_rows(windows_before, windows) == {1, 4}
     assert same_bytes(windows[4, 1], requests.tail(0)) and same_bytes(windows[1, 1], requests.tail(2))
