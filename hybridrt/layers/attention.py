@@ -10,7 +10,7 @@ from hybridrt.kernels.activation import sigmoid_mul
 from hybridrt.kernels.records import Rope
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget
+from hybridrt.layers.weights import Build, CheckpointTarget, unchanged
 
 
 def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> AttentionSpec:
@@ -79,6 +79,7 @@ class Attention(nn.Module):
         self.qkv = ColumnLinear(f"{name}.qkv", hidden_size, parts, build=build)
         self.sizes = self.qkv.sizes
         self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width, bias=bias)], hidden_size, build=build)
+        self.rope = None if cos_sin is None else Rope(cos_sin)
         self.q_norm = self.k_norm = None
         if qk_norm is not None:
             eps, zero_centered = qk_norm
@@ -86,12 +87,8 @@ class Attention(nn.Module):
                 RMSNorm(f"{name}.{part}_norm", config.head_dim, eps, device=build.device, zero_centered=zero_centered)
                 for part in ("q", "k")
             )
-        self.rope = None if cos_sin is None else self._rope(cos_sin)
-
-    def _rope(self, cos_sin: torch.Tensor) -> Rope:
-        if self.q_norm is None or self.k_norm is None:
-            return Rope(cos_sin)
-        return Rope(cos_sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            if self.rope is not None:
+                self.rope = Rope(self.rope.cos_sin, self.q_norm.weight, self.k_norm.weight, eps)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Attention over norm(x + residual), and x + residual."""
@@ -110,15 +107,11 @@ class Attention(nn.Module):
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and norms under `key`."""
-        heads, dim = self.config.num_heads, self.config.head_dim
+        shape = (self.config.num_heads, 2, self.config.head_dim)
+        names, rearrange = ["q"], unchanged
         if self.gated:  # q_proj holds, head by head, the query and then its gate
-            found = self.qkv.targets(
-                f"{key}.q_proj",
-                ["q", "gate"],
-                rearrange=lambda t: t.unflatten(0, (heads, 2, dim)).transpose(0, 1).flatten(0, 2),
-            )
-        else:
-            found = self.qkv.targets(f"{key}.q_proj", ["q"])
+            names, rearrange = ["q", "gate"], lambda t: t.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
+        found = self.qkv.targets(f"{key}.q_proj", names, rearrange=rearrange)
         for name in ("k", "v"):
             found |= self.qkv.targets(f"{key}.{name}_proj", [name])
         if self.q_norm is not None and self.k_norm is not None:
