@@ -84,7 +84,7 @@ class CausalLM(nn.Module, ABC):
         for known, table in self._rotary:
             if (known.rope, known.rotary_dim) == (attention.rope, attention.rotary_dim):
                 return table
-        self._rotary.append((attention, rotary_table(self.config, self.max_len, self.device, attention)))
+        self._rotary.append((attention, rotary_table(self.config, attention, self.max_len, self.device)))
         return self._rotary[-1][1]
 
     def attach_mtp(self, head: "MTPHead") -> None:

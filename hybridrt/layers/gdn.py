@@ -67,9 +67,7 @@ class GDNMixer(nn.Module):
         self.A_log = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
         # One weight of a head for all of them, written out for each: so the norm reads z where the projection left it.
-        self.norm = GatedRMSNorm(
-            f"{name}.norm", self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build,
-        )  # fmt: skip
+        self.norm = GatedRMSNorm(self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mixer of norm(x + residual), and x + residual."""

@@ -59,9 +59,7 @@ class Mamba2Mixer(nn.Module):
         self.norm: GatedRMSNorm | None = None
         if gated_norm is not None:
             (eps, before), group = gated_norm, config.intermediate_size // config.n_groups
-            self.norm = GatedRMSNorm(
-                f"{name}.norm", self.width, eps, group_size=group, norm_before_gate=before, build=build
-            )
+            self.norm = GatedRMSNorm(self.width, eps, group_size=group, norm_before_gate=before, build=build)
 
     def forward(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` unless there
@@ -89,11 +87,10 @@ class Mamba2Mixer(nn.Module):
 
     def _conv_shard(self, t: torch.Tensor) -> torch.Tensor:
         """[conv_dim, 1, K] or [conv_dim] of the checkpoint to this rank's x, B and C rows."""
-        segments = [s for s in mamba2_segments(self.config, self.tp) if s.name in ("x", "B", "C")]
+        _, *segments, _ = mamba2_segments(self.config, self.tp)
         parts = t.split([s.size for s in segments])
-        shards = [self.tp.shard(part, 0, s.shards) for part, s in zip(parts, segments)]
-        whole_shard = torch.cat(shards)
-        return whole_shard.squeeze(1) if whole_shard.dim() == 3 else whole_shard
+        shard = torch.cat([self.tp.shard(part, 0, s.shards) for part, s in zip(parts, segments)])
+        return shard.squeeze(1) if shard.dim() == 3 else shard
 
 
 class Mamba2Block(nn.Module):
