@@ -88,10 +88,6 @@ class ReportRow:
     others: dict[str, str]
 
 
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
@@ -163,7 +159,7 @@ def _pick(op: str, device_type: str, name: str | None) -> By:
 def objection(name: str, device_type: str) -> str | None:
     """Why a provider cannot serve calls on a device; None if it can."""
     provider = PROVIDERS[name]
-    interpreted = name == "triton" and _interpreted()
+    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if device_type not in provider.devices and not interpreted:
         return f"runs on {' and '.join(provider.devices)} only"
     return _missing(provider)
