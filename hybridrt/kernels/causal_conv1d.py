@@ -49,7 +49,7 @@ def causal_conv1d_varlen(
     if num_tokens == 0:
         return torch.empty_like(x)
     first, end = query_start_loc[:-1, None], query_start_loc[1:, None]
-    window = conv_window(conv, read_slots, start_positions, taps)
+    window = _window(conv, read_slots, start_positions, taps)
     offsets = torch.arange(taps - 1, device=x.device)
 
     # A row shorter than K - 1 tokens writes its missing outputs to one spare row at the end.
@@ -74,7 +74,7 @@ def _check_update(
 
 def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor, saves: SavedStates) -> None:
     """What `causal_conv1d_varlen` leaves in the rings of `saves`, before it changes those that are read."""
-    window = conv_window(state.conv, state.read_state_slots, state.start_positions, taps)
+    window = _window(state.conv, state.read_state_slots, state.start_positions, taps)
     slots = torch.where(saves.row_slots > 0, saves.row_slots, -1)
     first, length = query_start_loc[:-1, None], saves.row_lengths[:, None]
     _write_window(x, window, state._replace(write_state_slots=slots), first, length)
@@ -112,7 +112,7 @@ def causal_conv1d_update(
     weight, bias, activation = weights
     conv, read_slots, write_slots, start_positions = state
     num_tokens, taps = x.shape[1], weight.shape[1]
-    history = torch.cat([conv_window(conv, read_slots, start_positions, taps), x], dim=1)
+    history = torch.cat([_window(conv, read_slots, start_positions, taps), x], dim=1)
     if intermediate is None:
         offsets = torch.arange(1 - taps, num_tokens, device=x.device)
         write_columns(conv, write_slots, _columns(conv, start_positions[:, None] + offsets), history)
@@ -127,8 +127,13 @@ def causal_conv1d_update(
     return _activate(out, activation).masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype)
 
 
-def conv_window(conv: Tensor, slots: Tensor, positions: Tensor, taps: int) -> Tensor:
-    """The K - 1 raw inputs before `positions` [B], oldest first: [B, K-1, C], conv's dtype, zero before position 0."""
+def conv_window(conv: Tensor, slots: Tensor, positions: Tensor, kernel: int) -> Tensor:
+    """The K - 1 raw inputs before `positions` [B], oldest first: [B, C, K-1], conv's dtype, zero before position 0."""
+    return _window(conv, slots, positions, kernel).transpose(1, 2).contiguous()
+
+
+def _window(conv: Tensor, slots: Tensor, positions: Tensor, taps: int) -> Tensor:
+    """`conv_window` as [B, K-1, C]."""
     before = positions[:, None] + torch.arange(1 - taps, 0, device=conv.device)
     window = conv[slots.clamp(min=0)[:, None], :, _columns(conv, before)]
     return window.masked_fill_((before < 0)[:, :, None], 0.0)

@@ -64,7 +64,7 @@ def test_varlen_equals_loop(dtype: torch.dtype, taps: int, width: int, separate:
     out = causal_conv1d_varlen(x, requests.weights, state, query_start_loc)
     assert out.dtype == dtype and not out[-2:].any()
     ends = int32(*(c + n for c, n in zip(requests.computed, requests.new, strict=True)))
-    windows = conv_window(requests.conv, int32(*write), ends, taps).mT
+    windows = conv_window(requests.conv, int32(*write), ends, taps)
     for row in range(len(read)):
         if requests.new[row]:
             close(out[query_start_loc[row] : query_start_loc[row + 1]], requests.expected(row), TOLERANCE[dtype])
@@ -124,7 +124,7 @@ def test_update_equals_loop(dtype: torch.dtype, tokens: int, separate: bool) -> 
     ends = int32(*(c + tokens for c in requests.computed))
     for row in range(5):
         close(out[row], requests.expected(row), TOLERANCE[dtype])
-        assert same_bytes(conv_window(requests.conv, int32(*write), ends, 4)[row].t(), requests.tail(row))
+        assert same_bytes(conv_window(requests.conv, int32(*write), ends, 4)[row], requests.tail(row))
     assert changed_rows(before, requests.conv) == set(write)
 
 

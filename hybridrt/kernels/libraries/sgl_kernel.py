@@ -132,7 +132,7 @@ def causal_conv1d_varlen(
     refuse(LIBRARY, "convolution", _too_wide(taps))
     if saves is not None:
         save_windows(x, taps, state, query_start_loc, saves)
-    windows = conv_window(conv, read_slots, start_positions, taps).transpose(1, 2).contiguous()
+    windows = conv_window(conv, read_slots, start_positions, taps)
     started = torch.ones(len(windows), dtype=torch.bool, device=x.device)
     channels = x.t().contiguous()
     starts = query_start_loc.contiguous()
