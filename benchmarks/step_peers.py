@@ -1,13 +1,24 @@
-"""Steps of recurrent layers by libraries, for comparison: bench_kernels times them beside ours, and tests on a GPU hold
-them to the reference. The runtime takes whole steps (`mamba2_decode`, `gdn_decode`), of which no library has a kernel.
+"""Operations by libraries, for comparison: bench_kernels times them beside ours, and tests on a GPU hold them to the
+reference. The runtime takes whole steps of recurrent layers (`mamba2_decode`, `gdn_decode`), of which no library has a
+kernel, and flashinfer's attention by its backend, which plans once for all layers.
 """
 
+import torch
 from torch import Tensor
 
 from hybridrt.kernels.gated_delta_rule import recurrent_gated_delta_rule
 from hybridrt.kernels.libraries.common import refuse
+from hybridrt.kernels.paged_attention import attention_extend
 from hybridrt.kernels.providers import By, register
-from hybridrt.kernels.records import DeltaInputs, GateWeights, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.records import (
+    AttentionPrompts,
+    DeltaInputs,
+    GateWeights,
+    PagedKV,
+    SSMInputs,
+    SSMWeights,
+    StateSlots,
+)
 from hybridrt.kernels.selective_state_update import selective_state_update
 from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
 
@@ -17,6 +28,25 @@ def register_peers() -> None:
     register(selective_state_update.name, By("flashinfer", f"{__name__}:flashinfer_state_update", priority=5))
     register(selective_state_update.name, By("mamba_ssm", f"{__name__}:mamba_state_update", priority=4))
     register(recurrent_gated_delta_rule.name, By("fla", f"{__name__}:fla_recurrent_gated_delta_rule", priority=5))
+    register(attention_extend.name, By("flashinfer", f"{__name__}:flashinfer_attention_extend", priority=4))
+
+
+def flashinfer_attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
+    """`attention_extend`, planned for this call alone."""
+    from hybridrt.kernels.libraries.flashinfer import WORKSPACE_BYTES, HeadLayout, PagedAttention
+
+    real = sum(batch.query_lens)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out[real:].zero_()
+    if real == 0:
+        return out
+    _, page_size, kv_heads, _ = kv.k_cache.shape
+    layout = HeadLayout(q.shape[1], kv_heads, q.shape[2], page_size, kv.scale, kv.sliding_window, q.dtype)
+    attention = PagedAttention(torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device))
+    attention.plan(batch.query_lens, batch.seq_lens_host, layout)
+    attention.fill_pages(kv.req_to_token, batch.rows, page_size)
+    out[:real] = attention.run(q[:real], kv.k_cache, kv.v_cache)
+    return out
 
 
 def flashinfer_state_update(

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
 from hybridrt.config import AttentionConfig, ModelConfig
-from hybridrt.distributed.groups import TPGroup
 from hybridrt.families.base import routed_experts
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.registry import state_shape
@@ -86,7 +84,7 @@ class CausalLM(nn.Module, ABC):
         for known, table in self._rotary:
             if (known.rope, known.rotary_dim) == (attention.rope, attention.rotary_dim):
                 return table
-        self._rotary.append((attention, rotary_table(self.config, self.max_len, self.device, attention)))
+        self._rotary.append((attention, rotary_table(self.config, attention, self.max_len, self.device)))
         return self._rotary[-1][1]
 
     def attach_mtp(self, head: "MTPHead") -> None:
@@ -164,8 +162,7 @@ class MTPHead(nn.Module, ABC):
         self.embedding_norm = RMSNorm("mtp.embedding_norm", size, **norm)
         self.hidden_norm = RMSNorm("mtp.hidden_norm", size, **norm)
         # Every rank needs the whole fused vector, so the projection is not cut.
-        uncut = replace(model.build, tp=TPGroup())
-        self.fuse = RowLinear("mtp.fuse", [Segment("both", 2 * size)], size, build=uncut)
+        self.fuse = RowLinear("mtp.fuse", [Segment("both", 2 * size)], size, build=model.build.uncut)
         self.norm = RMSNorm("mtp.norm", size, **norm)
         self.stack = model.make_stack(range(first, first + len(model.config.mtp_layers)))
 

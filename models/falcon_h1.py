@@ -28,7 +28,7 @@ from hybridrt.models.base import CausalLM
 
 
 class ParallelMixer(nn.Module):
-    """Attention and Mamba-2 with common projections. `hf` holds the multipliers and bias switches of config.json."""
+    """Attention and Mamba-2 with common projections. `hf` holds the multipliers of config.json."""
 
     def __init__(
         self, config: ModelConfig, layer_id: int, name: str, branch: Branch, cos_sin: torch.Tensor, build: Build
@@ -42,13 +42,15 @@ class ParallelMixer(nn.Module):
         self.mamba = Mamba2Mixer(
             f"{name}.mamba", mamba, layer_id, conv_bias=hf.mamba_conv_bias, gated_norm=gated_norm, build=build
         )
-        ssm_parts, qkv_parts = mamba2_segments(mamba, tp), qkv_segments(attention, tp)
-        biased = [s.name for s in ssm_parts if hf.mamba_proj_bias] + [s.name for s in qkv_parts if hf.attention_bias]
-        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden, ssm_parts + qkv_parts, bias=biased, build=build)
-        outputs = [Segment("attn", attention.num_heads * attention.head_dim), Segment("ssm", mamba.intermediate_size)]
-        out_bias = hf.attention_bias or hf.projectors_bias
-        self.out_proj = RowLinear(f"{name}.out_proj", outputs, hidden, bias=out_bias, build=build)
-        self.sizes = (sum(s.local(tp) for s in ssm_parts), self.attn.q_size, self.attn.kv_size, self.attn.kv_size)
+        parts = mamba2_segments(mamba, tp, hf.mamba_proj_bias) + qkv_segments(attention, tp, hf.attention_bias)
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden, parts, build=build)
+        outputs = [
+            Segment("attn", attention.num_heads * attention.head_dim, bias=hf.attention_bias),
+            Segment("ssm", mamba.intermediate_size, bias=hf.projectors_bias),
+        ]
+        self.out_proj = RowLinear(f"{name}.out_proj", outputs, hidden, build=build)
+        *of_mamba, q, k, v = self.in_proj.sizes
+        self.sizes = (sum(of_mamba), q, k, v)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
@@ -66,26 +68,15 @@ class ParallelMixer(nn.Module):
         by_output = dict(zip(ssm_names, hf.ssm_multipliers))
         by_input = {n: m * hf.ssm_in_multiplier for n, m in by_output.items()}
         found: CheckpointMap = {
-            **self.in_proj.targets(
-                f"{key}.mamba.in_proj", ssm_names, bias=hf.mamba_proj_bias, scale=by_input, bias_scale=by_output
-            ),
-            **self.out_proj.targets(
-                f"{key}.mamba.out_proj", "ssm", bias=hf.projectors_bias, scale=hf.ssm_out_multiplier
-            ),
-            **self.out_proj.targets(
-                f"{key}.self_attn.o_proj", "attn", bias=hf.attention_bias, scale=hf.attention_out_multiplier
-            ),
+            **self.in_proj.targets(f"{key}.mamba.in_proj", ssm_names, scale=by_input, bias_scale=by_output),
+            **self.out_proj.targets(f"{key}.mamba.out_proj", "ssm", scale=hf.ssm_out_multiplier),
+            **self.out_proj.targets(f"{key}.self_attn.o_proj", "attn", scale=hf.attention_out_multiplier),
             **self.mamba.targets(f"{key}.mamba"),
         }
         for name, multiplier in (("q", 1.0), ("k", hf.key_multiplier), ("v", 1.0)):
             scale = {name: multiplier * hf.attention_in_multiplier}
-            found |= self.in_proj.targets(
-                f"{key}.self_attn.{name}_proj",
-                [name],
-                bias=hf.attention_bias,
-                scale=scale,
-                bias_scale={name: multiplier},
-            )
+            at = f"{key}.self_attn.{name}_proj"
+            found |= self.in_proj.targets(at, [name], scale=scale, bias_scale={name: multiplier})
         return found
 
 

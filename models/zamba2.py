@@ -8,13 +8,11 @@ projections q, k, v and of the MLP's first (Zyphra 2024, arXiv:2411.15242).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from hybridrt.config import ModelConfig
-from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands, norm_linear
@@ -33,9 +31,8 @@ class HybridPart(nn.Module):
 
     def __init__(self, name: str, i: int, block: SharedBlock, mamba: Mamba2Block, hidden: int, *, build: Build) -> None:
         super().__init__()
-        uncut = replace(build, tp=TPGroup())
         self.i, self.block, self.mamba = i, block, mamba
-        self.linear = ColumnLinear(f"{name}.linear", hidden, [Segment("x", hidden)], build=uncut)
+        self.linear = ColumnLinear(f"{name}.linear", hidden, [Segment("x", hidden)], build=build.uncut)
 
     def forward(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, embedded: torch.Tensor

@@ -16,6 +16,7 @@ class Fa3AttnBackend(PagedAttnBackend):
     """Hopper's own matrix instructions; nothing is planned on the host but prefill's pages. 16-bit KV, chains alone."""
 
     provider, captures_prompts = "sgl_kernel", False
+    head_dims, architectures = (64, 96, 128, 192, 256), (8, 9)
     auto_prefill = ("cuda",)  # it prefills faster than our kernels (docs/performance.md)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:

@@ -42,7 +42,7 @@ class FlashinferAttnBackend(PagedKVBackend):
     """Plans need the lengths of all rows on the host, so a replay waits for them; chains alone, 16-bit KV."""
 
     provider, needs_host_lens, captures_prompts = "flashinfer", True, False
-    operations = ("attention_extend",)
+    head_dims, architectures = (64, 128, 256), (8, 9, 10, 12)
     auto_prefill = ("cuda",)  # it prefills faster than our kernels (docs/performance.md)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:

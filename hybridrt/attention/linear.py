@@ -181,7 +181,11 @@ class MambaAttnBackendBase(AttentionBackend):
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         tokens = batch.tokens_per_row
-        self._check_width(tokens)
+        if tokens > (max_tokens := self.mamba_pool.spec.tokens_per_step):
+            raise BackendError(
+                f"a step of {tokens} tokens a row on a state pool made for {max_tokens}: verify at most {max_tokens}, "
+                f"or build the pool with tokens_per_step={tokens}"
+            )
         step = self._plan(batch) if graph is None else self._plan_graph(batch, graph)
         step.previous = self._uncommitted()
         # A plain step's graph commits within it; a capture has no rows to commit.
@@ -287,14 +291,6 @@ class MambaAttnBackendBase(AttentionBackend):
     def drop_step(self) -> None:
         while step := self._uncommitted():
             step.open = False
-
-    def _check_width(self, tokens: int) -> None:
-        max_tokens = self.mamba_pool.spec.tokens_per_step
-        if tokens > max_tokens:
-            raise BackendError(
-                f"a step of {tokens} tokens a row on a state pool made for {max_tokens}: verify at most {max_tokens}, "
-                f"or build the pool with tokens_per_step={tokens}"
-            )
 
     def _decode_segment(self, batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
         """The decode rows, with slots, positions and ring cursors as they are on the device now."""

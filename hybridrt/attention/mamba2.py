@@ -9,12 +9,11 @@ from hybridrt.attention.segments import DecodeSegment, ExtendSegment
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba2_decode import mamba2_decode
-from hybridrt.kernels.mamba2_in_place import PoolRows, mamba2_in_place
+from hybridrt.kernels.mamba2_in_place import mamba2_in_place
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
 from hybridrt.kernels.records import SSMInputs, SSMWeights
 from hybridrt.kernels.selective_state_update import selective_state_update
 from hybridrt.kernels.views import by_head
-from hybridrt.mem_cache.mamba_pool import LayerCache
 
 
 class Mamba2AttnBackend(MambaAttnBackendBase):
@@ -27,35 +26,22 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
     kind, scan, saves_at_chunks = "mamba2", "mamba2_chunk_scan", True
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        cache, rows = self.layer_cache(layer.layer_id), segment.pool_rows
-        if rows is not None and cache.ring_values is None:
-            found = self._decode_in_place(layer, inputs, cache, rows)
-            if found is not None:
-                return found
-        return self._decode_rows(layer, inputs, segment)
-
-    def _decode_in_place(self, layer: Any, inputs: Inputs, cache: LayerCache, rows: PoolRows) -> torch.Tensor | None:
-        """The rows of a plain step on a CPU; None where they cannot be updated in place."""
-        xBC, conv_weights = inputs["xBC"], self.conv_weights(layer)
-        if not rows.holds(xBC, cache.conv, cache.temporal, conv_weights.weight.shape[1]):
-            return None
-        z = inputs["z"] if layer.norm is None else None
-        return mamba2_in_place(
-            xBC, inputs["dt"], z, conv_weights, self.weights(layer), cache.conv, cache.temporal, rows, inputs.get("out")
-        )
-
-    def _decode_rows(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        """The rows of any step."""
+        cache, rows, out = self.layer_cache(layer.layer_id), segment.pool_rows, inputs.get("out")
+        if rows and cache.ring_values is None:
+            xBC, z = inputs["xBC"], inputs["z"] if layer.norm is None else None
+            pools, conv_weights = (cache.conv, cache.temporal), self.conv_weights(layer)
+            if rows.holds(xBC, *pools, conv_weights.weight.shape[1]):
+                weights = self.weights(layer)
+                return mamba2_in_place(xBC, inputs["dt"], z, conv_weights, weights, *pools, rows, out)
         xBC, dt, gate = segment.by_row(inputs["xBC"]), segment.by_row(inputs["dt"]), None
         if layer.norm is None:
             gate = segment.by_row(inputs["z"]).unflatten(2, (layer.heads, layer.head_dim))
         if segment.parents is not None:  # the fused kernel does not follow parents
             conved = self.conved_rows(layer, segment, xBC)
-            state = segment.state(self.layer_cache(layer.layer_id))
+            state = segment.state(cache)
             x, B, C = split_conv_channels(conved, state.states.shape)
             y = selective_state_update(SSMInputs(x, dt, B, C, gate), self.weights(layer), state)
             return y.flatten(0, 1).flatten(1)
-        out = inputs.get("out")
         place = None if out is None else out.view(*dt.shape, layer.head_dim)
         step = self.fused_step(layer, segment)
         y = mamba2_decode(xBC, dt, gate, weights=self.weights(layer), step=step, out=place)

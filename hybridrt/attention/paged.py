@@ -37,12 +37,6 @@ class PagedMetadata:
     plan: Any = None
 
 
-def kernel_facts(device: torch.device, spec: AttentionSpec) -> dict[str, Any]:
-    """What providers are told of an attention layer when they are asked whether they can serve it."""
-    facts: dict[str, Any] = {"dtype": spec.dtype, "head_dim": spec.head_dim, "variant": spec.variant}
-    return facts | {"capability": torch.cuda.get_device_capability(device)} if device.type == "cuda" else facts
-
-
 class PagedKVBackend(SegmentedAttnBackend):
     """Writes keys and values into KVPool, and holds each step's rows and lengths.
 
@@ -51,7 +45,9 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     Attributes:
         provider: whose kernels attend (hybridrt.kernels.providers).
-        operations: those that it runs. latent_operations: those for layers of variant "mla"; empty if it has none.
+        serves_latent: whether it has kernels for layers of variant "mla".
+        head_dims, architectures: of a library whose kernels take a KV cache of 16 bits alone: the widths of heads that
+            they are compiled for, and the major numbers of the compute capability. Empty: any dtype, width and GPU.
 
     Raises:
         ProviderNotInstalledError, BackendError: the provider is missing, or cannot serve this device and these layers.
@@ -59,8 +55,9 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     provider: ClassVar[str]
     captures_prompts = True
-    operations: ClassVar[tuple[str, ...]] = ("attention_extend", "attention_decode")
-    latent_operations: ClassVar[tuple[str, ...]] = ()
+    serves_latent: ClassVar[bool] = False
+    head_dims: ClassVar[tuple[int, ...]] = ()
+    architectures: ClassVar[tuple[int, ...]] = ()
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         self.kv_pool = kv_pool
@@ -78,14 +75,20 @@ class PagedKVBackend(SegmentedAttnBackend):
     def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
         for spec in specs:
             latent = spec.variant == "mla"
-            if latent and not cls.latent_operations:
+            if latent and not cls.serves_latent:
                 return f'{cls.__name__} has no kernels for latent attention (variant "mla"); use "triton" or "torch"'
             if not latent and spec.v_head_dim != spec.head_dim:
                 return f"head_dim is {spec.head_dim} and v_head_dim {spec.v_head_dim}; {cls.__name__} takes equal ones"
-            for op in cls.latent_operations if latent else cls.operations:
-                if reason := objection(op, device.type, cls.provider, **kernel_facts(device, spec)):
-                    return reason
-        return None
+            if cls.head_dims and spec.dtype.itemsize != 2:
+                return f"the KV cache is {spec.dtype}, it takes bfloat16 and float16"
+            if cls.head_dims and spec.head_dim not in cls.head_dims:
+                return f"head_dim is {spec.head_dim}, it takes {', '.join(map(str, cls.head_dims))}"
+        if cls.architectures and device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            if major not in cls.architectures:
+                supported = ", ".join(f"sm_{each}x" for each in cls.architectures)
+                return f"the GPU is sm_{major}{minor}, it supports {supported}"
+        return objection(cls.provider, device.type)
 
     def _check_places(self, batch: ForwardBatch) -> None:
         """Rows, and the KV slots that the step writes and reads. Waits for the device."""
@@ -179,9 +182,11 @@ class PagedAttnBackend(PagedKVBackend):
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        self._extend, self._decode = (select(op, kv_pool.device.type, self.provider) for op in self.operations)
-        if self.latent_operations:
-            self._latent_extend = select("latent_extend", kv_pool.device.type, self.provider)
+        device = kv_pool.device.type
+        self._extend = select("attention_extend", device, self.provider)
+        self._decode = select("attention_decode", device, self.provider)
+        if self.serves_latent:
+            self._latent_extend = select("latent_extend", device, self.provider)
 
     def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(batch.num_decode_rows, batch.tokens_per_row, layer.spec.num_heads, -1)

@@ -15,9 +15,9 @@ class PrefixSumAttnBackend(MambaAttnBackendBase):
     kind = "prefix_sum"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        state = segment.state(self.layer_cache(layer.layer_id))
-        return prefix_sum_update(segment.by_row(inputs["x"]), state).flatten(0, 1)
+        x, state = inputs["x"], segment.state(self.layer_cache(layer.layer_id))
+        return prefix_sum_update(segment.by_row(x[:, None].flatten(1)), state).view(x.shape)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
-        state = segment.state(self.layer_cache(layer.layer_id))
-        return prefix_sum_varlen(inputs["x"], state, segment.prompts.query_start_loc)
+        x, state = inputs["x"], segment.state(self.layer_cache(layer.layer_id))
+        return prefix_sum_varlen(x[:, None].flatten(1), state, segment.prompts.query_start_loc).view(x.shape)

@@ -37,7 +37,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
     once a step."""
 
     provider = "torch"
-    latent_operations = ("latent_extend", "attention_decode")
+    serves_latent = True
     auto_decode = auto_prefill = ("cpu",)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
@@ -76,9 +76,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         if self.kv_pool.device.type == "cuda":  # a graph would keep what the run before its capture has computed
             return TorchPlan()
         step: PagedMetadata = self.planned(batch)
-        if step.plan is None:
-            step.plan = TorchPlan()
-        plan: TorchPlan = step.plan
+        step.plan = plan = step.plan or TorchPlan()
         return plan
 
 

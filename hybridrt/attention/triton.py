@@ -7,5 +7,5 @@ class TritonAttnBackend(PagedAttnBackend):
     """Decode is split over the KV length with lengths on the device; prefill is a flash kernel over pages."""
 
     provider = "triton"
-    latent_operations = ("latent_extend", "attention_decode")
+    serves_latent = True
     auto_decode = auto_prefill = ("cuda",)

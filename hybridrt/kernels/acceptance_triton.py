@@ -23,9 +23,8 @@ def accept_chain_triton(drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows:
     """Triton `accept_chain`; drawn and drafts contiguous."""
     batch, tokens = drawn.shape
     accepted = torch.empty(batch, dtype=torch.int32, device=drawn.device)
-    if batch:
-        _accept_chain_kernel[(batch,)](
-            drawn, drafts, num_drafts, rows, last_tokens, accepted, T=tokens,
-            BLOCK=max(2, triton.next_power_of_2(tokens)), num_warps=1,
-        )  # fmt: skip
+    _accept_chain_kernel[(batch,)](
+        drawn, drafts, num_drafts, rows, last_tokens, accepted, T=tokens,
+        BLOCK=max(2, triton.next_power_of_2(tokens)), num_warps=1,
+    )  # fmt: skip
     return accepted

@@ -67,9 +67,8 @@ def _launch(op: str, x: Tensor, other: Tensor, limit: float | None = None) -> Te
     inner = x.shape[-1]
     x, other = x.reshape(-1, inner), other.reshape(-1, other.shape[-1])
     block = min(BLOCK, triton.next_power_of_2(inner))
-    if x.numel():
-        _activation_kernel[(x.shape[0], triton.cdiv(inner, block))](
-            x, other, out, x.stride(0), other.stride(0), OP=op, LIMIT=limit, INNER=inner,
-            ONE_OTHER=other.shape[1] == 1 < inner, BLOCK=block, **pdl(x.device),
-        )  # fmt: skip
+    _activation_kernel[(x.shape[0], triton.cdiv(inner, block))](
+        x, other, out, x.stride(0), other.stride(0), OP=op, LIMIT=limit, INNER=inner,
+        ONE_OTHER=other.shape[1] == 1 < inner, BLOCK=block, **pdl(x.device),
+    )  # fmt: skip
     return out

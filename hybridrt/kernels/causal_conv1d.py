@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import Activation, ConvState, ConvWeights, IntermediateStates, SavedStates
-from hybridrt.kernels.slots import live_tokens, pad_mask, read_columns, write_columns, write_rows
+from hybridrt.kernels.slots import live_tokens, pad_mask, write_columns, write_rows
 
 
 def _check_varlen(x: Tensor, weights: ConvWeights, state: ConvState, *_: Any, **__: Any) -> None:
@@ -69,8 +69,7 @@ def causal_conv1d_varlen(
 def _check_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> None:
-    tree = intermediate is not None and intermediate.parents is not None
-    check_ring(state.conv, weights.weight.shape[1], 1 if tree else x.shape[1])
+    check_ring(state.conv, weights.weight.shape[1], x.shape[1] if intermediate is None else 1)
 
 
 def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor, saves: SavedStates) -> None:
@@ -102,7 +101,7 @@ def causal_conv1d_update(
 
     Args:
         x: [B, T, C] raw inputs, token t at position start_positions + t (tree: + depth of node t).
-        intermediate: where the window of each token is stored, and the tree.
+        intermediate: of a tree, where the window of each node is stored.
 
     Returns:
         [B, T, C] in x's dtype.
@@ -112,20 +111,18 @@ def causal_conv1d_update(
     """
     weight, bias, activation = weights
     conv, read_slots, write_slots, start_positions = state
-    windows, rows, parents = intermediate or (None, None, None)
     num_tokens, taps = x.shape[1], weight.shape[1]
     history = torch.cat([_window(conv, read_slots, start_positions, taps), x], dim=1)
-    if parents is None:
+    if intermediate is None:
         offsets = torch.arange(1 - taps, num_tokens, device=x.device)
         write_columns(conv, write_slots, _columns(conv, start_positions[:, None] + offsets), history)
         out = _tap_sum(history, weight, bias, num_tokens)
-        inputs = history.unfold(1, taps, 1).transpose(2, 3) if windows is not None else None
     else:
+        windows, rows, parents = intermediate
+        assert parents is not None, "what a chain wrote is rolled back by position"
         inputs = _along_ancestors(history, parents, taps)
         out = torch.einsum("btkc,ck->btc", inputs.float(), weight.float())
         out = out if bias is None else out + bias
-    if windows is not None:
-        assert inputs is not None and rows is not None
         write_rows(windows, torch.where(read_slots < 0, -1, rows), inputs[:, :, 1:].transpose(2, 3))
     return _activate(out, activation).masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype)
 
@@ -133,6 +130,13 @@ def causal_conv1d_update(
 def conv_window(conv: Tensor, slots: Tensor, positions: Tensor, kernel: int) -> Tensor:
     """The K - 1 raw inputs before `positions` [B], oldest first: [B, C, K-1], conv's dtype, zero before position 0."""
     return _window(conv, slots, positions, kernel).transpose(1, 2).contiguous()
+
+
+def _window(conv: Tensor, slots: Tensor, positions: Tensor, taps: int) -> Tensor:
+    """`conv_window` as [B, K-1, C]."""
+    before = positions[:, None] + torch.arange(1 - taps, 0, device=conv.device)
+    window = conv[slots.clamp(min=0)[:, None], :, _columns(conv, before)]
+    return window.masked_fill_((before < 0)[:, :, None], 0.0)
 
 
 def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
@@ -147,13 +151,6 @@ def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
 
 def _columns(conv: Tensor, positions: Tensor) -> Tensor:
     return positions & (conv.shape[2] - 1)
-
-
-def _window(conv: Tensor, slots: Tensor, positions: Tensor, taps: int) -> Tensor:
-    """`conv_window` as [B, K-1, C]."""
-    before = positions[:, None] + torch.arange(1 - taps, 0, device=conv.device)
-    window = read_columns(conv, slots, _columns(conv, before))
-    return window.masked_fill_((before < 0)[:, :, None], 0.0)
 
 
 def _shifted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

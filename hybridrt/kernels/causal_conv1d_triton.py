@@ -201,8 +201,6 @@ def causal_conv1d_update_triton(
     windows, rows, parents = intermediate or (None, None, None)
     (batch, tokens, width), channels = x.shape, conv.shape[1]
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
-    if batch == 0:
-        return out
     block_c = 256
     _update_kernel[triton.cdiv(channels, block_c), batch](
         x, weight, bias, conv, windows, out, read_slots, write_slots, start_positions, rows, parents,

@@ -22,15 +22,13 @@ from torch import Tensor
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.delta_chunks_triton import PreparedChunks, tile_mask, unit_inverse
-from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.kda_chunks_triton import prepare_channels
 from hybridrt.kernels.launch import dot_precision, multiprocessors
-from hybridrt.kernels.mamba2_common_triton import log_decay, strides
+from hybridrt.kernels.mamba2_common_triton import L2_EPS, log_decay, strides
 from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
 
 MAX_CHUNK = 64
 PREFETCH_BYTES = 213_000  # of chunks on the way to a program; the rest of its 227 KB holds operands
-_EPS = tl.constexpr(L2_NORM_EPS)
 
 
 @triton.jit
@@ -68,8 +66,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     g = tl.load(g_ptr + first * g_st + t * g_st + h, mask=live, other=0.0)
     beta = tl.load(beta_ptr + first * beta_st + t * beta_st + h, mask=live, other=0.0)
     log_decay, total = tl.cumsum(g, 0), tl.sum(g, 0)
-    k_factor = 1.0 / tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + _EPS)
-    q_factor = K**-0.5 / tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + _EPS)
+    k_factor = 1.0 / tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
+    q_factor = K**-0.5 / tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS)
     pair = tl.exp(log_decay[:, None] - log_decay[None, :]) * k_factor[None, :]
     r, c = t[:, None], t[None, :]
     place = (chunk.to(tl.int64) * HV + h) * (Q * Q) + r * Q + c
@@ -172,11 +170,10 @@ def gdn_gates_triton(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor
     g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
     heads = a.shape[-1]
     a, b = a.reshape(-1, heads), b.reshape(-1, heads)
-    if a.numel():
-        _gates_kernel[(a.shape[0],)](
-            a, b, weights.A_log, weights.dt_bias, g, beta, a.stride(0), b.stride(0),
-            HV=heads, BETA_SCALE=weights.beta_scale, BLOCK=triton.next_power_of_2(heads), num_warps=1,
-        )  # fmt: skip
+    _gates_kernel[(a.shape[0],)](
+        a, b, weights.A_log, weights.dt_bias, g, beta, a.stride(0), b.stride(0),
+        HV=heads, BETA_SCALE=weights.beta_scale, BLOCK=triton.next_power_of_2(heads), num_warps=1,
+    )  # fmt: skip
     return g, beta
 
 
@@ -192,8 +189,6 @@ def chunk_gated_delta_rule_triton(
     rows, (value_heads, value_dim), (key_heads, key_dim) = len(read_slots), v.shape[1:], inputs.k.shape[1:]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     out[plan.num_tokens :].zero_()
-    if rows == 0:
-        return out
     size, block_k = max(16, triton.next_power_of_2(plan.chunk_size)), max(16, triton.next_power_of_2(key_dim))
     if inputs.g.ndim > inputs.beta.ndim:
         chunks = prepare_channels(inputs, weights, plan, size)
@@ -223,12 +218,11 @@ def _prepare(
     scores = torch.empty_like(solved)
     factors = torch.empty(chunks, value_heads, 3, size, dtype=torch.float32, device=device)
     decay = torch.empty(chunks, value_heads, dtype=torch.float32, device=device)
-    if chunks:
-        _prepare_kernel[value_heads, chunks](
-            q, k, g, beta, plan.cu_chunk_seqlens, solved, scores, factors, decay,
-            strides(q), strides(k), g.stride(0), beta.stride(0), HK=key_heads, HV=value_heads, K=key_dim, Q=size,
-            LEVELS=size.bit_length() - 1, BLOCK_K=block_k, PRECISION=dot_precision(v.dtype), num_warps=4,
-        )  # fmt: skip
+    _prepare_kernel[value_heads, chunks](
+        q, k, g, beta, plan.cu_chunk_seqlens, solved, scores, factors, decay,
+        strides(q), strides(k), g.stride(0), beta.stride(0), HK=key_heads, HV=value_heads, K=key_dim, Q=size,
+        LEVELS=size.bit_length() - 1, BLOCK_K=block_k, PRECISION=dot_precision(v.dtype), num_warps=4,
+    )  # fmt: skip
     return PreparedChunks(q, k, None, v, solved, scores, factors, decay)
 
 

@@ -52,14 +52,13 @@ def gated_rms_norm_triton(
     """Triton `gated_rms_norm`."""
     tokens, channels = x.shape
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
-    if tokens:
-        block, groups = triton.next_power_of_2(group_size), channels // group_size
-        together = _tokens_of_a_program(tokens * groups // multiprocessors(x.device), block)
-        _gated_norm_kernel[(triton.cdiv(tokens, together) * groups,)](
-            x, gate, weight, out, x.stride(0), gate.stride(0), eps, tokens,
-            D=channels, GROUP=group_size, BLOCK=block, TOKENS=together, NORM_FIRST=norm_before_gate,
-            SIGMOID=activation == "sigmoid", num_warps=min(8, max(1, block // 512)), **pdl(x.device),
-        )  # fmt: skip
+    block, groups = triton.next_power_of_2(group_size), channels // group_size
+    together = _tokens_of_a_program(tokens * groups // multiprocessors(x.device), block)
+    _gated_norm_kernel[(triton.cdiv(tokens, together) * groups,)](
+        x, gate, weight, out, x.stride(0), gate.stride(0), eps, tokens,
+        D=channels, GROUP=group_size, BLOCK=block, TOKENS=together, NORM_FIRST=norm_before_gate,
+        SIGMOID=activation == "sigmoid", num_warps=min(8, max(1, block // 512)), **pdl(x.device),
+    )  # fmt: skip
     return out
 
 

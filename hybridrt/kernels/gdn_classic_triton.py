@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.mamba2_common_triton import (
+    L2_EPS,
     conv_of_operands,
     conv_operands,
     conv_taps,
@@ -28,7 +28,6 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import FusedStep, GateWeights
 
 TILE_BYTES = 4096
-_EPS = tl.constexpr(L2_NORM_EPS)
 
 
 @triton.jit
@@ -93,7 +92,7 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
         tl.float32
     )
     k_norm, q_norm, product = tl.reduce((key * key, query * query, key * query), 0, _add)
-    k_scale, q_scale = tl.rsqrt(k_norm + _EPS), tl.rsqrt(q_norm + _EPS) * (K**-0.5)
+    k_scale, q_scale = tl.rsqrt(k_norm + L2_EPS), tl.rsqrt(q_norm + L2_EPS) * (K**-0.5)
     key, query, product = key * k_scale, query * q_scale, product * (k_scale * q_scale)
     moved = read != write
     if (part == 0) & (h % per_key_head == 0):
@@ -126,8 +125,6 @@ def gdn_classic_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, 
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    if batch == 0:
-        return out
     tile, by_channel = classic_tile(batch, states), a.ndim == 4
     # Decays for each channel are a vector more; beside tiles of twice as many rows it would not fit into 64 registers.
     registers = 80 if by_channel and states.element_size() < 4 else 64

@@ -9,21 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.gdn_classic_triton import gdn_classic_triton
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.gdn_stream_triton import gdn_stream_triton
-from hybridrt.kernels.mamba2_common_triton import log_decay, push_inputs, state_of_parent, step_input, strides
+from hybridrt.kernels.mamba2_common_triton import L2_EPS, log_decay, push_inputs, state_of_parent, step_input, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import DeltaInputs, FusedStep, GateWeights, StateSlots
 
 BLOCK_V = 32
-_EPS = tl.constexpr(L2_NORM_EPS)
 
 
 @triton.jit
 def _normalized(x):  # type: ignore[no-untyped-def]
-    return x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + _EPS))
+    return x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + L2_EPS))
 
 
 @triton.jit
@@ -123,14 +121,13 @@ def recurrent_gated_delta_rule_triton(
     A_log, dt_bias, beta_scale, lower_bound = weights or (None, None, 1.0, None)
     _, value_heads, value_dim, key_dim = states.shape
     out, block_v = torch.empty(v.shape, dtype=v.dtype, device=v.device), min(BLOCK_V, triton.next_power_of_2(value_dim))
-    if out.numel():
-        _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, block_v)](
-            *inputs, out, weight, bias, A_log, dt_bias, conv, states, stored, read_slots, write_slots,
-            positions, rows, parents, *map(strides, inputs), 0 if conv is None else conv.stride(0), states.stride(0),
-            *((0, 0) if stored is None else stored.stride()[:2]), 0 if parents is None else parents.stride(0),
-            T=v.shape[1], HK=q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
-            TAPS=0 if weight is None else weight.shape[1], WC=0 if conv is None else conv.shape[2],
-            BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v, BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound,
-            CHANNELS=g.ndim > beta.ndim, **pdl(v.device),
-        )  # fmt: skip
+    _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, block_v)](
+        *inputs, out, weight, bias, A_log, dt_bias, conv, states, stored, read_slots, write_slots,
+        positions, rows, parents, *map(strides, inputs), 0 if conv is None else conv.stride(0), states.stride(0),
+        *((0, 0) if stored is None else stored.stride()[:2]), 0 if parents is None else parents.stride(0),
+        T=v.shape[1], HK=q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
+        TAPS=0 if weight is None else weight.shape[1], WC=0 if conv is None else conv.shape[2],
+        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v, BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound,
+        CHANNELS=g.ndim > beta.ndim, **pdl(v.device),
+    )  # fmt: skip
     return out

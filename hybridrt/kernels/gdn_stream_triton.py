@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.kda_prepare_triton import prepare_channels
 from hybridrt.kernels.launch import dot_precision
 from hybridrt.kernels.mamba2_common_triton import (
+    L2_EPS,
     conv_one_token,
     conv_tokens,
     log_decay,
@@ -31,8 +31,6 @@ from hybridrt.kernels.mamba2_common_triton import (
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.records import FusedStep, GateWeights
 from hybridrt.kernels.state_ring_triton import exact_dot, multiply_state
-
-_EPS = tl.constexpr(L2_NORM_EPS)
 
 
 @triton.jit
@@ -72,10 +70,10 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     raw = conv_tokens(source, st, conv_row, weight_ptr, bias_ptr, k_channel, k_mask, position, t_all, T, TAPS, WC).to(
         tl.float32
     )
-    new_keys = (raw * tl.rsqrt(tl.sum(raw * raw, axis=1) + _EPS)[:, None]).to(vectors_ptr.dtype.element_ty)
+    new_keys = (raw * tl.rsqrt(tl.sum(raw * raw, axis=1) + L2_EPS)[:, None]).to(vectors_ptr.dtype.element_ty)
     queries = conv_tokens(source, st, conv_row, weight_ptr, bias_ptr, q_channel, k_mask, position, t_all, T, TAPS, WC)
     squares = queries.to(tl.float32) * queries.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(squares, axis=1) + _EPS) * (K**-0.5)
+    scale = tl.rsqrt(tl.sum(squares, axis=1) + L2_EPS) * (K**-0.5)
     queries = queries.to(vectors_ptr.dtype.element_ty)
     vectors = vectors_ptr + ((b * HK + part) * (2 * T) + t_all)[:, None] * K + k[None, :]
     vector_mask = token_mask[:, None] & k_mask[None, :]
@@ -242,8 +240,6 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
     _, value_heads, value_dim, key_dim = states.shape
     key_heads, device = (channels - value_heads * value_dim) // (2 * key_dim), qkv.device
     out = torch.empty((batch, tokens, value_heads, value_dim), dtype=qkv.dtype, device=device)
-    if batch == 0:
-        return out
     width = ring.gates.shape[2]
     by_channel = a.ndim == 4
     dtype = torch.float32 if by_channel else ring.keys.dtype

@@ -1,4 +1,4 @@
-"""What the launchers of the Triton kernels share."""
+"""What the launchers of the Triton kernels share. They launch over empty grids too: Triton starts nothing then."""
 
 import sys
 from collections.abc import MutableMapping

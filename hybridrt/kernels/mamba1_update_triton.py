@@ -85,8 +85,6 @@ def mamba1_update_triton(
     stored, rows, parents = intermediate or (None, None, None)
     batch, tokens, channels = x.shape
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
-    if batch == 0:
-        return out
     block_n = triton.next_power_of_2(states.shape[2])
     block_i = max(1, _TILE // block_n)
     _update_kernel[triton.cdiv(channels, block_i), batch](

@@ -8,6 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
+
+L2_EPS = tl.constexpr(L2_NORM_EPS)
+
 
 def strides(tensor: Tensor | None) -> tuple[int, ...]:
     """Strides of a tensor but the last, 1, for a kernel's tl.constexpr; zero for a tensor that is not there.

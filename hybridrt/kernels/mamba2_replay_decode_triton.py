@@ -225,8 +225,6 @@ def replay_decode_triton(
     groups, width = keys.shape[1], gates.shape[2]
     if out is None:
         out = torch.empty((batch, tokens, heads, dim), dtype=xBC.dtype, device=xBC.device)
-    if batch == 0:
-        return out
     queries = torch.empty((batch, tokens, groups, state_dim), dtype=xBC.dtype, device=xBC.device)
     scores = torch.empty((batch, tokens, heads, width), dtype=torch.float32, device=xBC.device)
     decays = torch.empty((batch, tokens, heads), dtype=torch.float32, device=xBC.device)

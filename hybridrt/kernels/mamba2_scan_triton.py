@@ -240,7 +240,7 @@ def mamba2_chunk_scan_triton(
     shape = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // B.shape[1]}
     work = ScanWork(step, cum, chunk_heads, shape)
     few = num_tokens <= FEW_TOKENS and max(plan.chunk_size, state_dim) <= 256
-    scores = None if few or not chunks else _scores(B, C, plan)
+    scores = None if few else _scores(B, C, plan)
     (walk_states if few else _gain_and_pass)(inputs, weights, state, prompts, work)
     if chunks:
         size = plan.chunk_size
@@ -278,15 +278,14 @@ def _gain_and_pass(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
     (chunks, count, dim, state_dim), num_tokens = heads.shape, x.shape[0]
     launch, cu_chunks = pdl(x.device), plan.cu_chunk_seqlens
     gains = torch.empty(heads.shape, dtype=torch.float32, device=x.device)
-    if chunks:
-        _time_step_kernel[chunks, triton.cdiv(count, 4)](
-            dt, A, dt_bias, step, cum, cu_chunks, dt.stride(0), num_tokens, *dt_limit,
-            H=count, BLOCK_Q=triton.next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
-        )  # fmt: skip
-        tile = gains_tile(dim, state_dim)
-        _gains_kernel[triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
-            x, B, step, cum, gains, cu_chunks, strides(x), strides(B), num_tokens, **shape, **tile, **launch,
-        )  # fmt: skip
+    _time_step_kernel[chunks, triton.cdiv(count, 4)](
+        dt, A, dt_bias, step, cum, cu_chunks, dt.stride(0), num_tokens, *dt_limit,
+        H=count, BLOCK_Q=triton.next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
+    )  # fmt: skip
+    tile = gains_tile(dim, state_dim)
+    _gains_kernel[triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
+        x, B, step, cum, gains, cu_chunks, strides(x), strides(B), num_tokens, **shape, **tile, **launch,
+    )  # fmt: skip
     _pass_kernel[triton.cdiv(dim * state_dim, 1024), count, len(read_slots)](
         gains, cum, states, heads, read_slots, write_slots, has_initial, cu_chunks, plan.first_chunk,
         plan.last_chunk, None if saves is None else saves.chunk_slots, states.stride(0), num_tokens,

@@ -223,9 +223,8 @@ def fused_experts_triton(x: Tensor, experts: ExpertStack, weights: Tensor, ids: 
     """Two launches where most pairs meet an expert of their own, else the grouped products."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     hidden = torch.empty(ids.numel(), experts.w_down.shape[2], dtype=x.dtype, device=x.device)
-    if ids.numel():
-        run = _gathered if ids.numel() <= experts.w_up.shape[0] // 2 else _grouped
-        run(x, experts, weights, ids, hidden, out)
+    run = _gathered if ids.numel() <= experts.w_up.shape[0] // 2 else _grouped
+    run(x, experts, weights, ids, hidden, out)
     return out
 
 

@@ -14,15 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.libraries.common import attention_limits
 from hybridrt.kernels.operation import By, operation
-from hybridrt.kernels.providers import decline
 from hybridrt.kernels.recording import live, steady
 from hybridrt.kernels.records import AttentionPrompts, AttentionRows, PagedKV
-
-_FA3 = attention_limits(head_dims=(64, 96, 128, 192, 256), architectures=(8, 9))
-_FLASHINFER = attention_limits(head_dims=(64, 128, 256), architectures=(8, 9, 10, 12))
-decline("attention_decode", "flashinfer", 'it plans on the host: attention_backend="flashinfer" does, once a step')
 
 
 @operation(By("triton"))
@@ -68,7 +62,7 @@ def store_at(caches: Iterable[tuple[Tensor, Tensor]], places: CellPlaces) -> Non
         cells.index_copy_(0, places.cells, values)
 
 
-@operation(By("triton"), By("sgl_kernel", priority=5, supports=_FA3))
+@operation(By("triton"), By("sgl_kernel", priority=5))
 def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
     """Attention of T new tokens per row, already in the cache, over each row's whole context.
 
@@ -84,8 +78,7 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
 
 @operation(
     By("triton", "hybridrt.kernels.prefill_attention_triton:attention_extend_triton"),
-    By("sgl_kernel", priority=5, supports=_FA3),
-    By("flashinfer", priority=4, supports=_FLASHINFER),
+    By("sgl_kernel", priority=5),
 )
 def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
     """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.

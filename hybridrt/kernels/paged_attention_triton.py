@@ -8,7 +8,6 @@ and the ROPE others apart, so that each part is a power of two wide. Other cache
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -228,9 +227,9 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     rope, rows_per_head = key_dim - head_dim, tokens * query_heads // kv_heads
     tile = _tile(rows_per_head, head_dim, q)
     head_blocks = kv_heads * triton.cdiv(rows_per_head, tile["BLOCK_M"])
-    walk = _walk(num_rows * head_blocks, req_to_token.shape[1], tile, q)
-    tile |= walk.tile
-    splits = walk.splits
+    walk, joined = _walk(num_rows * head_blocks, req_to_token.shape[1], tile, q)
+    tile |= walk
+    splits, window = tile["SPLITS"], sliding_window or 0
     if out is None:
         out = q.new_empty(*q.shape[:3], head_dim)
     token_stride = _token_stride(out)
@@ -238,22 +237,21 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     if splits > 1:
         partial = torch.empty(num_rows, splits, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
-        arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if walk.joined else None
+        arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if joined else None
     _decode_kernel[(num_rows, head_blocks, splits)](
         q, k_cache, v_cache, req_to_token, rows, seq_lens, tree_mask, num_drafts, out, partial, lse, arrivals,
         q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
         token_stride, scale * math.log2(math.e),
-        T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=sliding_window or 0,
-        SPLITS=splits, FEW=walk.few, LEAST=walk.least, BLOCK_R=rope_block(rope),
-        BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
+        T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=window,
+        BLOCK_R=rope_block(rope), BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
         **pdl(q.device),
     )  # fmt: skip
-    if splits > 1 and not walk.joined:
+    if splits > 1 and not joined:
         _combine_kernel[(num_rows, tokens * query_heads)](
             partial, lse, seq_lens, out, token_stride,
-            T=tokens, HQ=query_heads, D=head_dim, WINDOW=sliding_window or 0, SPLITS=splits,
-            FEW=walk.few, LEAST=walk.least, BLOCK_N=tile["BLOCK_N"], BLOCK_D=tile["BLOCK_D"],
+            T=tokens, HQ=query_heads, D=head_dim, WINDOW=window,
+            **{name: tile[name] for name in ("SPLITS", "FEW", "LEAST", "BLOCK_N", "BLOCK_D")},
             BLOCK_S=triton.next_power_of_2(splits), PARTS=min(triton.next_power_of_2(splits), PARTS_AT_ONCE),
             num_warps=8 if tile["BLOCK_D"] > 256 else 4, **pdl(q.device),
         )  # fmt: skip
@@ -270,28 +268,16 @@ def _token_stride(out: Tensor) -> int:
     return stride
 
 
-@dataclass(frozen=True)
-class _Walk:
-    """How programs share a row's context and walk it. Fixed by the batch and the table's width alone.
+def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> tuple[dict[str, int], bool]:
+    """How programs share a row's context and walk it, by the batch and the table's width alone.
 
-    Attributes:
-        splits: programs that a row's context is split among at most.
-        few: programs that get `least` blocks each before any further ones get some.
-        joined: the last program of a row joins the parts. Where only long contexts are split, a launch for that would
-            nearly always find nothing to do; where all are (few rows, wide heads, many query rows), its many programs
-            beat the one.
-        tile: what differs from `_tile`.
-    """
+    Returns:
+        What differs from `_tile`, and SPLITS programs that a row's context is split among at most, of which FEW get
+        LEAST blocks each before any further ones get some. Then whether the last program of a row joins the parts:
+        where only long contexts are split, a launch for that would nearly always find nothing to do; where all are
+        (few rows, wide heads, many query rows), its many programs beat the one.
 
-    splits: int
-    few: int
-    least: int
-    joined: bool
-    tile: dict[str, int]
-
-
-def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> _Walk:
-    """As measured on an H200: with programs for every multiprocessor a context is best left whole, if it is not so long
+    As measured on an H200: with programs for every multiprocessor a context is best left whole, if it is not so long
     that one row would keep the others waiting; two warps each are enough then. With fewer, a key's wait for the slot
     that its address needs decides, and short tiles, four of them under way, beat long ones. Tiles of many query rows
     and of wide heads are bound by registers instead.
@@ -314,7 +300,7 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> _
         wanted = triton.cdiv((2 if latent else PROGRAMS_PER_MULTIPROCESSOR) * device, programs)
         few, least = 1 if latent else FEW_SPLITS, 4
     most = FEW_SPLITS if joined else MAX_SPLITS if tile["BLOCK_D"] <= 128 else MAX_SPLITS // 2
-    return _Walk(max(1, min(wanted, blocks, most)), few, least, joined, pipeline)
+    return pipeline | {"SPLITS": max(1, min(wanted, blocks, most)), "FEW": few, "LEAST": least}, joined
 
 
 def rope_block(rope: int) -> int:
@@ -358,8 +344,6 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]
 def write_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
     """`write_kv`, one program a token."""
     tokens, kv_heads, head_dim = k.shape
-    if tokens == 0:
-        return
     _write_kv_kernel[(tokens,)](
         k, v, k_cache, v_cache, out_cache_loc, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HKV=kv_heads, D=head_dim, PAGE=k_cache.shape[1], BLOCK_H=triton.next_power_of_2(kv_heads),

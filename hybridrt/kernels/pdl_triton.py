@@ -8,23 +8,16 @@ a kernel that calls `begin_in_turn` instead, what came before that kernel may be
 """
 
 from functools import cache
-from typing import TypedDict
 
 import torch
 import triton
 import triton.language as tl
 
 
-class Launch(TypedDict, total=False):
-    """Keywords of a launch: the kernel's constexpr PDL, and Triton's own option where the GPU supports it."""
-
-    PDL: bool
-    launch_pdl: bool
-
-
 @cache
-def pdl(device: torch.device) -> Launch:
-    """What to pass to a kernel that has a PDL constexpr. Needs compute capability 9.0; elsewhere `begin` is empty."""
+def pdl(device: torch.device) -> dict[str, bool]:
+    """Keywords of a kernel's launch: its constexpr PDL, and Triton's own option where the GPU supports it. Needs
+    compute capability 9.0; elsewhere `begin` is empty."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.mamba2_common_triton import strides
-from hybridrt.kernels.prefix_sum import flat, flat_rows, prefix_sum_update
+from hybridrt.kernels.prefix_sum import prefix_sum_update
 from hybridrt.kernels.records import StateSlots
 
 COLUMNS, TOKENS = 32, 64  # of a program; tokens of one of its tiles at most
@@ -46,16 +46,14 @@ def _prefix_sum_kernel(  # type: ignore[no-untyped-def]
 
 def prefix_sum_varlen_triton(x: Tensor, state: StateSlots, query_start_loc: Tensor) -> Tensor:
     """Triton `prefix_sum_varlen`."""
-    numbers, sums = flat(x, 1, state.states)
-    return _launch(numbers, state._replace(states=sums), query_start_loc, 0).view(x.shape)
+    return _launch(x, state, query_start_loc, 0)
 
 
 def prefix_sum_update_triton(x: Tensor, state: StateSlots) -> Tensor:
     """Triton `prefix_sum_update` of chains. A tree is rare and small: the reference's few loops over nodes serve it."""
     if state.intermediate is not None and state.intermediate.parents is not None:
         return prefix_sum_update.reference(x, state)
-    numbers, flattened = flat_rows(x, state)
-    return _launch(numbers.flatten(0, 1), flattened, None, x.shape[1]).view(x.shape)
+    return _launch(x.flatten(0, 1), state, None, x.shape[1]).view(x.shape)
 
 
 def _launch(x: Tensor, state: StateSlots, starts: Tensor | None, tokens: int) -> Tensor:
@@ -63,9 +61,8 @@ def _launch(x: Tensor, state: StateSlots, starts: Tensor | None, tokens: int) ->
     stored, rows, _ = intermediate or (None, None, None)
     columns, batch = x.shape[1], len(read_slots)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    if batch and x.numel():
-        _prefix_sum_kernel[batch, triton.cdiv(columns, COLUMNS)](
-            x, out, states, read_slots, write_slots, starts, stored, rows, x.stride(0), strides(stored)[0],
-            T=tokens, C=columns, BLOCK_T=triton.next_power_of_2(tokens or TOKENS), BLOCK_C=COLUMNS, num_warps=4,
-        )  # fmt: skip
+    _prefix_sum_kernel[batch, triton.cdiv(columns, COLUMNS)](
+        x, out, states, read_slots, write_slots, starts, stored, rows, x.stride(0), strides(stored)[0],
+        T=tokens, C=columns, BLOCK_T=triton.next_power_of_2(tokens or TOKENS), BLOCK_C=COLUMNS, num_warps=4,
+    )  # fmt: skip
     return out

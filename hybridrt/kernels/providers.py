@@ -2,9 +2,9 @@
 
 Every operation of this package (`operation.py`) is registered here, once per provider: `torch` (the plain reference,
 always there), `triton` (ours, CUDA), and installed libraries. `select` picks the one of highest priority that is
-installed, runs on the device and supports the call; `HYBRIDRT_PROVIDERS="rms_norm=torch,sample=triton"` overrides it.
+installed and runs on the device; `HYBRIDRT_PROVIDERS="rms_norm=torch,sample=triton"` overrides it.
 Implementations are named "module:attribute" and imported when first picked, so that no optional package is imported
-before it is used. What a library cannot do as we need it is declared too, with the reason (`decline`).
+before it is used.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import os
 import pkgutil
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, partial, wraps
 from operator import attrgetter
@@ -24,7 +24,6 @@ from hybridrt.errors import BackendError, ConfigError, ProviderNotInstalledError
 from hybridrt.kernels.launch import settle_keys
 from hybridrt.kernels.recording import live
 
-Supports = Callable[[Mapping[str, Any]], str | None]
 ENVIRONMENT_VARIABLE = "HYBRIDRT_PROVIDERS"
 DEFAULT_CUDA_HOME = "/usr/local/cuda"
 
@@ -54,7 +53,6 @@ class By:
         target: "module:attribute". None is the usual place: for triton `<name>_triton` in `<file>_triton.py` beside the
             operation, for a library `<name>` in `libraries/<provider>.py`.
         priority: among those that fit, the highest is picked.
-        supports: answers None, or why it cannot serve a call of these facts; None serves all.
         needs_host: it uses the exact lengths of prompts on the host, so that a graph cannot hold it.
     """
 
@@ -62,7 +60,6 @@ class By:
     target: str | None = None
     _: KW_ONLY
     priority: int = 10
-    supports: Supports | None = None
     needs_host: bool = False
 
     def load(self) -> Callable[..., Any]:
@@ -91,10 +88,6 @@ class ReportRow:
     others: dict[str, str]
 
 
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
@@ -110,36 +103,26 @@ PROVIDERS: dict[str, Provider] = {
     )
 }  # fmt: skip
 _IMPLEMENTATIONS: dict[str, dict[str, By]] = {}
-_DECLINED: dict[str, dict[str, str]] = {}
 
 
 def register(op: str, implementation: By) -> None:
     """Declare an implementation of `op`. Raises ConfigError for a provider that PROVIDERS does not list."""
-    _check_known(op, implementation.provider)
+    if implementation.provider not in PROVIDERS:
+        known = ", ".join(PROVIDERS)
+        raise ConfigError(f"unknown kernel provider {implementation.provider!r} for {op!r}; known: {known}")
     _IMPLEMENTATIONS.setdefault(op, {})[implementation.provider] = implementation
     select.cache_clear()
 
 
-def decline(op: str, provider: str, reason: str) -> None:
-    """Declare that the provider's kernel of this kind cannot serve `op`, and why: `report` and errors say so."""
-    _check_known(op, provider)
-    _DECLINED.setdefault(op, {})[provider] = reason
-
-
-def _check_known(op: str, provider: str) -> None:
-    if provider not in PROVIDERS:
-        raise ConfigError(f"unknown kernel provider {provider!r} for {op!r}; known: {', '.join(PROVIDERS)}")
-
-
 @cache
-def select(op: str, device_type: str, name: str | None = None, **facts: Any) -> Callable[..., Any]:
+def select(op: str, device_type: str, name: str | None = None) -> Callable[..., Any]:
     """The implementation of `op` to call on `device_type` ("cpu", "cuda").
 
-    `name` insists on one provider; `facts` (hashable: dtypes, head dims, ...) go to the `supports` predicates. Cached,
-    so a repeated call costs a dictionary look-up. Raises ConfigError (unknown operation or provider),
-    ProviderNotInstalledError (a named provider is missing), BackendError (it does not fit, or nothing does).
+    `name` insists on one provider. Cached, so a repeated call costs a dictionary look-up. Raises ConfigError (unknown
+    operation or provider), ProviderNotInstalledError (a named provider is missing), BackendError (it does not run on
+    the device, or nothing does).
     """
-    picked = _pick(op, device_type, name, facts)
+    picked = _pick(op, device_type, name)
     function = picked.load()
     return _live(function) if device_type == "cpu" and picked.provider != "torch" else function
 
@@ -156,26 +139,30 @@ def _live(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def needs_host(op: str, device_type: str) -> bool:
     """Whether a call of `op` goes to an implementation that a graph cannot hold (`register`). Raises as `select`."""
-    return _pick(op, device_type, None, {}).needs_host
+    return _pick(op, device_type, None).needs_host
 
 
-def _pick(op: str, device_type: str, name: str | None, facts: Mapping[str, Any]) -> By:
+def _pick(op: str, device_type: str, name: str | None) -> By:
     name = name or _overrides().get(op)
     if name is not None:
         candidate = _candidate(op, device_type, name)
         require(name, repr(op))
-        if reason := _objection(candidate, device_type, facts):
+        if reason := objection(name, device_type):
             raise BackendError(f"provider {name!r} cannot serve {op!r} on {device_type!r}: {reason}")
         return candidate
     for implementation in _ranked(op, device_type):
-        if _objection(implementation, device_type, facts) is None:
+        if objection(implementation.provider, device_type) is None:
             return implementation
-    raise BackendError(f"no provider implements {op!r} on {device_type!r} for {facts or 'this call'}")
+    raise BackendError(f"no provider implements {op!r} on {device_type!r}")
 
 
-def objection(op: str, device_type: str, name: str, **facts: Any) -> str | None:
-    """Why provider `name` cannot serve a call of `op`, None if it can. Raises ConfigError for unknown names."""
-    return _objection(_candidate(op, device_type, name), device_type, facts)
+def objection(name: str, device_type: str) -> str | None:
+    """Why a provider cannot serve calls on a device; None if it can."""
+    provider = PROVIDERS[name]
+    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device_type not in provider.devices and not interpreted:
+        return f"runs on {' and '.join(provider.devices)} only"
+    return _missing(provider)
 
 
 def is_installed(name: str) -> bool:
@@ -198,13 +185,12 @@ def report(devices: tuple[str, ...] = ("cpu", "cuda")) -> list[ReportRow]:
 
 
 def _report_row(op: str, device: str) -> ReportRow:
-    objections = {candidate.provider: _objection(candidate, device, {}) for candidate in _ranked(op, device)}
+    objections = {candidate.provider: objection(candidate.provider, device) for candidate in _ranked(op, device)}
     forced = _overrides().get(op)
-    fitting = [name for name, objection in objections.items() if objection is None and forced in (None, name)]
+    fitting = [name for name, reason in objections.items() if reason is None and forced in (None, name)]
     picked = fitting[0] if fitting else None
     passed_over = f"{ENVIRONMENT_VARIABLE} names {forced}" if forced else f"{picked} is preferred"
-    others = {name: objection or passed_over for name, objection in objections.items() if name != picked}
-    others |= {name: f"does not fit: {reason}" for name, reason in _DECLINED.get(op, {}).items()}
+    others = {name: reason or passed_over for name, reason in objections.items() if name != picked}
     return ReportRow(op, device, picked, others)
 
 
@@ -221,18 +207,8 @@ def _ranked(op: str, device_type: str) -> list[By]:
 def _candidate(op: str, device_type: str, name: str) -> By:
     candidates = {candidate.provider: candidate for candidate in _ranked(op, device_type)}
     if name not in candidates:
-        reason = _DECLINED.get(op, {}).get(name)
-        why, known = f" ({reason})" if reason else "", ", ".join(sorted(candidates))
-        raise ConfigError(f"{name!r} does not implement {op!r}{why}; providers that do: {known}")
+        raise ConfigError(f"{name!r} does not implement {op!r}; providers that do: {', '.join(sorted(candidates))}")
     return candidates[name]
-
-
-def _objection(implementation: By, device_type: str, facts: Mapping[str, Any]) -> str | None:
-    provider = PROVIDERS[implementation.provider]
-    interpreted = provider.name == "triton" and _interpreted()
-    if device_type not in provider.devices and not interpreted:
-        return f"runs on {' and '.join(provider.devices)} only"
-    return _missing(provider) or (implementation.supports(facts) if implementation.supports else None)
 
 
 @cache

@@ -42,8 +42,6 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
     rows, width = x.shape
-    if rows == 0:
-        return
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(rows,)](
         x, residual, weight, out, x.stride(0), 0 if residual is None else residual.stride(0), eps,

@@ -100,8 +100,6 @@ def _launch(
     k_cache, v_cache, out_cache_loc = places or (None, None, None)
     cos_sin, q_weight, k_weight, eps = rope
     (tokens, query_heads, head_dim), half = q.shape, cos_sin.shape[1] // 2
-    if tokens == 0:
-        return
     rows, kv_heads = 16, k.shape[1]
     kv_blocks = triton.cdiv(tokens * kv_heads, rows)
     _rotary_kernel[(triton.cdiv(tokens * query_heads, rows) + (1 if v is None else 2) * kv_blocks,)](

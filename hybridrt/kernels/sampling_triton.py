@@ -147,14 +147,13 @@ def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | N
     blocks = triton.cdiv(vocabulary, BLOCK)
     out = torch.empty(batch, vocabulary, dtype=torch.float32, device=logits.device)
     maxima = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
-    if batch:
-        _prepare_kernel[(batch, blocks)](
-            logits, out, maxima, temperature, bitmask,
-            *((None,) * 5 if p is None else (p.repetition, p.presence, p.frequency, p.output_counts, p.prompt_mask)),
-            logits.stride(0), *((0, 0) if p is None else (p.output_counts.stride(0), p.prompt_mask.stride(0))),
-            0 if bitmask is None else bitmask.stride(0), vocabulary, BLOCK=BLOCK, num_warps=8,
-        )  # fmt: skip
-    if batch == 0 or (top_k is None and top_p is None and min_p is None):
+    _prepare_kernel[(batch, blocks)](
+        logits, out, maxima, temperature, bitmask,
+        *((None,) * 5 if p is None else (p.repetition, p.presence, p.frequency, p.output_counts, p.prompt_mask)),
+        logits.stride(0), *((0, 0) if p is None else (p.output_counts.stride(0), p.prompt_mask.stride(0))),
+        0 if bitmask is None else bitmask.stride(0), vocabulary, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+    if top_k is None and top_p is None and min_p is None:
         return out, None
     return out, thresholds(out, maxima, BLOCK, top_k, top_p, min_p)
 

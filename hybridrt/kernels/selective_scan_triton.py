@@ -160,18 +160,16 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     sizes = {"CHANNELS": channels, "N": state_dim, "BLOCK_N": triton.next_power_of_2(state_dim), "BLOCK_I": 64}
     launch = {**sizes, "num_warps": 1, **pdl(x.device)}
     grid = (triton.cdiv(channels, 64), chunks)
-    if chunks:
-        _chunks_kernel[grid](
-            x, dt, rates, B, dt_bias, heads, times, plan.cu_chunk_seqlens,
-            x.stride(0), dt.stride(0), B.stride(0), **launch,
-        )  # fmt: skip
+    _chunks_kernel[grid](
+        x, dt, rates, B, dt_bias, heads, times, plan.cu_chunk_seqlens,
+        x.stride(0), dt.stride(0), B.stride(0), **launch,
+    )  # fmt: skip
     _heads_kernel[triton.cdiv(channels, 64), len(read_slots)](
         rates, heads, times, states, read_slots, write_slots, has_initial_state, plan.first_chunk, plan.last_chunk,
         None if saves is None else saves.chunk_slots, states.stride(0), **launch,
     )  # fmt: skip
-    if chunks:
-        _outputs_kernel[grid](
-            x, dt, rates, B, C, z, D, dt_bias, heads, out, read_slots, plan.cu_chunk_seqlens, plan.seq_idx,
-            x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0), **launch,
-        )  # fmt: skip
+    _outputs_kernel[grid](
+        x, dt, rates, B, C, z, D, dt_bias, heads, out, read_slots, plan.cu_chunk_seqlens, plan.seq_idx,
+        x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0), **launch,
+    )  # fmt: skip
     return out

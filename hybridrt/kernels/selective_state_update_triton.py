@@ -80,8 +80,6 @@ def selective_state_update_triton(
     batch, tokens, heads, dim = x.shape
     if out is None:
         out = torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device)
-    if batch == 0:
-        return out
     tile = update_tile(tokens, states)
     _update_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, batch](
         x, B, C, dt, z, out, A, D, dt_bias, states, stored, read_slots, write_slots, rows, parents,

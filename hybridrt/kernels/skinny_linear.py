@@ -16,6 +16,7 @@ from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.rms_norm import rms_norm
 
 Activation = Literal["silu_and_mul", "relu2"]
+ACTIVATIONS = {"silu_and_mul": silu_and_mul, "relu2": relu2}
 
 MAX_TOKENS = 64
 # Where cuBLAS becomes as fast on an H200; with an activation, and rows to fill the device, at MAX_TOKENS.
@@ -102,8 +103,4 @@ def skinny_linear(
         y = torch.cat([F.linear(part, rows) for part, rows in pairs], 1)
         return (y if bias is None else y + bias), None
     y = F.linear(x, weight, bias)
-    if activation == "silu_and_mul":
-        y = silu_and_mul.reference(y)
-    elif activation == "relu2":
-        y = relu2.reference(y)
-    return y, residual
+    return y if activation is None else ACTIVATIONS[activation].reference(y), residual

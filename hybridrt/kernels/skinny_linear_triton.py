@@ -21,7 +21,6 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
 from hybridrt.kernels.skinny_linear import Activation, InputNorm
 
-_NO_NORM = (None, 0.0, None)
 MULTIPROCESSORS = 132  # of the devices that the tiles are for; tiles do not change with the device
 
 
@@ -193,7 +192,7 @@ def skinny_linear_triton(
 ) -> tuple[Tensor, Tensor | None]:
     """`skinny_linear`: one launch for one token, one more where several tokens have a norm."""
     assert weight.is_contiguous() and x.stride(1) == 1
-    (rows, columns), (norm_weight, eps, residual) = weight.shape, norm or _NO_NORM
+    (rows, columns), (norm_weight, eps, residual) = weight.shape, norm or (None, 0.0, None)
     out_features = rows // (2 if activation == "silu_and_mul" else 1)
     out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
     if x.shape[0] > 1:

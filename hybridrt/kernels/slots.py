@@ -71,11 +71,6 @@ def advance_states(state: StateSlots, tokens: int, step: Callable[[int, Tensor],
         write_rows(stored[:, t], kept, current)
 
 
-def read_columns(conv: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
-    """Columns [B, n] of the conv rings [S+1, C, Wc] of slots [B] -> [B, n, C]."""
-    return conv[slots.clamp(min=0)[:, None], :, columns]
-
-
 def write_columns(rings: Tensor, slots: Tensor, columns: Tensor, values: Tensor, rows: Tensor | None = None) -> None:
     """rings[rows[b], :, columns[b, i]] = values [B, n, C, ...]; rows whose slot is -1 are padding and touch nothing.
     rows [B] is where the rings of states stand; None: at `slots`, as those of convs do."""

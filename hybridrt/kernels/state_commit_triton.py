@@ -33,8 +33,7 @@ def commit_intermediate_triton(
     """`commit_intermediate`; each state is contiguous in its pool."""
     stored, rows, _ = intermediate
     size = states[0].numel()
-    if len(state_slots):
-        _commit_kernel[triton.cdiv(size, _BLOCK), len(state_slots)](
-            states, stored, state_slots, rows, accepted, states.stride(0), *stored.stride()[:2],
-            SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl(states.device),
-        )  # fmt: skip
+    _commit_kernel[triton.cdiv(size, _BLOCK), len(state_slots)](
+        states, stored, state_slots, rows, accepted, states.stride(0), *stored.stride()[:2],
+        SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl(states.device),
+    )  # fmt: skip

@@ -164,8 +164,6 @@ def fold_ring_triton(
     by_channel = gates.ndim == 5  # decays of channels are as many as keys, and take registers
     block_n = min(64 if by_channel else 128, max(16, triton.next_power_of_2(state_dim)))
     tiles = len(folds.state_slots) * layers * heads * triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n)
-    if tiles == 0:
-        return
     targets = folds.state_slots if folds.write_state_slots is None else folds.write_state_slots
     _fold_kernel[(min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(states.device)),)](
         A, states, values, keys, gates, folds.state_slots, targets, folds.rows, folds.start, folds.length, folds.count,

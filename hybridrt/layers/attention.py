@@ -10,7 +10,7 @@ from hybridrt.kernels.activation import sigmoid_mul
 from hybridrt.kernels.records import Rope
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget
+from hybridrt.layers.weights import Build, CheckpointTarget, unchanged
 
 
 def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> AttentionSpec:
@@ -42,16 +42,15 @@ class AttentionLayer:
     def __init__(self, config: AttentionConfig, layer_id: int, build: Build) -> None:
         self.layer_id = layer_id
         self.spec = attention_spec(config, build.tp, build.dtype)
-        self.q_size = self.spec.num_heads * self.spec.head_dim
-        self.kv_size = self.spec.num_kv_heads * self.spec.head_dim
 
 
-def qkv_segments(config: AttentionConfig, tp: TPGroup) -> list[Segment]:
+def qkv_segments(config: AttentionConfig, tp: TPGroup, bias: bool = False) -> list[Segment]:
     """Output segments q, k, v of a merged projection; KV heads are shared by ranks where there are fewer."""
     kv_shards = min(config.num_kv_heads, tp.size)
     kv_size = config.num_kv_heads * config.head_dim
     q_size = config.num_heads * config.head_dim
-    return [Segment("q", q_size), Segment("k", kv_size, kv_shards), Segment("v", kv_size, kv_shards)]
+    keys, values = (Segment(name, kv_size, kv_shards, bias) for name in ("k", "v"))
+    return [Segment("q", q_size, bias=bias), keys, values]
 
 
 class Attention(nn.Module):
@@ -73,14 +72,14 @@ class Attention(nn.Module):
         gated: bool = False, out_scale: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.config, self.has_bias, self.gated, self.out_scale = config, bias, gated, out_scale
-        self.attn = attn = AttentionLayer(config, layer_id, build)
+        self.config, self.gated, self.out_scale = config, gated, out_scale
+        self.attn = AttentionLayer(config, layer_id, build)
         width = config.num_heads * config.head_dim
-        parts = qkv_segments(config, build.tp) + [Segment("gate", width)] * gated
-        biased = [part.name for part in parts if bias]
-        self.qkv = ColumnLinear(f"{name}.qkv", hidden_size, parts, bias=biased, build=build)
-        self.sizes = (attn.q_size, attn.kv_size, attn.kv_size, *[attn.q_size] * gated)
-        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width)], hidden_size, bias=bias, build=build)
+        parts = qkv_segments(config, build.tp, bias) + [Segment("gate", width, bias=bias)] * gated
+        self.qkv = ColumnLinear(f"{name}.qkv", hidden_size, parts, build=build)
+        self.sizes = self.qkv.sizes
+        self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width, bias=bias)], hidden_size, build=build)
+        self.rope = None if cos_sin is None else Rope(cos_sin)
         self.q_norm = self.k_norm = None
         if qk_norm is not None:
             eps, zero_centered = qk_norm
@@ -88,12 +87,8 @@ class Attention(nn.Module):
                 RMSNorm(f"{name}.{part}_norm", config.head_dim, eps, device=build.device, zero_centered=zero_centered)
                 for part in ("q", "k")
             )
-        self.rope = None if cos_sin is None else self._rope(cos_sin)
-
-    def _rope(self, cos_sin: torch.Tensor) -> Rope:
-        if self.q_norm is None or self.k_norm is None:
-            return Rope(cos_sin)
-        return Rope(cos_sin, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            if self.rope is not None:
+                self.rope = Rope(self.rope.cos_sin, self.q_norm.weight, self.k_norm.weight, eps)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Attention over norm(x + residual), and x + residual."""
@@ -112,18 +107,13 @@ class Attention(nn.Module):
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and norms under `key`."""
-        heads, dim = self.config.num_heads, self.config.head_dim
+        shape = (self.config.num_heads, 2, self.config.head_dim)
+        names, rearrange = ["q"], unchanged
         if self.gated:  # q_proj holds, head by head, the query and then its gate
-            found = self.qkv.targets(
-                f"{key}.q_proj",
-                ["q", "gate"],
-                bias=self.has_bias,
-                rearrange=lambda t: t.unflatten(0, (heads, 2, dim)).transpose(0, 1).flatten(0, 2),
-            )
-        else:
-            found = self.qkv.targets(f"{key}.q_proj", ["q"], bias=self.has_bias)
+            names, rearrange = ["q", "gate"], lambda t: t.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
+        found = self.qkv.targets(f"{key}.q_proj", names, rearrange=rearrange)
         for name in ("k", "v"):
-            found |= self.qkv.targets(f"{key}.{name}_proj", [name], bias=self.has_bias)
+            found |= self.qkv.targets(f"{key}.{name}_proj", [name])
         if self.q_norm is not None and self.k_norm is not None:
             found |= {**self.q_norm.targets(f"{key}.q_norm"), **self.k_norm.targets(f"{key}.k_norm")}
-        return found | self.o_proj.targets(f"{key}.o_proj", "x", bias=self.has_bias, scale=self.out_scale)
+        return found | self.o_proj.targets(f"{key}.o_proj", "x", scale=self.out_scale)

@@ -12,7 +12,7 @@ from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, sharded, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, sharded, unchanged, whole
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,13 @@ class GDNMixer(nn.Module):
         self.A_log = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
         # One weight of a head for all of them, written out for each: so the norm reads z where the projection left it.
-        self.norm = GatedRMSNorm(
-            f"{name}.norm", self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build,
-        )  # fmt: skip
+        self.norm = GatedRMSNorm(self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mixer of norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
-        widths = (self.shape.conv_dim, self.width, self.num_v_heads, self.num_v_heads)
-        mixed_qkv, z, b, a = projected.split(widths, dim=-1)
-        backend = batch.attn_backend.route(self)
-        y = backend.run(self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
+        mixed_qkv, z, b, a = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
+        y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
         return self.out_proj.onto(residual, self.norm(y, z))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
@@ -94,7 +90,7 @@ class GDNMixer(nn.Module):
         }
         for name, parts in keys.projections.items():
             rows = [self.in_proj.segments[part].size // key_heads for part in parts]
-            order = _deinterleave(key_heads, rows) if keys.by_key_head else None
+            order = _deinterleave(key_heads, rows) if keys.by_key_head else unchanged
             found |= self.in_proj.targets(f"{key}.{name}", list(parts), rearrange=order)
         return found | {f"{key}.{name}.weight": self._conv_target(parts) for name, parts in keys.convs.items()}
 

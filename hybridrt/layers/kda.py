@@ -45,7 +45,7 @@ class KDAMixer(nn.Module):
         # The checkpoint has one weight for all heads. It is repeated for each head, so that the norm needs no copy of
         # its gate, a view of the projection's output.
         self.norm = GatedRMSNorm(
-            f"{name}.norm", self.width, norm_eps, group_size=self.head_dim, norm_before_gate=True,
+            self.width, norm_eps, group_size=self.head_dim, norm_before_gate=True,
             activation="sigmoid", build=build,
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from hybridrt.distributed.groups import TPGroup
 from hybridrt.kernels.skinny_linear import Activation
 from hybridrt.layers.methods import Part
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter
+from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter, unchanged
 
 # What a block adds and what it is to be added to, [T, hidden] each; None where the first has been added already.
 Summands = tuple[torch.Tensor, torch.Tensor | None]
@@ -24,11 +24,12 @@ Summands = tuple[torch.Tensor, torch.Tensor | None]
 @dataclass(frozen=True)
 class Segment:
     """`size` whole rows (columns of a RowLinear) named `name`, cut over `shards` ranks: None for all of them, fewer
-    where ranks share a copy (KV heads or groups fewer than ranks)."""
+    where ranks share a copy (KV heads or groups fewer than ranks). `bias`: its checkpoint's matrix has one."""
 
     name: str
     size: int
     shards: int | None = None
+    bias: bool = False
 
     def local(self, tp: TPGroup) -> int:
         """Rows on one rank; ConfigError if they cannot be cut."""
@@ -36,11 +37,16 @@ class Segment:
 
 
 class _SegmentedLinear(nn.Module):
-    """A merged weight whose segments stand side by side along `dim`, and its bias."""
+    """A merged weight whose segments stand side by side along `dim`, and its bias if a segment has one.
+
+    Args:
+        name: prefix of the piece names, unique in the model.
+        width: of the other dimension.
+    """
 
     dim: ClassVar[int]
 
-    def __init__(self, name: str, segments: Sequence[Segment], width: int, bias_size: int, build: Build) -> None:
+    def __init__(self, name: str, segments: Sequence[Segment], width: int, *, build: Build) -> None:
         super().__init__()
         self.name, self.tp = name, build.tp
         self.segments = {s.name: s for s in segments}
@@ -50,38 +56,32 @@ class _SegmentedLinear(nn.Module):
         self.method = build.method(name, dict(zip(self.segments, self.sizes)), width, self.dim)
         for each, param in self.method.parameters().items():
             self.register_parameter(each, param)
-        self.bias = parameter(bias_size, dtype=build.dtype, device=build.device, dummy="zeros") if bias_size else None
-        if self.bias is not None:
+        self.bias: nn.Parameter | None = None
+        if any(s.bias for s in segments):
+            outputs = width if self.dim else sum(self.sizes)
+            self.bias = parameter(outputs, dtype=build.dtype, device=build.device, dummy="zeros")
             self.bias.data.zero_()
 
-    def _part(self, names: Sequence[str], name: str, scale: float, rearrange: Transform | None = None) -> Part:
+    def _part(self, names: Sequence[str], name: str, scale: float, rearrange: Transform = unchanged) -> Part:
         """Segment `name` of a checkpoint tensor that holds `names` side by side."""
-        sizes, index, shards = (
-            [self.segments[n].size for n in names],
-            list(names).index(name),
-            self.segments[name].shards,
-        )
-        # split, not narrow: it raises unless the sizes add up to the whole tensor.
-        take: Transform = lambda t: self.tp.shard(t.split(sizes, self.dim)[index], self.dim, shards)  # noqa: E731
-        select = take if rearrange is None else _compose(rearrange, take)
+        sizes, shards = {n: self.segments[n].size for n in names}, self.segments[name].shards
+
+        def select(t: torch.Tensor) -> torch.Tensor:
+            # split, not narrow: it raises unless the sizes add up to the whole tensor.
+            parts = dict(zip(sizes, rearrange(t).split([*sizes.values()], self.dim)))
+            return self.tp.shard(parts[name], self.dim, shards)
+
         return Part(f"{self.name}.{name}", self.dim, *self.spans[name], select, scale)
 
 
 class ColumnLinear(_SegmentedLinear):
-    """y = x W^T + b with the output cut over ranks. x [T, in], y [T, sum of local segments].
-
-    Args:
-        name: prefix of the piece names, unique in the model.
-        bias: names of the segments that have a bias; the others get zeros.
-    """
+    """y = x W^T + b with the output cut over ranks. x [T, in], y [T, sum of local segments]. Where some segments have a
+    bias, it is zero for the others."""
 
     dim = 0
 
-    def __init__(
-        self, name: str, in_features: int, segments: Sequence[Segment], *, bias: Sequence[str] = (), build: Build
-    ) -> None:
-        bias_size = sum(s.local(build.tp) for s in segments) if bias else 0
-        super().__init__(name, segments, in_features, bias_size, build)
+    def __init__(self, name: str, in_features: int, segments: Sequence[Segment], *, build: Build) -> None:
+        super().__init__(name, segments, in_features, build=build)
 
     def forward(self, x: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
         return self.method.apply(x, self.bias, activation)
@@ -91,10 +91,9 @@ class ColumnLinear(_SegmentedLinear):
         key: str,
         names: Sequence[str],
         *,
-        bias: bool = False,
         scale: Mapping[str, float] | None = None,
         bias_scale: Mapping[str, float] | None = None,
-        rearrange: Transform | None = None,
+        rearrange: Transform = unchanged,
     ) -> CheckpointMap:
         """Targets of `key`.weight (and .bias), whose rows are the segments `names` one after the other.
 
@@ -107,11 +106,10 @@ class ColumnLinear(_SegmentedLinear):
             return [self._part(names, name, (scales or {}).get(name, 1.0), rearrange) for name in names]
 
         found = self.method.targets(key, parts(scale))
-        if bias:
-            assert self.bias is not None
+        if self.bias is not None and self.segments[names[0]].bias:
+            bias = self.bias.data
             found[f"{key}.bias"] = tuple(
-                Piece(f"{p.name}.bias", self.bias.data.narrow(0, p.start, p.size), p.select, p.scale)
-                for p in parts(bias_scale)
+                Piece(f"{p.name}.bias", bias.narrow(0, p.start, p.size), p.select, p.scale) for p in parts(bias_scale)
             )
         return found
 
@@ -120,11 +118,6 @@ class RowLinear(_SegmentedLinear):
     """y = sum over ranks of x W^T, + b. The input is cut over ranks: x [T, sum of local segments], y [T, out]."""
 
     dim = 1
-
-    def __init__(
-        self, name: str, segments: Sequence[Segment], out_features: int, *, bias: bool = False, build: Build
-    ) -> None:
-        super().__init__(name, segments, out_features, out_features if bias else 0, build)
 
     def forward(self, x: torch.Tensor, tail: torch.Tensor | None = None, reduce: bool = True) -> torch.Tensor:
         """y of x, or of x and `tail` side by side: what two branches made need not be copied into one tensor.
@@ -148,12 +141,11 @@ class RowLinear(_SegmentedLinear):
         there need not be copied together."""
         return list(like.new_empty(like.shape[0], sum(self.sizes)).split_with_sizes(self.sizes, dim=-1))
 
-    def targets(self, key: str, name: str, *, bias: bool = False, scale: float = 1.0) -> CheckpointMap:
+    def targets(self, key: str, name: str, *, scale: float = 1.0) -> CheckpointMap:
         """Targets of `key`.weight (and .bias), the matrix that reads segment `name`. `scale` scales its output."""
         found = self.method.targets(key, [self._part([name], name, scale)])
-        if bias:
-            assert self.bias is not None
-            piece = Piece(f"{self.name}.{name}.bias", self.bias.data, lambda t: t, scale, accumulate=True)
+        if self.bias is not None and self.segments[name].bias:
+            piece = Piece(f"{self.name}.{name}.bias", self.bias.data, unchanged, scale, accumulate=True)
             found[f"{key}.bias"] = (piece,)
         return found
 
@@ -167,7 +159,3 @@ def norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(act(linear(norm(x + residual))), x + residual) for x, residual [T, in]: how a block begins."""
     return linear.method.apply_normed(norm, x, residual, linear.bias, activation)
-
-
-def _compose(first: Transform, second: Transform) -> Transform:
-    return lambda t: second(first(t))

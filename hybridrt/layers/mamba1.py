@@ -45,15 +45,14 @@ class Mamba1Mixer(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.config, self.layer_id, self.tp = name, config, layer_id, build.tp
-        self.has_bias, self.shape = proj_bias, state_shape(config, build.tp.size)
+        self.shape = state_shape(config, build.tp.size)
         inner, device = config.intermediate_size, build.device
         self.widths = (config.dt_rank, config.state_size, config.state_size)
-        halves = [Segment("x", inner), Segment("z", inner)]
-        biased = ("x", "z") if proj_bias else ()
-        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, halves, bias=biased, build=build)
+        halves = [Segment(part, inner, bias=proj_bias) for part in ("x", "z")]
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, halves, build=build)
         self.x_proj = RowLinear(f"{name}.x_proj", [Segment("x", inner)], sum(self.widths), build=build)
         self.dt_proj = ColumnLinear(f"{name}.dt_proj", config.dt_rank, [Segment("dt", inner)], build=build)
-        self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", inner)], hidden_size, bias=proj_bias, build=build)
+        self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", inner, bias=proj_bias)], hidden_size, build=build)
         local, states = self.shape.temporal
         self.width = local
         self.conv_weight = parameter(local, config.conv_kernel, dtype=build.dtype, device=device)
@@ -103,10 +102,10 @@ class Mamba1Mixer(nn.Module):
         """Targets of a whole mixer under `key`, in the spelling that Mamba, Falcon-Mamba and Jamba share."""
 
         found = {
-            **self.in_proj.targets(f"{key}.in_proj", ["x", "z"], bias=self.has_bias),
+            **self.in_proj.targets(f"{key}.in_proj", ["x", "z"]),
             **self.x_proj.targets(f"{key}.x_proj", "x"),
             **self.dt_proj.targets(f"{key}.dt_proj", ["dt"]),
-            **self.out_proj.targets(f"{key}.out_proj", "x", bias=self.has_bias),
+            **self.out_proj.targets(f"{key}.out_proj", "x"),
             f"{key}.dt_proj.bias": sharded(self.tp, f"{self.name}.dt_bias", self.dt_bias.data),
             f"{key}.conv1d.weight": sharded(
                 self.tp, f"{self.name}.conv.weight", self.conv_weight.data, lambda t: t.squeeze(1)

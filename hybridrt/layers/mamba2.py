@@ -12,7 +12,7 @@ from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, whole
 
 
-def mamba2_segments(config: Mamba2Config, tp: TPGroup) -> list[Segment]:
+def mamba2_segments(config: Mamba2Config, tp: TPGroup, bias: bool = False) -> list[Segment]:
     """Output segments z, x, B, C, dt of the input projection; one group of B and C is shared by all ranks.
 
     Raises:
@@ -21,11 +21,11 @@ def mamba2_segments(config: Mamba2Config, tp: TPGroup) -> list[Segment]:
     bc_shards = config.n_groups // state_shape(config, tp.size).groups
     bc = config.n_groups * config.state_size
     return [
-        Segment("z", config.intermediate_size),
-        Segment("x", config.intermediate_size),
-        Segment("B", bc, bc_shards),
-        Segment("C", bc, bc_shards),
-        Segment("dt", config.num_heads),
+        Segment("z", config.intermediate_size, bias=bias),
+        Segment("x", config.intermediate_size, bias=bias),
+        Segment("B", bc, bc_shards, bias),
+        Segment("C", bc, bc_shards, bias),
+        Segment("dt", config.num_heads, bias=bias),
     ]
 
 
@@ -59,9 +59,7 @@ class Mamba2Mixer(nn.Module):
         self.norm: GatedRMSNorm | None = None
         if gated_norm is not None:
             (eps, before), group = gated_norm, config.intermediate_size // config.n_groups
-            self.norm = GatedRMSNorm(
-                f"{name}.norm", self.width, eps, group_size=group, norm_before_gate=before, build=build
-            )
+            self.norm = GatedRMSNorm(self.width, eps, group_size=group, norm_before_gate=before, build=build)
 
     def forward(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` unless there
@@ -89,11 +87,10 @@ class Mamba2Mixer(nn.Module):
 
     def _conv_shard(self, t: torch.Tensor) -> torch.Tensor:
         """[conv_dim, 1, K] or [conv_dim] of the checkpoint to this rank's x, B and C rows."""
-        segments = [s for s in mamba2_segments(self.config, self.tp) if s.name in ("x", "B", "C")]
+        _, *segments, _ = mamba2_segments(self.config, self.tp)
         parts = t.split([s.size for s in segments])
-        shards = [self.tp.shard(part, 0, s.shards) for part, s in zip(parts, segments)]
-        whole_shard = torch.cat(shards)
-        return whole_shard.squeeze(1) if whole_shard.dim() == 3 else whole_shard
+        shard = torch.cat([self.tp.shard(part, 0, s.shards) for part, s in zip(parts, segments)])
+        return shard.squeeze(1) if shard.dim() == 3 else shard
 
 
 class Mamba2Block(nn.Module):
@@ -109,12 +106,11 @@ class Mamba2Block(nn.Module):
         gated_norm: tuple[float, bool] | None, build: Build, out_scale: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.has_bias, self.out_scale, parts = bias, out_scale, mamba2_segments(config, build.tp)
-        biased = [s.name for s in parts if bias]
-        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, bias=biased, build=build)
+        self.out_scale, parts = out_scale, mamba2_segments(config, build.tp, bias)
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
         self.mixer = Mamba2Mixer(name, config, layer_id, conv_bias=conv_bias, gated_norm=gated_norm, build=build)
-        output = [Segment("x", config.intermediate_size)]
-        self.out_proj = RowLinear(f"{name}.out_proj", output, hidden_size, bias=bias, build=build)
+        output = [Segment("x", config.intermediate_size, bias=bias)]
+        self.out_proj = RowLinear(f"{name}.out_proj", output, hidden_size, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mamba-2 of norm(x + residual), and x + residual."""
@@ -124,7 +120,7 @@ class Mamba2Block(nn.Module):
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the whole block under `key`."""
         return {
-            **self.in_proj.targets(f"{key}.in_proj", list(self.in_proj.segments), bias=self.has_bias),
-            **self.out_proj.targets(f"{key}.out_proj", "x", bias=self.has_bias, scale=self.out_scale),
+            **self.in_proj.targets(f"{key}.in_proj", list(self.in_proj.segments)),
+            **self.out_proj.targets(f"{key}.out_proj", "x", scale=self.out_scale),
             **self.mixer.targets(key),
         }

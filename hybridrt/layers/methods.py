@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from hybridrt.errors import BackendError
-from hybridrt.kernels.activation import relu2, silu_and_mul
 from hybridrt.kernels.linear import add_linear, linear, stands_by_columns
 from hybridrt.kernels.moe import ExpertStack, fused_experts
-from hybridrt.kernels.skinny_linear import Activation, InputNorm, is_skinny, skinny_linear
+from hybridrt.kernels.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
 from hybridrt.layers.weights import CheckpointMap, Piece, Transform, parameter
 from hybridrt.plugins import Plugins
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from hybridrt.layers.norm import RMSNorm
     from hybridrt.layers.weights import Build
 
-ACTIVATIONS = {"silu_and_mul": silu_and_mul, "relu2": relu2}
 ADDS_FROM = 1024  # tokens: of fewer, the bytes that it saves are too few to be seen in a step
 
 
@@ -185,13 +183,11 @@ class DenseMethod(LinearMethod):
 
     def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
         weight = self.weight.data
-        places = [weight.narrow(part.dim, part.start, part.size) for part in parts]
-        return {
-            f"{key}.weight": tuple(
-                Piece(f"{part.name}.weight", place, part.select, part.scale)
-                for part, place in zip(parts, places, strict=True)
-            )
-        }
+        pieces = (
+            Piece(f"{part.name}.weight", weight.narrow(part.dim, part.start, part.size), part.select, part.scale)
+            for part in parts
+        )
+        return {f"{key}.weight": tuple(pieces)}
 
     def apply(
         self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None,

@@ -40,15 +40,14 @@ class LatentAttention(nn.Module):
         super().__init__()
         assert config.latent is not None
         self.name, self.tp, self.heads, self.dims = name, build.tp, config.num_heads, config.latent
-        self.has_bias, self.gated = bias, gated
+        self.gated = gated
         self.rope = None if cos_sin is None else Rope(cos_sin)
         dims, local = self.dims, build.tp.divide("attention heads", config.num_heads)
         query = Segment("q", config.num_heads * (dims.nope_dim + dims.rope_dim))
-        first = query if dims.query_rank is None else Segment("q_latent", dims.query_rank, 1)
-        parts = [first, Segment("latent", dims.rank, 1), Segment("tail", dims.rope_dim, 1)]
+        first = query if dims.query_rank is None else Segment("q_latent", dims.query_rank, 1, bias)
+        parts = [first, Segment("latent", dims.rank, 1, bias), Segment("tail", dims.rope_dim, 1, bias)]
         parts += [Segment("gate", config.num_heads)] if gated else []
-        biased = [part.name for part in parts[first is query :] if part.name != "gate"] if bias else []
-        self.into = ColumnLinear(f"{name}.into", hidden_size, parts, bias=biased, build=build)
+        self.into = ColumnLinear(f"{name}.into", hidden_size, parts, build=build)
         self.sizes = (self.into.sizes[0], dims.rank + dims.rope_dim, *self.into.sizes[3:])
         self.q_norm = self.q_up = None
         if dims.query_rank is not None:
@@ -57,8 +56,8 @@ class LatentAttention(nn.Module):
         self.norm = RMSNorm(f"{name}.norm", dims.rank, NORM_EPS, device=build.device)
         self.up_k = parameter(local, dims.nope_dim, dims.rank, dtype=build.dtype, device=build.device)
         self.up_v = parameter(local, dims.rank, dims.value_dim, dtype=build.dtype, device=build.device)
-        values = [Segment("x", config.num_heads * dims.value_dim)]
-        self.o_proj = RowLinear(f"{name}.o_proj", values, hidden_size, bias=bias, build=build)
+        values = [Segment("x", config.num_heads * dims.value_dim, bias=bias)]
+        self.o_proj = RowLinear(f"{name}.o_proj", values, hidden_size, build=build)
         weights = LatentWeights(self.up_k, self.up_v, self.norm.weight, NORM_EPS)
         self.attn = LatentAttentionLayer(config, layer_id, weights, build)
 
@@ -82,13 +81,12 @@ class LatentAttention(nn.Module):
         if self.q_norm is None or self.q_up is None:
             found |= self.into.targets(f"{key}.q_proj", ["q"], rearrange=heads_sorted)
         else:
-            found |= self.into.targets(f"{key}.q_a_proj", ["q_latent"], bias=self.has_bias)
+            found |= self.into.targets(f"{key}.q_a_proj", ["q_latent"])
             found |= self.q_norm.targets(f"{key}.q_a_layernorm")
             found |= self.q_up.targets(f"{key}.q_b_proj", ["q"], rearrange=heads_sorted)
         found |= self.into.targets(
             f"{key}.kv_a_proj_with_mqa",
             ["latent", "tail"],
-            bias=self.has_bias,
             rearrange=lambda t: torch.cat((t[: dims.rank], sort(t[dims.rank :]))),
         )
         if self.gated:
@@ -98,7 +96,7 @@ class LatentAttention(nn.Module):
             Piece(f"{self.name}.up_k", self.up_k.data, lambda t: self._heads_of(t)[0]),
             Piece(f"{self.name}.up_v", self.up_v.data, lambda t: self._heads_of(t)[1].transpose(1, 2)),
         )
-        return found | self.o_proj.targets(f"{key}.o_proj", "x", bias=self.has_bias)
+        return found | self.o_proj.targets(f"{key}.o_proj", "x")
 
     def _heads_of(self, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """This rank's heads of kv_b_proj [heads * (nope + value), rank]: [H, nope, rank] and [H, value, rank]."""

@@ -1,7 +1,5 @@
 """The feed-forward part: gated (SwiGLU) or squared ReLU."""
 
-from typing import Literal
-
 import torch
 from torch import nn
 
@@ -17,24 +15,22 @@ class MLP(nn.Module):
     """down(silu(gate x) * up x), gate and up in one GEMM (Shazeer 2020); or down(relu(up x)^2) (So et al. 2021).
 
     Args:
-        activation: "silu" for the first, "relu2" for the second.
+        activation: "silu_and_mul" for the first, "relu2" for the second.
         scales: multipliers of gate and down.
         limit: of the first, whose two factors are clamped (`clamped_silu_and_mul`); None for none.
     """
 
     def __init__(
-        self, name: str, hidden_size: int, intermediate_size: int, *, activation: Literal["silu", "relu2"] = "silu",
+        self, name: str, hidden_size: int, intermediate_size: int, *, activation: Activation = "silu_and_mul",
         bias: bool = False, scales: tuple[float, float] = (1.0, 1.0), limit: float | None = None, build: Build,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.has_bias, self.scales, self.limit = bias, scales, limit
-        parts = ["gate", "up"] if activation == "silu" else ["up"]
-        self.activation: Activation | None = "silu_and_mul" if activation == "silu" else "relu2"
-        if limit is not None:
-            self.activation = None  # no product ends in the clamped one
-        into = [Segment(part, intermediate_size) for part in parts]
-        self.up = ColumnLinear(f"{name}.{'_'.join(parts)}", hidden_size, into, bias=parts if bias else (), build=build)
-        self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size)], hidden_size, bias=bias, build=build)
+        self.scales, self.limit = scales, limit
+        parts = ["gate", "up"] if activation == "silu_and_mul" else ["up"]
+        self.activation = activation if limit is None else None  # no product ends in the clamped one
+        into = [Segment(part, intermediate_size, bias=bias) for part in parts]
+        self.up = ColumnLinear(f"{name}.{'_'.join(parts)}", hidden_size, into, build=build)
+        self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size, bias=bias)], hidden_size, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """MLP of norm(x + residual), and x + residual. Only experts use the batch."""
@@ -51,9 +47,8 @@ class MLP(nn.Module):
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         gate, down = self.scales
-        found = self.down.targets(f"{key}.down_proj", "x", bias=self.has_bias, scale=down)
+        found = self.down.targets(f"{key}.down_proj", "x", scale=down)
         for part in self.up.segments:
             scale = {part: gate if part == "gate" else 1.0}
-            key_of = f"{key}.{part}_proj"
-            found |= self.up.targets(key_of, [part], bias=self.has_bias, scale=scale, bias_scale=scale)
+            found |= self.up.targets(f"{key}.{part}_proj", [part], scale=scale, bias_scale=scale)
         return found

@@ -1,14 +1,12 @@
 """Mixture of experts: routers, and experts as stacked matrices, those that every token passes among them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice, router_product, router_sigmoid_grouped, router_softmax
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
@@ -184,15 +182,14 @@ class Latent(nn.Module):
 
     def __init__(self, name: str, hidden_size: int, size: int, *, bias: bool, build: Build) -> None:
         super().__init__()
-        self.has_bias, biased, uncut = bias, ("latent",) if bias else (), replace(build, tp=TPGroup())
-        into, back = [Segment("latent", size)], [Segment("latent", hidden_size)]
-        self.into = ColumnLinear(f"{name}.to_latent", hidden_size, into, bias=biased, build=uncut)
-        self.back = ColumnLinear(f"{name}.from_latent", size, back, bias=biased, build=uncut)
+        into, back = ([Segment("latent", outputs, bias=bias)] for outputs in (size, hidden_size))
+        self.into = ColumnLinear(f"{name}.to_latent", hidden_size, into, build=build.uncut)
+        self.back = ColumnLinear(f"{name}.from_latent", size, back, build=build.uncut)
 
     def targets(self, into_key: str, back_key: str) -> dict[str, CheckpointTarget]:
         return {
-            **self.into.targets(into_key, ["latent"], bias=self.has_bias),
-            **self.back.targets(back_key, ["latent"], bias=self.has_bias),
+            **self.into.targets(into_key, ["latent"]),
+            **self.back.targets(back_key, ["latent"]),
         }
 
 

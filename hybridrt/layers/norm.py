@@ -77,12 +77,12 @@ class GatedRMSNorm(nn.Module):
     """
 
     def __init__(
-        self, name: str, size: int, eps: float, *, group_size: int, norm_before_gate: bool,
+        self, size: int, eps: float, *, group_size: int, norm_before_gate: bool,
         activation: GateActivation = "silu", build: Build,
     ) -> None:  # fmt: skip
         super().__init__()
         self.activation: GateActivation = activation
-        self.name, self.eps, self.group_size, self.norm_before_gate = name, eps, group_size, norm_before_gate
+        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
         self.tp, self.spans_ranks = build.tp, group_size > size
         self.weight = parameter(size, dtype=torch.float32, device=build.device, dummy="ones")
 

@@ -10,9 +10,7 @@ from hybridrt.config import AttentionConfig, ModelConfig
 from hybridrt.errors import ConfigError, shown
 
 
-def rotary_table(
-    config: ModelConfig, max_len: int, device: torch.device, attention: AttentionConfig | None = None
-) -> torch.Tensor:
+def rotary_table(config: ModelConfig, attention: AttentionConfig, max_len: int, device: torch.device) -> torch.Tensor:
     """[max_len, rot] float32: rot/2 cosines, then rot/2 sines, of every position (Su et al. 2021, eq. 34).
 
     `rot` is rotary_dim x partial_rotary_factor, rounded up to an even number; types other than "default" (linear,
@@ -20,12 +18,11 @@ def rotary_table(
     nothing is computed.
 
     Args:
-        attention: of the layers that the table is for; None for the model's.
+        attention: of the layers that the table is for.
 
     Raises:
         ConfigError: the model's rope_parameters give no frequencies, or max_len is beyond what they serve.
     """
-    attention = attention or config.attention
     _check_longrope(attention, max_len)
     inv_freq, scaling = _frequencies(config, attention)
     if not inv_freq.isfinite().all() or not math.isfinite(scaling):

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.config import AttentionConfig
-from hybridrt.distributed.groups import TPGroup
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.records import Rope
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
@@ -27,8 +26,7 @@ class Adapter(nn.Module):
     def __init__(self, name: str, size: int, rank: int, matrices: dict[str, list[Segment]], *, build: Build) -> None:
         super().__init__()
         # Every rank needs all of the low-rank vectors, so that they are not cut.
-        uncut = replace(build, tp=TPGroup())
-        self.down = ColumnLinear(f"{name}.down", size, [Segment(each, rank) for each in matrices], build=uncut)
+        self.down = ColumnLinear(f"{name}.down", size, [Segment(each, rank) for each in matrices], build=build.uncut)
         self.ups = nn.ModuleDict(
             {each: ColumnLinear(f"{name}.{each}", rank, parts, build=build) for each, parts in matrices.items()}
         )
@@ -63,7 +61,7 @@ class SharedBlock(nn.Module):
         adapter_rank: int, attention_adapters: bool, bias: bool, eps: float, cos_sin: torch.Tensor | None, build: Build,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.has_bias, self.rope = bias, None if cos_sin is None else Rope(cos_sin)
+        self.rope = None if cos_sin is None else Rope(cos_sin)
         self.attn = {i: AttentionLayer(attention, layer_id, build) for i, layer_id in places.items()}
         inner, qkv = attention.num_heads * attention.head_dim, qkv_segments(attention, build.tp)
         gate_up = [Segment(part, intermediate_size) for part in ("gate", "up")]
@@ -74,10 +72,10 @@ class SharedBlock(nn.Module):
         )
         self.qkv = ColumnLinear(f"{name}.qkv", 2 * hidden, qkv, build=build)
         self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", inner)], hidden, build=build)
-        biased = [part.name for part in gate_up if self.has_bias]
-        self.up = ColumnLinear(f"{name}.gate_up", hidden, gate_up, bias=biased, build=build)
-        down = [Segment("x", intermediate_size)]
-        self.down = RowLinear(f"{name}.down", down, hidden, bias=self.has_bias, build=build)
+        own = [replace(part, bias=bias) for part in gate_up]  # adapters have none
+        self.up = ColumnLinear(f"{name}.gate_up", hidden, own, build=build)
+        down = [Segment("x", intermediate_size, bias=bias)]
+        self.down = RowLinear(f"{name}.down", down, hidden, build=build)
         self.qkv_adapters, self.up_adapters = nn.ModuleDict(), nn.ModuleDict()
         for i in places:
             thin, each = adapter_rank, {part.name: [part] for part in qkv}
@@ -91,7 +89,7 @@ class SharedBlock(nn.Module):
         projected = self.qkv(h)
         if self.qkv_adapters:
             projected += self.qkv_adapters[str(i)](h)
-        q, k, v = projected.split((attn.q_size, attn.kv_size, attn.kv_size), dim=-1)
+        q, k, v = projected.split(self.qkv.sizes, dim=-1)
         h = self.o_proj(batch.attn_backend.forward(q, k, v, attn, batch, rope=self.rope))
         h = self.ff_norm(h)[0]
         gate, up = self.up(h).add_(self.up_adapters[str(i)](h)).chunk(2, dim=-1)
@@ -103,8 +101,8 @@ class SharedBlock(nn.Module):
             **self.norm.targets(f"{key}.input_layernorm"),
             **self.ff_norm.targets(f"{key}.pre_ff_layernorm"),
             **self.o_proj.targets(f"{attention}.o_proj", "x"),
-            **self.up.targets(f"{mlp}.gate_up_proj", ["gate", "up"], bias=self.has_bias),
-            **self.down.targets(f"{mlp}.down_proj", "x", bias=self.has_bias),
+            **self.up.targets(f"{mlp}.gate_up_proj", ["gate", "up"]),
+            **self.down.targets(f"{mlp}.down_proj", "x"),
         }
         for part in self.qkv.segments:
             found |= self.qkv.targets(f"{attention}.{part}_proj", [part])

@@ -25,15 +25,14 @@ class ShortConvMixer(nn.Module):
         self, name: str, config: ShortConvConfig, layer_id: int, hidden_size: int, *, bias: bool = False, build: Build
     ) -> None:
         super().__init__()
-        self.name, self.config, self.layer_id, self.tp, self.has_bias = name, config, layer_id, build.tp, bias
+        self.name, self.config, self.layer_id, self.tp = name, config, layer_id, build.tp
         self.width = state_shape(config, build.tp.size).conv_dim
-        parts = [Segment(part, config.channels) for part in ("B", "C", "x")]
-        biased = [part.name for part in parts if bias]
-        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, bias=biased, build=build)
+        parts = [Segment(part, config.channels, bias=bias) for part in ("B", "C", "x")]
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
         self.conv_weight = parameter(self.width, config.conv_kernel, dtype=build.dtype, device=build.device)
         self.conv_bias = parameter(self.width, dtype=build.dtype, device=build.device, dummy="zeros") if bias else None
-        channels = [Segment("x", config.channels)]
-        self.out_proj = RowLinear(f"{name}.out_proj", channels, hidden_size, bias=bias, build=build)
+        channels = [Segment("x", config.channels, bias=bias)]
+        self.out_proj = RowLinear(f"{name}.out_proj", channels, hidden_size, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mixer of norm(x + residual), and x + residual."""
@@ -43,8 +42,8 @@ class ShortConvMixer(nn.Module):
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and the conv under `key`."""
         found = {
-            **self.in_proj.targets(f"{key}.in_proj", ["B", "C", "x"], bias=self.has_bias),
-            **self.out_proj.targets(f"{key}.out_proj", "x", bias=self.has_bias),
+            **self.in_proj.targets(f"{key}.in_proj", ["B", "C", "x"]),
+            **self.out_proj.targets(f"{key}.out_proj", "x"),
             f"{key}.conv.weight": sharded(
                 self.tp, f"{self.name}.conv.weight", self.conv_weight.data, lambda t: t.squeeze(1)
             ),

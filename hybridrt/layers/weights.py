@@ -1,7 +1,7 @@
 """How checkpoint tensors land in parameters: each key has one target, each target fills named pieces exactly once."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +28,11 @@ class Build:
     device: torch.device
     scheme: Callable[[str, str], str] = lambda layer, segment: "dense"
 
+    @property
+    def uncut(self) -> "Build":
+        """The same for a layer that every rank has whole."""
+        return replace(self, tp=TPGroup())
+
     def method(self, name: str, segments: Mapping[str, int], width: int, dim: int) -> "LinearMethod":
         """The method of layer `name`, with a merged weight of `segments` (their sizes by name).
 
@@ -53,6 +58,13 @@ class Build:
 
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
+
+
+def unchanged(t: torch.Tensor) -> torch.Tensor:
+    """The Transform that changes nothing."""
+    return t
+
+
 # A part of a checkpoint's tensor: the key that it would have as a tensor of its own, and how it is taken.
 TensorPart = tuple[str, Transform]
 # Other numbers, integers or float8, mean nothing without their scales, and nothing here multiplies by these.
@@ -88,7 +100,7 @@ class Piece:
     accumulate: bool = False
     dtypes: tuple[torch.dtype, ...] = WEIGHT_DTYPES
 
-    def fill(self, key: str, tensor: torch.Tensor, part: Transform = lambda t: t) -> None:
+    def fill(self, key: str, tensor: torch.Tensor, part: Transform = unchanged) -> None:
         """Copies from a part of a tensor (scaled, in dest's dtype); CheckpointError if shapes disagree or the dtype is
         not one of `dtypes`."""
         if tensor.dtype not in self.dtypes:
@@ -120,11 +132,11 @@ CheckpointTarget = tuple[Piece, ...]
 CheckpointMap = dict[str, CheckpointTarget]
 
 
-def whole(name: str, dest: torch.Tensor, select: Transform = lambda t: t, scale: float = 1.0) -> CheckpointTarget:
+def whole(name: str, dest: torch.Tensor, select: Transform = unchanged, scale: float = 1.0) -> CheckpointTarget:
     """The target of a tensor that fills one parameter (or view) by itself."""
     return (Piece(name, dest, select, scale),)
 
 
-def sharded(tp: TPGroup, name: str, dest: torch.Tensor, select: Transform = lambda t: t) -> CheckpointTarget:
+def sharded(tp: TPGroup, name: str, dest: torch.Tensor, select: Transform = unchanged) -> CheckpointTarget:
     """A target that is this rank's shard of what `select` makes of a tensor, cut along its first dimension."""
     return whole(name, dest, lambda t: tp.shard(select(t), 0))

@@ -1,5 +1,6 @@
 """Attention backends by name: those of this package and those of others, and which of them "auto" means."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +9,11 @@ import torch
 
 from hybridrt import plugins
 from hybridrt.attention import paged, registry
+from hybridrt.attention.fa3 import Fa3AttnBackend
 from hybridrt.attention.torch_native import TorchNativeAttnBackend
 from hybridrt.config import AttentionSpec, EngineConfig
 from hybridrt.errors import BackendError, ProviderNotInstalledError
 from hybridrt.hf_config import read_model_config
-from hybridrt.kernels.providers import _IMPLEMENTATIONS
 from tests.support.checkpoints import CheckpointStore
 from tests.support.outside_attention import OutsideAttnBackend
 from tests.support.session import Session
@@ -39,7 +40,7 @@ def test_prefill_takes_a_faster_library_where_no_backend_is_named(
     """By name, or the first that is installed and serves this KV cache; one that is installed and cannot says why."""
     cuda, answers = torch.device("cuda"), {"sgl_kernel": "head_dim is 80", "flashinfer": None}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(paged, "objection", lambda op, device, provider, **facts: answers[provider])
+    monkeypatch.setattr(paged, "objection", lambda provider, device: answers[provider])
     monkeypatch.setattr(registry, "is_installed", lambda provider: provider == "sgl_kernel")
 
     def resolved(device: torch.device = cuda, **config: Any) -> str:
@@ -61,11 +62,17 @@ def test_prefill_takes_a_faster_library_where_no_backend_is_named(
     ({"dtype": torch.float32}, "float32, it takes bfloat16"), ({"head_dim": 80}, "head_dim is 80, it takes 64"),
     ({"capability": (12, 0)}, "sm_120"),
 ])  # fmt: skip
-def test_what_flash_attention_3_cannot_serve(changes: dict[str, Any], message: str) -> None:
-    facts = {"dtype": torch.bfloat16, "head_dim": 128, "capability": (9, 0)}
-    supports = _IMPLEMENTATIONS["attention_extend"]["sgl_kernel"].supports
-    assert supports is not None and supports(facts) is None and supports({}) is None
-    assert message in (supports(facts | changes) or "")
+def test_what_flash_attention_3_cannot_serve(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: changes.get("capability", (9, 0)))
+    monkeypatch.setattr(paged, "objection", lambda provider, device: None)
+    cuda, spec = torch.device("cuda"), replace(SPEC, dtype=torch.bfloat16, head_dim=128, v_head_dim=128)
+    head_dim = changes.get("head_dim", 128)
+    other = replace(spec, dtype=changes.get("dtype", spec.dtype), head_dim=head_dim, v_head_dim=head_dim)
+    if "capability" not in changes:
+        assert Fa3AttnBackend.objection(cuda, [spec]) is None
+    assert message in (Fa3AttnBackend.objection(cuda, [spec, other]) or "")
 
 
 @pytest.mark.parametrize("name", ["fa3", "flashinfer"])

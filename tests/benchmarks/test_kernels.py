@@ -58,12 +58,13 @@ def test_steps_of_libraries_stand_beside_ours(monkeypatch: pytest.MonkeyPatch) -
     """They are behind our kernels in the order, and no part of the runtime."""
     own = {op: dict(by) for op, by in providers._IMPLEMENTATIONS.items()}
     peers = {"selective_state_update": {"flashinfer", "mamba_ssm"}, "recurrent_gated_delta_rule": {"fla"}}
+    peers["attention_extend"] = {"flashinfer"}
     monkeypatch.setattr(providers, "_IMPLEMENTATIONS", {op: dict(by) for op, by in own.items()})
     step_peers.register_peers()
     for op, names in peers.items():
-        assert own[op].keys() == {"torch", "triton"}
+        assert not own[op].keys() & names
         ranked = [by.provider for by in providers._ranked(op, "cuda")]
-        assert ranked[0] == "triton" and ranked[-1] == "torch" and set(ranked[1:-1]) == names
+        assert ranked[0] == "triton" and ranked[-1] == "torch" and names <= set(ranked[1:-1])
         assert all(providers._IMPLEMENTATIONS[op][name].load().__module__ == step_peers.__name__ for name in names)
 
 

@@ -151,9 +151,12 @@ def test_update_padding_rows_leave_no_trace() -> None:
     windows_before = windows.clone()
     x, _ = requests.packed()
     state = ConvState(requests.conv, slots, slots, int32(*requests.computed))
-    stored = IntermediateStates(windows, int32(4, 3, 1))
-    out = causal_conv1d_update(x.unflatten(0, (3, 2)), requests.weights, state, stored)
+    chain = IntermediateStates(windows, int32(4, 3, 1), torch.tensor([[-1, 0]] * 3, dtype=torch.int32))
+    of_tree = causal_conv1d_update(x.unflatten(0, (3, 2)), requests.weights, state, chain)
+    assert changed_rows(before, requests.conv) == set()
+    out = causal_conv1d_update(x.unflatten(0, (3, 2)), requests.weights, state)
     assert not out[1].any() and not out.isnan().any()
+    close(of_tree, out, 1e-6)
     assert changed_rows(before, requests.conv) == {5, 30}
     assert changed_rows(windows_before, windows) == {1, 4}
     assert same_bytes(windows[4, 1], requests.tail(0)) and same_bytes(windows[1, 1], requests.tail(2))

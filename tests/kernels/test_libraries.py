@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.step_peers import register_peers
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import SpecInfo
+from hybridrt.kernels import providers
 from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kernels.paged_attention import attention_decode, attention_extend
 from hybridrt.kernels.providers import select
@@ -147,6 +149,8 @@ def test_extend_with_windows_and_surplus_tokens(
     provider: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(providers, "_IMPLEMENTATIONS", {op: dict(by) for op, by in providers._IMPLEMENTATIONS.items()})
+    register_peers()
     provider, _, gathered = provider.partition(" ")
     if gathered:
         monkeypatch.setattr(importlib.import_module("hybridrt.kernels.libraries.sgl_kernel"), "GATHER_FROM", 0)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybridrt.attention import mamba2
 from hybridrt.attention.mamba2 import Mamba2AttnBackend
 from hybridrt.attention.segments import DecodeSegment
 from hybridrt.kernels.decode_metadata import DecodeBuffers
@@ -101,13 +102,16 @@ def test_steps_that_keep_the_state_take_the_general_path(
     buffers = DecodeBuffers.allocate(2, "cpu")
     buffers.state_slots.copy_(int32(1, 2))
     segment = DecodeSegment(int32(1, 2), buffers, tokens, None)
-    none = torch.empty(0)
+    none, out = torch.empty(0), torch.zeros(2, tokens, 4, 2)
     cache = LayerCache(none, none, ring_values=none if ring else None)
     backend = object.__new__(Mamba2AttnBackend)
-    monkeypatch.setattr(backend, "layer_cache", lambda layer_id: cache)
-    monkeypatch.setattr(backend, "_decode_in_place", None)
-    monkeypatch.setattr(backend, "_decode_rows", lambda *_: none)
-    assert backend.decode(SimpleNamespace(layer_id=0), {}, segment) is none
+    for name, answer in (("layer_cache", cache), ("fused_step", None), ("weights", None)):
+        monkeypatch.setattr(backend, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(mamba2, "mamba2_in_place", None)
+    monkeypatch.setattr(mamba2, "mamba2_decode", lambda *_, **__: out)
+    rows = {"xBC": torch.zeros(2 * tokens, 10), "dt": torch.zeros(2 * tokens, 4)}
+    layer = SimpleNamespace(layer_id=0, norm=none, head_dim=2)
+    assert backend.decode(layer, rows, segment).data_ptr() == out.data_ptr()
 
 
 @pytest.mark.parametrize(

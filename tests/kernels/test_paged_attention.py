@@ -231,7 +231,7 @@ def test_programs_of_a_row_where_tables_are_wide(rows: int, programs: int) -> No
 
     q = torch.empty(1, dtype=torch.bfloat16)
     tile = paged_attention_triton._tile(4, 128, q)
-    assert paged_attention_triton._walk(rows, 2**20, tile, q).splits == programs
+    assert paged_attention_triton._walk(rows, 2**20, tile, q)[0]["SPLITS"] == programs
 
 
 @pytest.fixture

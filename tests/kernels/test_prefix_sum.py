@@ -33,13 +33,13 @@ def test_the_given_vector():
     assert states[[0, 1, 4, 6]].isnan().all()
 
 
-@pytest.mark.parametrize("dims", [(), (3,), (2, 130), (2, 1, 5)])
+@pytest.mark.parametrize("columns", [1, 3, 260])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ragged_rows_of_any_rank(dims, dtype):
+def test_ragged_rows(columns, dtype):
     """Padding rows, rows without tokens, tokens past the last row; a NaN in one row stays there."""
     torch.manual_seed(0)
     lens, read, write = [4, 0, 3, 2, 1], ints(3, 1, 5, -1, 2), ints(3, 1, 6, -1, 2)
-    states, x = torch.randn(8, *dims), torch.randn(12, *dims).to(dtype)
+    states, x = torch.randn(8, columns), torch.randn(12, columns).to(dtype)
     x[4] = torch.nan
     before, starts = states.clone(), torch.tensor([0, *lens]).cumsum(0).int()
     y = prefix_sum_varlen(x, StateSlots(states, read, write), starts)
@@ -70,7 +70,7 @@ def test_sums_are_float32_whatever_the_activations_are():
 @pytest.mark.parametrize("tree", [False, True])
 def test_a_verified_row_leaves_the_sum_alone_and_returns_the_next_one(tree):
     torch.manual_seed(0)
-    x, states, stored = torch.randn(3, 4, 2, 3), torch.randn(6, 6), torch.full((5, 7, 6), torch.nan)
+    x, states, stored = torch.randn(3, 4, 6), torch.randn(6, 6), torch.full((5, 7, 6), torch.nan)
     slots, rows, before = ints(2, -1, 4), ints(3, 0, 1), states.clone()
     parents = torch.tensor([[-1, 0, 0, 2]] * 3, dtype=torch.int32) if tree else None
     y = prefix_sum_update(x, StateSlots(states, slots, slots, IntermediateStates(stored, rows, parents)))
@@ -80,9 +80,9 @@ def test_a_verified_row_leaves_the_sum_alone_and_returns_the_next_one(tree):
             if slot < 0:
                 assert not y[b, t].any()
                 continue
-            wanted = before[slot].view(2, 3) + x[b, path].sum(0)
+            wanted = before[slot] + x[b, path].sum(0)
             torch.testing.assert_close(y[b, t], wanted)
-            torch.testing.assert_close(stored[row, t].view(2, 3), wanted)
+            torch.testing.assert_close(stored[row, t], wanted)
     assert torch.equal(states, before) and stored[[0, 2, 4]].isnan().all() and stored[:, 4:].isnan().all()
 
 

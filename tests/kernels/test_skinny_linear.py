@@ -220,7 +220,7 @@ def test_the_reference_is_the_product_itself():
     torch.testing.assert_close(skinny_linear(x, weight)[0], F.linear(x, weight))
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("activation", ["silu_and_mul", "relu2"])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_layers_compute_the_same_with_it_and_without(activation, tokens, monkeypatch):
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from hybridrt.layers.weights import Build
 
 def make(bias: bool = False, tp: TPGroup | None = None) -> RowLinear:
     build = Build(tp or TPGroup(), torch.float32, torch.device("cpu"))
-    linear = RowLinear("out", [Segment("attn", 4), Segment("ssm", 6)], 5, bias=bias, build=build)
+    linear = RowLinear("out", [Segment("attn", 4, bias=bias), Segment("ssm", 6)], 5, build=build)
     linear.weight.data.copy_(torch.randn(5, linear.weight.shape[1]))
     if linear.bias is not None:
         linear.bias.data.copy_(torch.randn(5))

@@ -74,8 +74,8 @@ def test_segments_of_one_output_may_differ(int8: tuple[str, ...], rank: int, bia
     torch.manual_seed(1)
     build = build_with(Build(TPGroup(rank, 2), torch.float32, torch.device("cpu")), *(("qkv", name) for name in int8))
     sizes = {"q": 8, "k": 4, "v": 4, "gate": 8}
-    segments = [Segment(name, size, 1 if name in "kv" else None) for name, size in sizes.items()]
-    linear = ColumnLinear("qkv", 6, segments, bias=list(sizes) if bias else (), build=build)
+    segments = [Segment(name, size, 1 if name in "kv" else None, bias) for name, size in sizes.items()]
+    linear = ColumnLinear("qkv", 6, segments, build=build)
     kinds = [type(run) for run in getattr(linear.method, "runs", [linear.method])]
     assert kinds.count(DenseMethod) == {(): 1, ("k",): 2, ("k", "v"): 2, ("q", "gate"): 1}.get(int8, 0)
     assert isinstance(linear.method, MixedMethod) == (len(kinds) > 1)
@@ -83,7 +83,7 @@ def test_segments_of_one_output_may_differ(int8: tuple[str, ...], rank: int, bia
     for key, names in (("qg", ["q", "gate"]), ("k", ["k"]), ("v", ["v"])):
         weight, b = torch.randn(sum(sizes[n] for n in names), 6), torch.randn(sum(sizes[n] for n in names))
         tensors |= written(key, weight, names[0] in int8) | ({f"{key}.bias": b} if bias else {})
-        targets |= linear.targets(key, names, bias=bias, scale=scale)
+        targets |= linear.targets(key, names, scale=scale)
         parts = restored(tensors, key).split([sizes[n] for n in names]), b.split([sizes[n] for n in names])
         whole |= {n: (w * scale.get(n, 1.0), b) for n, w, b in zip(names, *parts, strict=True)}
     fill(targets, tensors)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridrt.attention import paged
 from hybridrt.kernels import providers
-from hybridrt.kernels.libraries import common
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window_left: int) -> Tensor:
@@ -163,9 +163,9 @@ def installed() -> Iterator[None]:
             patch.setitem(sys.modules, name, module)
         for name in (*ours, *backends):
             patch.delitem(sys.modules, name, raising=False)
-        patch.setattr(providers, "_objection", lambda implementation, device, facts: None)
+        patch.setattr(providers, "objection", lambda provider, device: None)
+        patch.setattr(paged.PagedKVBackend, "objection", classmethod(lambda *_: None))
         patch.setattr(providers, "_missing", lambda provider: None)
-        patch.setattr(common, "HALF", (torch.float32,))
         providers.select.cache_clear()
         try:
             yield

@@ -116,7 +116,7 @@ def rotary(op: str, config: ModelConfig) -> Case:
         norms = {name: 1 + normal(attention.head_dim, scale=0.2, dtype=torch.float32) for name in norms}
     args = {
         "q": q, "k": k, "positions": torch.randint(0, 4000, (tokens,)), "eps": 1e-6,
-        "cos_sin": rotary_table(config, 4000, torch.get_default_device()), **norms,
+        "cos_sin": rotary_table(config, config.attention, 4000, torch.get_default_device()), **norms,
     }  # fmt: skip
     if op == "qk_norm_rotary":
         return Case(op, args, consumed=("q", "k"))

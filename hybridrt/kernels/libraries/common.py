@@ -1,14 +1,9 @@
 """What the files of this folder share: pages of a batch, and saying what a library cannot do."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hybridrt.errors import BackendError
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 def refuse(library: str, op: str, *reasons: str | None) -> None:
@@ -16,25 +11,6 @@ def refuse(library: str, op: str, *reasons: str | None) -> None:
     for reason in reasons:
         if reason is not None:
             raise BackendError(f"{library} cannot serve this {op}: {reason}; name another provider")
-
-
-def attention_limits(
-    *, head_dims: tuple[int, ...], architectures: tuple[int, ...]
-) -> Callable[[Mapping[str, Any]], str | None]:
-    """A `supports` predicate of attention on a KV cache: its `dtype` and `head_dim`, and the GPU's `capability` (major,
-    minor). What a caller does not tell is not held against the library."""
-
-    def supports(facts: Mapping[str, Any]) -> str | None:
-        if facts.get("dtype", HALF[0]) not in HALF:
-            return f"the KV cache is {facts['dtype']}, it takes bfloat16 and float16"
-        if facts.get("head_dim", head_dims[0]) not in head_dims:
-            return f"head_dim is {facts['head_dim']}, it takes {', '.join(map(str, head_dims))}"
-        if facts.get("capability", architectures)[0] not in architectures:
-            major, minor = facts["capability"]
-            return f"the GPU is sm_{major}{minor}, it supports sm_{', sm_'.join(f'{a}x' for a in architectures)}"
-        return None
-
-    return supports
 
 
 def page_table(req_to_token: Tensor, rows: Tensor, page_size: int, longest: int) -> Tensor:

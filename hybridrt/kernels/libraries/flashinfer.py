@@ -10,7 +10,6 @@ from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 from torch import Tensor
 
 from hybridrt.kernels.libraries.common import page_numbers
-from hybridrt.kernels.records import AttentionPrompts, PagedKV
 from hybridrt.kernels.sampling import MIN_TEMPERATURE, LogitFilters
 from hybridrt.kernels.sampling import filtered_logits as filtered_logits_op
 from hybridrt.kernels.sampling import sample as sample_op
@@ -101,22 +100,6 @@ class PagedAttention:
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """[T, Hq, D] queries of all rows to their outputs."""
         return self._wrapper.run(q, (k_cache, v_cache))
-
-
-def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
-    """`attention_extend`, planned for this call alone (hybridrt.attention.flashinfer plans once for all layers)."""
-    real = sum(batch.query_lens)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    out[real:].zero_()
-    if real == 0:
-        return out
-    _, page_size, kv_heads, _ = kv.k_cache.shape
-    layout = HeadLayout(q.shape[1], kv_heads, q.shape[2], page_size, kv.scale, kv.sliding_window, q.dtype)
-    attention = PagedAttention(torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device))
-    attention.plan(batch.query_lens, batch.seq_lens_host, layout)
-    attention.fill_pages(kv.req_to_token, batch.rows, page_size)
-    out[:real] = attention.run(q[:real], kv.k_cache, kv.v_cache)
-    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
