@@ -1,7 +1,7 @@
 """What runs and how: ModelConfig (read from a checkpoint), EngineConfig and SpeculativeConfig, all frozen."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -274,6 +274,7 @@ class EngineConfig:
     """
 
     model: str
+    _: KW_ONLY
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"

@@ -1,11 +1,12 @@
 """LLM: a model, its engine and its tokenizer behind `generate`, `stream`, `chat` and `stream_chat`."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack, overload
+from typing import Any, Concatenate, ParamSpec, Unpack, overload
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -13,7 +14,7 @@ from tqdm.notebook import tqdm_notebook
 
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import ChatOptions, Conversation, read_conversation
-from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.config import EngineConfig
 from hybridrt.engine.cache_dump import write_dump
 from hybridrt.engine.chats import (
     ChatDelta,
@@ -41,6 +42,15 @@ from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.sampling_params import SamplingParams
 
+Fields = ParamSpec("Fields")
+
+
+def _takes_fields_of(
+    config: Callable[Fields, EngineConfig],
+) -> Callable[[Callable[..., None]], Callable[Concatenate["LLM", Fields], None]]:
+    """Gives a constructor the parameters of another class, for type checkers and for `help`."""
+    return wraps(config.__init__, assigned=())
+
 
 class LLM:
     """Loads a model and generates with it. `close` (or `with`) gives the memory back.
@@ -62,39 +72,10 @@ class LLM:
             them, pass `dataclasses.replace(llm.default_sampling_params, ...)`.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        load_format: str = "auto",
-        max_model_len: int | None = None,
-        max_running_requests: int | None = None,
-        memory_fraction: float = 0.85,
-        page_size: int = 16,
-        chunked_prefill_size: int = 8192,
-        target_itl_ms: float | None = None,
-        mamba_ssm_dtype: str = "float32",
-        state_mode: str = "auto",
-        attention_backend: str = "auto",
-        prefill_attention_backend: str | None = None,
-        linear_attn_backend: str = "auto",
-        cuda_graph: bool = True,
-        cuda_graph_max_bs: int | None = None,
-        cuda_graph_prompts: bool = True,
-        overlap: bool = True,
-        speculative: SpeculativeConfig | None = None,
-        tp_size: int = 1,
-        transfer_bytes: int = 0,
-        prefix_cache: bool = True,
-        cache_slots: int | None = None,
-        host_cache_bytes: int = 0,
-        seed: int = 0,
-    ) -> None:
-        options = dict(locals())  # the parameters, which are the fields of EngineConfig
-        del options["self"]
-        self.config = EngineConfig(**options | {"model": str(model)})
+    @_takes_fields_of(EngineConfig)
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = EngineConfig(str(model), **options)
+        tp_size = self.config.tp_size
         check_world(tp_size)
         progress = _shows_bars()
         self._split = TensorParallelExecutor(self.config, progress=progress) if tp_size > 1 else None
