@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hybridrt.config import EngineConfig, ModelConfig
 from hybridrt.engine.grammar import Matcher
 from hybridrt.engine.grammar_compiler import GrammarCompiler
-from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
+from hybridrt.engine.prompts import Prompt, as_prompts, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
 from hybridrt.errors import PromptTooLongError, RequestError, is_text, shown
 from hybridrt.kernels.token_rules import TokenRules
@@ -142,6 +142,26 @@ class Intake:
         return PreparedPrompt(
             tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)), rules, matcher=matcher
         )
+
+    def prepare_all(
+        self, prompts: object, sampling_params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[PreparedPrompt]:
+        """`prepare` for one prompt or several. A prompt that is prepared already keeps its own parameters.
+
+        Raises:
+            RequestError, MemoryBudgetError: as `prepare`; also if there are not as many parameters as prompts.
+        """
+        given = as_prompts(prompts)
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(given)
+        if len(sampling_params) != len(given):
+            raise RequestError(
+                f"{len(given)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
+            )
+        return [
+            prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, params)
+            for prompt, params in zip(given, sampling_params, strict=True)
+        ]
 
     def _check_params(self, params: SamplingParams) -> None:
         """What parameters can be wrong about only beside a model."""
