@@ -107,15 +107,20 @@ def encode_prompt(
             f"{width} characters: shorten it or raise max_model_len",
             "prompt",
         )
+    check_text(text)
+    return tokenizer.encode_bare(text) if bare else tokenizer.encode(text)
+
+
+def check_text(prompt: str) -> None:
+    """Raises RequestError for a lone surrogate, which no tokenizer takes."""
     try:
-        text.encode()
+        prompt.encode()
     except UnicodeEncodeError as e:
         raise RequestError(
-            f"the prompt's character {e.start} is U+{ord(text[e.start]):04X}, half of a surrogate pair: no text by "
-            "itself; decode the prompt from its bytes anew, or remove it",
+            f"the prompt's character {e.start} is U+{ord(prompt[e.start]):04X}, half of a surrogate pair or, on a "
+            "command line, a byte that is no UTF-8: decode the prompt from its bytes anew, or remove it",
             "prompt",
         ) from e
-    return tokenizer.encode_bare(text) if bare else tokenizer.encode(text)
 
 
 def load_tokenizer(path: str | Path) -> HFTokenizer | None:
