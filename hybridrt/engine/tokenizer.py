@@ -94,19 +94,17 @@ def encode_prompt(
         RequestError: the text is too long, or no Unicode text.
     """
     width = tokenizer.characters_per_token
-    if truncated and len(text) > (most := max(max_tokens * width, _MAX_TRUNCATED)):
-        raise PromptTooLongError(
-            f"the prompt has {len(text)} characters; truncate_prompt_tokens takes up to {most} characters, because all "
-            "of them are tokenised: send the end of the text alone",
-            "prompt",
+    most = max(max_tokens * width, _MAX_TRUNCATED if truncated else 0)
+    if len(text) > most:
+        limit = (
+            f"truncate_prompt_tokens takes up to {most} characters, because all of them are tokenised: send the end of "
+            "the text alone"
+            if truncated
+            else f"it may have at most {max_tokens} tokens (this model's maximum context length is {max_tokens + 1} "
+            f"tokens, one of them for the output), and none stands for more than {width} characters: shorten it or "
+            "raise max_model_len"
         )
-    if not truncated and len(text) > max_tokens * width:
-        raise PromptTooLongError(
-            f"the prompt has {len(text)} characters; it may have at most {max_tokens} tokens (this model's maximum "
-            f"context length is {max_tokens + 1} tokens, one of them for the output), and none stands for more than "
-            f"{width} characters: shorten it or raise max_model_len",
-            "prompt",
-        )
+        raise PromptTooLongError(f"the prompt has {len(text)} characters; {limit}", "prompt")
     check_text(text)
     return tokenizer.encode_bare(text) if bare else tokenizer.encode(text)
 
