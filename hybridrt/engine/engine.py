@@ -115,7 +115,8 @@ class Engine:
             overlap: None means `config.overlap` on a GPU, and False on a CPU, where `launch` returns after the step.
         """
         plan, model = runner.memory_plan, runner.model_config
-        limits = EngineLimits.of(config, model, plan)
+        chunk = config.chunked_prefill_size
+        limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids, model.image_tokens)
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.

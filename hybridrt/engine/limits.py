@@ -4,14 +4,12 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hybridrt.config import EngineConfig, ModelConfig
 from hybridrt.engine.grammar import Matcher
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.prompts import Prompt, as_prompts, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
 from hybridrt.errors import PromptTooLongError, RequestError, is_text, shown
 from hybridrt.kernels.token_rules import TokenRules
-from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.token_rules import any_allowed, make_rules
@@ -62,12 +60,6 @@ class EngineLimits:
     chunked_prefill_size: int
     eos_token_ids: Sequence[int] = ()
     image_tokens: Mapping[int, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> "EngineLimits":
-        return cls(
-            model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids, model.image_tokens
-        )
 
     def check_length(self, num_tokens: int) -> None:
         """Raises PromptTooLongError if a prompt has too many tokens."""
