@@ -160,7 +160,10 @@ def _as_engine_takes_them(
         RequestError: a prompt is no text; or --token-ids, and it is no list of integers.
         CheckpointError, ConfigError: --chat, and the model has no template that works.
     """
+    from hybridrt.chat.conversation import read_conversation
+    from hybridrt.engine.chats import Chats
     from hybridrt.engine.tokenizer import check_text, load_tokenizer
+    from hybridrt.hf_config import read_model_config
 
     for text in typed:
         check_text(text)
@@ -168,18 +171,10 @@ def _as_engine_takes_them(
         return [_token_ids(text) for text in typed]
     if not chat:
         return typed
-    from hybridrt.hf_config import read_model_config
-
     read_model_config(path)  # checks config.json, which the tokenizer reads without checks
-    tokenizer = load_tokenizer(path)
-    if tokenizer is None or not tokenizer.hf.chat_template:
-        raise RequestError("--chat: the model brings no chat template; leave the option out")
-    from hybridrt.chat.chat import Chat
-    from hybridrt.chat.conversation import read_conversation
-
-    core, params = Chat(tokenizer), SamplingParams()
+    chat_of_model, params = Chats(load_tokenizer(path))(), SamplingParams()
     talks = [read_conversation([{"role": "user", "content": text}]) for text in typed]
-    return [core.prompt(talk, params).tokens for talk in talks]
+    return [chat_of_model.prompt(talk, params).tokens for talk in talks]
 
 
 def _token_ids(text: str) -> list[int]:
