@@ -138,16 +138,10 @@ class Engine:
         return self.intake.prepare(prompt, params)
 
     def add_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str | None = None,
-        *,
-        stream: bool = True,
-        export_to: range | None = None,
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, stream: bool = True
     ) -> str:
         """`prepare`, then `submit`. Raises what they raise; the engine is then unchanged."""
-        return self.submit(self.prepare(prompt, params), request_id, stream=stream, export_to=export_to)
+        return self.submit(self.prepare(prompt, params), request_id, stream=stream)
 
     def submit(
         self,
