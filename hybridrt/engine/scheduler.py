@@ -156,9 +156,7 @@ class Scheduler:
             self.waiting.remove(request)
             self._coordinator.prefixes.forget(request)
             return
-        self._end_drafts(request)
-        del self.running[request.arrival]
-        self._order = None
+        self._stop_running(request)
         if not request.in_flight:
             self._coordinator.release(request)
 
@@ -166,11 +164,12 @@ class Scheduler:
         """Forgets all requests and all launched steps."""
         self.waiting.clear()
         self._in_flight, self._order = 0, None
-        while self.running:
-            _, request = self.running.popitem()
-            self._end_drafts(request)
+        for request in list(self.running.values()):
+            self._stop_running(request)
 
-    def _end_drafts(self, request: Request) -> None:
+    def _stop_running(self, request: Request) -> None:
+        del self.running[request.arrival]
+        self._order = None
         if self._drafter is not None:
             self._drafter.end(request)
 
@@ -262,9 +261,7 @@ class Scheduler:
         assert victim.row is not None
         # Its row may be lent again in this step: pages that it has just got must not be written there.
         plan.page_writes = [write for write in plan.page_writes if write.row != victim.row.index]
-        del self.running[victim.arrival]
-        self._order = None
-        self._end_drafts(victim)
+        self._stop_running(victim)
         self._coordinator.release(victim)
         victim.metrics.retractions += 1
         self.num_retractions += 1
