@@ -28,24 +28,20 @@ if TYPE_CHECKING:  # `as` tells type checkers that the names are public
     from hybridrt.sampling_params import SamplingParams as SamplingParams
     from hybridrt.structured_outputs import StructuredOutputs as StructuredOutputs
 
-_HOME = {
-    "EngineConfig": "hybridrt.config",
-    "SpeculativeConfig": "hybridrt.config",
-    "AsyncLLM": "hybridrt.engine.async_llm",
-    "ChatDelta": "hybridrt.engine.chats",
-    "ChatOutput": "hybridrt.engine.chats",
-    "ToolCall": "hybridrt.chat.events",
-    "Engine": "hybridrt.engine.engine",
-    "LLM": "hybridrt.engine.llm",
-    "Delta": "hybridrt.engine.outputs",
-    "Prompt": "hybridrt.engine.prompts",
-    "FinishReason": "hybridrt.engine.outputs",
-    "RequestMetrics": "hybridrt.engine.outputs",
-    "RequestOutput": "hybridrt.engine.outputs",
-    "Session": "hybridrt.engine.session_file",
-    "SamplingParams": "hybridrt.sampling_params",
-    "StructuredOutputs": "hybridrt.structured_outputs",
+_PUBLIC = {
+    "hybridrt.chat.events": ("ToolCall",),
+    "hybridrt.config": ("EngineConfig", "SpeculativeConfig"),
+    "hybridrt.engine.async_llm": ("AsyncLLM",),
+    "hybridrt.engine.chats": ("ChatDelta", "ChatOutput"),
+    "hybridrt.engine.engine": ("Engine",),
+    "hybridrt.engine.llm": ("LLM",),
+    "hybridrt.engine.outputs": ("Delta", "FinishReason", "RequestMetrics", "RequestOutput"),
+    "hybridrt.engine.prompts": ("Prompt",),
+    "hybridrt.engine.session_file": ("Session",),
+    "hybridrt.sampling_params": ("SamplingParams",),
+    "hybridrt.structured_outputs": ("StructuredOutputs",),
 }
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 if not TYPE_CHECKING:
     __all__ = [*_HOME, *errors.__all__]
 
