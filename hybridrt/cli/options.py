@@ -161,5 +161,6 @@ def _parameters(group: type) -> Iterator[inspect.Parameter]:
     for f in fields(group):
         kind, info = (kinds[f.name], copy(f.metadata["option"])) if f.metadata else get_args(kinds[f.name])
         info.rich_help_panel = getattr(group, "panel", None)
-        annotation = Annotated[kind, info]
-        yield inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=annotation)
+        yield inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=Annotated[kind, info]
+        )
