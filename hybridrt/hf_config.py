@@ -92,10 +92,7 @@ def _attentions(fields: FamilyFields) -> list[AttentionConfig]:
 def _check_rope(attention: AttentionConfig, file: Path) -> None:
     parameters = attention.rope or {}
     required = {"rope_theta", *parameters} if attention.rope is not None else set()
-    for name in required & set(ROPE):
-        value = parameters.get(name)
-        if not ROPE[name].holds(value):
-            raise ConfigError(f"{file}: rope_parameters: {name} is {shown(value)}; it must be {ROPE[name].text}")
+    check_fields({name: parameters.get(name) for name in required}, ROPE, f"{file}: rope_parameters")
     # An odd number is rounded up to pairs, as in transformers.
     rotated, size = int(attention.rotary_dim * (parameters.get("partial_rotary_factor") or 1.0)), attention.rotary_dim
     if required and (rotated < 1 or rotated + rotated % 2 > size):
