@@ -60,9 +60,6 @@ class _Tenant:
         """Tokens in the row: the position of the next one there."""
         return self.computed - self.start
 
-    def draft(self, max_drafts: int) -> Draft:
-        return with_siblings(self.chain, self.siblings, max_drafts)
-
 
 @dataclass
 class _FreeRow:
@@ -146,7 +143,7 @@ class DraftModelDrafter(Drafter):
             launched.append((self.runner.launch(plan), going))
         for handle, drawing in launched:
             self._read(handle, drawing)
-        return [tenant.draft(n) for tenant, n in zip(tenants, max_drafts)]
+        return [with_siblings(tenant.chain, tenant.siblings, n) for tenant, n in zip(tenants, max_drafts)]
 
     def _read(self, step: StepHandle, tenants: Sequence[_Tenant]) -> None:
         """Waits for a step. Appends a token to the chain of each tenant, and other likely tokens beside it."""
