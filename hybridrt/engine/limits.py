@@ -158,10 +158,9 @@ class Intake:
     def _check_params(self, params: SamplingParams) -> None:
         """What parameters can be wrong about only beside a model."""
         vocab = self.limits.vocab_size
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids", "stop")
-        if params.bad_words and self.tokenizer is None:
-            raise RequestError("bad_words need a tokenizer and this model has none; use logit_bias", "bad_words")
+        for name, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):
+            if getattr(params, name) and self.tokenizer is None:
+                raise RequestError(f"{name} needs a tokenizer and this model has none; use {instead}", name)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             last = max(getattr(params, name) or (), default=0)
             if last >= vocab:
