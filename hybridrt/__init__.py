@@ -10,57 +10,40 @@ from hybridrt import errors
 from hybridrt.errors import *  # noqa: F403  # every error is public
 from hybridrt.version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from hybridrt.chat.events import ToolCall
-    from hybridrt.config import EngineConfig, SpeculativeConfig
-    from hybridrt.engine.async_llm import AsyncLLM
-    from hybridrt.engine.chats import ChatDelta, ChatOutput
-    from hybridrt.engine.engine import Engine
-    from hybridrt.engine.llm import LLM
-    from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
-    from hybridrt.engine.prompts import Prompt
-    from hybridrt.engine.session_file import Session
-    from hybridrt.sampling_params import SamplingParams
-    from hybridrt.structured_outputs import StructuredOutputs
+if TYPE_CHECKING:  # `as` tells type checkers that the names are public
+    from hybridrt.chat.events import ToolCall as ToolCall
+    from hybridrt.config import EngineConfig as EngineConfig
+    from hybridrt.config import SpeculativeConfig as SpeculativeConfig
+    from hybridrt.engine.async_llm import AsyncLLM as AsyncLLM
+    from hybridrt.engine.chats import ChatDelta as ChatDelta
+    from hybridrt.engine.chats import ChatOutput as ChatOutput
+    from hybridrt.engine.engine import Engine as Engine
+    from hybridrt.engine.llm import LLM as LLM
+    from hybridrt.engine.outputs import Delta as Delta
+    from hybridrt.engine.outputs import FinishReason as FinishReason
+    from hybridrt.engine.outputs import RequestMetrics as RequestMetrics
+    from hybridrt.engine.outputs import RequestOutput as RequestOutput
+    from hybridrt.engine.prompts import Prompt as Prompt
+    from hybridrt.engine.session_file import Session as Session
+    from hybridrt.sampling_params import SamplingParams as SamplingParams
+    from hybridrt.structured_outputs import StructuredOutputs as StructuredOutputs
 
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "ChatDelta",
-    "ChatOutput",
-    "Delta",
-    "Engine",
-    "EngineConfig",
-    "FinishReason",
-    "Prompt",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-    "Session",
-    "SpeculativeConfig",
-    "StructuredOutputs",
-    "ToolCall",
-]
-__all__ += errors.__all__
-
-_HOME = {
-    "EngineConfig": "hybridrt.config",
-    "SpeculativeConfig": "hybridrt.config",
-    "AsyncLLM": "hybridrt.engine.async_llm",
-    "ChatDelta": "hybridrt.engine.chats",
-    "ChatOutput": "hybridrt.engine.chats",
-    "ToolCall": "hybridrt.chat.events",
-    "Engine": "hybridrt.engine.engine",
-    "LLM": "hybridrt.engine.llm",
-    "Delta": "hybridrt.engine.outputs",
-    "Prompt": "hybridrt.engine.prompts",
-    "FinishReason": "hybridrt.engine.outputs",
-    "RequestMetrics": "hybridrt.engine.outputs",
-    "RequestOutput": "hybridrt.engine.outputs",
-    "Session": "hybridrt.engine.session_file",
-    "SamplingParams": "hybridrt.sampling_params",
-    "StructuredOutputs": "hybridrt.structured_outputs",
+_PUBLIC = {
+    "hybridrt.chat.events": ("ToolCall",),
+    "hybridrt.config": ("EngineConfig", "SpeculativeConfig"),
+    "hybridrt.engine.async_llm": ("AsyncLLM",),
+    "hybridrt.engine.chats": ("ChatDelta", "ChatOutput"),
+    "hybridrt.engine.engine": ("Engine",),
+    "hybridrt.engine.llm": ("LLM",),
+    "hybridrt.engine.outputs": ("Delta", "FinishReason", "RequestMetrics", "RequestOutput"),
+    "hybridrt.engine.prompts": ("Prompt",),
+    "hybridrt.engine.session_file": ("Session",),
+    "hybridrt.sampling_params": ("SamplingParams",),
+    "hybridrt.structured_outputs": ("StructuredOutputs",),
 }
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+if not TYPE_CHECKING:
+    __all__ = [*_HOME, *errors.__all__]
 
 # In a checkout models/ and mem_cache/ stand beside this package, and a checkout on sys.path hides an installed package.
 # Those two are packages of hybridrt, and nothing else of the checkout is.
@@ -90,4 +73,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names are listed before they are imported, too."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOME})

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+from hybridrt.config import DTYPES
 from hybridrt.config_json import (
     FALSE,
     FLAG,
     NULL,
-    OBJECT,
     TEXT,
     TRUE,
     FieldType,
@@ -48,9 +48,8 @@ RAW: FieldTypes = {
     "model_type": TEXT,
     "num_hidden_layers": either(NULL, LAYERS),
     "num_labels": either(NULL, integer(0, MAX_SIZE)),
-    "dtype": either(NULL, TEXT),
-    "torch_dtype": either(NULL, TEXT),
-    "quantization_config": either(NULL, OBJECT),
+    **dict.fromkeys(("dtype", "torch_dtype"), either(NULL, one_of(*DTYPES))),
+    "quantization_config": FieldType("absent: use the unquantised checkpoint that it was made from", lambda v: not v),
     "tie_word_embeddings": FLAG,
     **EOS,
 }
@@ -59,9 +58,9 @@ ROPE: FieldTypes = {
     "rope_theta": number(1e-3, 1e15),
     "partial_rotary_factor": either(NULL, number(1e-3, 1.0)),
     "original_max_position_embeddings": either(NULL, POSITIONS),
-    **{name: either(NULL, MULTIPLIER) for name in ("attention_factor", "beta_fast", "beta_slow", "factor")},
-    **{name: either(NULL, MULTIPLIER) for name in ("high_freq_factor", "low_freq_factor")},
-    **{name: either(NULL, list_of(MULTIPLIER)) for name in ("long_factor", "short_factor")},
+    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "factor"), either(NULL, MULTIPLIER)),
+    **dict.fromkeys(("high_freq_factor", "low_freq_factor"), either(NULL, MULTIPLIER)),
+    **dict.fromkeys(("long_factor", "short_factor"), either(NULL, list_of(MULTIPLIER))),
 }
 
 COMMON: FieldTypes = {"vocab_size": integer(1, 2**24), "hidden_size": SIZE, "tie_word_embeddings": FLAG}

@@ -56,21 +56,24 @@ TEXT = FieldType("a string", lambda v: isinstance(v, str))
 OBJECT = FieldType("an object", lambda v: isinstance(v, Mapping))
 
 
-def check_fields(source: Any, types: Mapping[str, FieldType], file: Path) -> None:
+def check_fields(
+    source: Any, types: Mapping[str, FieldType], file: Path | str, error: type[HybridrtError] = ConfigError
+) -> None:
     """Compares fields with their types.
 
     Args:
         source: an object with an attribute for each field; or a mapping, whose absent fields are not checked.
+        file: where the fields stand, for the error's text.
 
     Raises:
-        ConfigError: a field has another type or is out of bounds; names the file, the field and the value.
+        error: a field has another type or is out of bounds; names the file, the field and the value.
     """
     for name, field_type in types.items():
         if isinstance(source, Mapping) and name not in source:
             continue
         value = source[name] if isinstance(source, Mapping) else getattr(source, name, None)
         if not field_type.holds(value):
-            raise ConfigError(f"{file}: {name} is {shown(value)}; it must be {field_type.text}")
+            raise error(f"{file}: {name} is {shown(value)}; it must be {field_type.text}")
 
 
 def read_object(file: Path, error: type[HybridrtError] = ConfigError) -> dict[str, Any]:

@@ -1,34 +1,6 @@
 """Typed errors. Each is raised before any state changes, and its text says what to do about it."""
 
-__all__ = [
-    "AuthenticationError",
-    "BackendError",
-    "CacheDumpError",
-    "CheckpointError",
-    "ConfigError",
-    "DeviceError",
-    "EngineError",
-    "GrammarError",
-    "HandshakeError",
-    "HybridrtError",
-    "MemoryBudgetError",
-    "MessageError",
-    "NoTokenLeftError",
-    "OutOfSlotsError",
-    "PeerGoneError",
-    "PoolError",
-    "PromptTooLongError",
-    "ProviderNotInstalledError",
-    "QueueFullError",
-    "RankError",
-    "RequestError",
-    "ServerError",
-    "SessionError",
-    "TransferError",
-    "UnavailableError",
-    "UnsupportedLayerError",
-    "UnsupportedModelError",
-]
+from typing import TYPE_CHECKING
 
 
 class HybridrtError(Exception):
@@ -155,6 +127,10 @@ class AuthenticationError(PeerGoneError):
 
 class MessageError(PeerGoneError):
     """What came over a channel is not a message that belongs there. The channel is closed."""
+
+
+if not TYPE_CHECKING:  # a type checker takes every public name
+    __all__ = [name for name, value in vars().items() if isinstance(value, type)]
 
 
 def shown(value: object) -> str:

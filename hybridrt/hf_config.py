@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hybridrt.config import DTYPES, AttentionConfig, ModelConfig
 from hybridrt.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
 from hybridrt.config_json import NULL, check_fields, either, integer, read_object
@@ -33,8 +31,6 @@ def read_model_config(path: Path) -> ModelConfig:
     raw = _read_config(path)
     check_fields(raw, RAW, file)
     family = _family(path, raw)
-    if raw.get("quantization_config"):
-        raise ConfigError(f"{path} has a quantization_config; use the unquantised checkpoint that it was made from")
     images = _image_tokens(raw, family, file)
     raw = _text_part(raw, family, file)
     raw = family.rewrite(raw, file) if family.rewrite else raw
@@ -56,7 +52,7 @@ def read_model_config(path: Path) -> ModelConfig:
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         max_position_embeddings=getattr(hf, "max_position_embeddings", None) or UNLIMITED_POSITIONS,
-        dtype=_dtype(raw),
+        dtype=DTYPES[raw.get("dtype") or raw.get("torch_dtype") or "float32"],
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         eos_token_ids=_eos_ids(path, raw),
         hf=hf,
@@ -74,8 +70,6 @@ def _text_part(raw: dict[str, Any], family: Family, file: Path) -> dict[str, Any
     if not isinstance(text, dict):
         raise ConfigError(f"{file}: {family.section} is {shown(text)}; it must describe the model's text part")
     check_fields(text, RAW, file)
-    if text.get("quantization_config"):
-        raise ConfigError(f"{file}: {family.section} has a quantization_config; use the unquantised checkpoint")
     common = ("architectures", "dtype", "torch_dtype", "eos_token_id")
     outer = {name: raw[name] for name in common if name in raw}
     # The output head belongs to the whole model.
@@ -98,10 +92,7 @@ def _attentions(fields: FamilyFields) -> list[AttentionConfig]:
 def _check_rope(attention: AttentionConfig, file: Path) -> None:
     parameters = attention.rope or {}
     required = {"rope_theta", *parameters} if attention.rope is not None else set()
-    for name in required & set(ROPE):
-        value = parameters.get(name)
-        if not ROPE[name].holds(value):
-            raise ConfigError(f"{file}: rope_parameters: {name} is {shown(value)}; it must be {ROPE[name].text}")
+    check_fields({name: parameters.get(name) for name in required}, ROPE, f"{file}: rope_parameters")
     # An odd number is rounded up to pairs, as in transformers.
     rotated, size = int(attention.rotary_dim * (parameters.get("partial_rotary_factor") or 1.0)), attention.rotary_dim
     if required and (rotated < 1 or rotated + rotated % 2 > size):
@@ -191,13 +182,6 @@ def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any
         return cls.from_dict(raw)
     except Exception as e:  # transformers raises many types here; all of them mean that config.json cannot be used
         raise ConfigError(f"{path}/config.json: transformers cannot read it: {reason(e)}") from e
-
-
-def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
-    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if name not in DTYPES:
-        raise ConfigError(f"config.json says dtype {shown(name)}; hybridrt runs {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:

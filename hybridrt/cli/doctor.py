@@ -1,10 +1,10 @@
 """`hybridrt doctor`: the platform, and which provider serves each operation and why the others do not."""
 
-import importlib.metadata
 import json
 import os
 import platform
 from dataclasses import asdict, dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from typing import TYPE_CHECKING
 
 import typer
@@ -67,31 +67,25 @@ def examine() -> DoctorReport:
 
     devices = _devices()
     distributions = [p.distribution for p in PROVIDERS.values() if p.distribution]
-    versions = {name: _version(name) for name in dict.fromkeys((*PACKAGES, *distributions))}
+    installed = {name: _installed(name) for name in dict.fromkeys((*PACKAGES, *distributions))}
+    versions = {name: None if found is None else found.version for name, found in installed.items()}
+    own = _installed("hybridrt")  # None in a checkout that is not installed
     return DoctorReport(
         platform=platform.platform(),
         python=platform.python_version(),
         versions=versions,
-        warnings=untested(versions, _requirements()),
+        warnings=untested(versions, (own.requires if own else None) or []),
         devices=devices,
         attention_backends=attention_backend_names(),
         operations=report(tuple(dict.fromkeys(d.name.split(":")[0] for d in devices))),
     )
 
 
-def _version(distribution: str) -> str | None:
+def _installed(name: str) -> Distribution | None:
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return distribution(name)
+    except PackageNotFoundError:
         return None
-
-
-def _requirements() -> list[str]:
-    """The requirements of the installed package; none in a checkout that is not installed."""
-    try:
-        return importlib.metadata.requires("hybridrt") or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
 
 
 def untested(versions: dict[str, str | None], requirements: list[str]) -> list[str]:

@@ -5,8 +5,9 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,14 +35,7 @@ if TYPE_CHECKING:
     from hybridrt.engine.outputs import Delta, RequestMetrics
 
 LABEL_WIDTH = 60
-
-
-@dataclass(frozen=True)
-class Job:
-    """A prompt: as the user typed it, and as the engine takes it (text or token ids)."""
-
-    text: str
-    prompt: str | list[int]
+JSON_FIELDS = ("index", "text", "token_ids", "finish_reason", "logprobs")  # of Delta, in a line of --json
 
 
 @dataclass(frozen=True)
@@ -88,32 +82,33 @@ def generate(
         raise RequestError("--logprobs goes with --json, whose lines hold them; add it, or leave --logprobs out")
     torchrun = world()
     # Under torchrun all ranks share standard input, and rank 0 reads it.
-    typed = [_checked(text) for text in prompts or ([""] if torchrun and torchrun.rank else [_read_stdin()])]
+    typed = prompts or ([""] if torchrun and torchrun.rank else [_read_stdin()])
     from hybridrt.engine.llm import LLM
     from hybridrt.runtime.build import resolve_model_path
 
     path = resolve_model_path(model)
     params = replace(default_sampling_params(path), **sampling.given())
-    jobs = _jobs(path, typed, chat, token_ids)  # raises errors of prompts before weights are read
+    taken = _as_engine_takes_them(path, typed, chat, token_ids)  # raises errors of prompts before weights are read
+    options = {"tp_size": torchrun.size if torchrun else 1, **engine.given(), **speculation.given(model)}
     start = time.monotonic()
-    with LLM(
-        str(path), **{"tp_size": torchrun.size if torchrun else 1, **engine.given(), **speculation.given(model)}
-    ) as llm:
+    with LLM(str(path), **options) as llm:
         loaded = time.monotonic() - start
         if verbose:
             typer.echo(f"{path.name}: loaded in {loaded:.1f} s\n{llm.plan.summary()}", err=True)
-        as_ids = token_ids or llm.tokenizer is None
+        deltas = in_order(llm, taken, params, stream=not json_lines)
         if json_lines:
-            finished = _print_json(llm, jobs, params)
+            finished = _print_json(deltas, typed, params.n)
         else:
             echo = sys.stdout.isatty() if echo is None else echo
-            finished = _print_text(llm, jobs, params, as_ids, echo and not chat)
+            finished = _print_text(deltas, typed, params.n, token_ids or llm.tokenizer is None, echo and not chat)
     if verbose:
         for metrics in finished:
             typer.echo(_timing(metrics), err=True)
 
 
-def in_order(llm: "LLM", prompts: Sequence[str | list[int]], params: SamplingParams, stream: bool) -> Iterator["Delta"]:
+def in_order(
+    llm: "LLM", prompts: Sequence[str] | Sequence[list[int]], params: SamplingParams, stream: bool
+) -> Iterator["Delta"]:
     """Runs all prompts together and yields deltas of their samples in the order of the prompts. Deltas of the first
     sample that has not ended are yielded at once; those of later samples wait until the samples before them have ended.
 
@@ -156,39 +151,30 @@ def _read_stdin() -> str:
     return text
 
 
-def _checked(prompt: str) -> str:
-    """Python represents bytes of the command line that are not text as lone surrogates: RequestError for these."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as e:
-        raise RequestError(f"the prompt is no UTF-8 text: character {e.start} is a lone byte or surrogate") from e
-    return prompt
-
-
-def _jobs(path: Path, typed: Sequence[str], chat: bool, token_ids: bool) -> list[Job]:
-    """The prompts as the engine takes them.
+def _as_engine_takes_them(
+    path: Path, typed: Sequence[str], chat: bool, token_ids: bool
+) -> Sequence[str] | Sequence[list[int]]:
+    """Prompts as text or token ids.
 
     Raises:
-        RequestError: --token-ids, and a prompt is no list of integers.
+        RequestError: a prompt is no text; or --token-ids, and it is no list of integers.
         CheckpointError, ConfigError: --chat, and the model has no template that works.
     """
-    if token_ids:
-        return [Job(text, _token_ids(text)) for text in typed]
-    if not chat:
-        return [Job(text, text) for text in typed]
-    from hybridrt.engine.tokenizer import load_tokenizer
+    from hybridrt.chat.conversation import read_conversation
+    from hybridrt.engine.chats import Chats
+    from hybridrt.engine.tokenizer import check_text, load_tokenizer
     from hybridrt.hf_config import read_model_config
 
+    for text in typed:
+        check_text(text)
+    if token_ids:
+        return [_token_ids(text) for text in typed]
+    if not chat:
+        return typed
     read_model_config(path)  # checks config.json, which the tokenizer reads without checks
-    tokenizer = load_tokenizer(path)
-    if tokenizer is None or not tokenizer.hf.chat_template:
-        raise RequestError("--chat: the model brings no chat template; leave the option out")
-    from hybridrt.chat.chat import Chat
-    from hybridrt.chat.conversation import read_conversation
-
-    core, params = Chat(tokenizer), SamplingParams()
+    chat_of_model, params = Chats(load_tokenizer(path))(), SamplingParams()
     talks = [read_conversation([{"role": "user", "content": text}]) for text in typed]
-    return [Job(text, core.prompt(talk, params).tokens) for text, talk in zip(typed, talks, strict=True)]
+    return [chat_of_model.prompt(talk, params).tokens for talk in talks]
 
 
 def _token_ids(text: str) -> list[int]:
@@ -199,13 +185,13 @@ def _token_ids(text: str) -> list[int]:
 
 
 def _print_text(
-    llm: "LLM", jobs: Sequence[Job], params: SamplingParams, as_ids: bool, echo: bool
+    deltas: "Iterable[Delta]", typed: Sequence[str], n: int, as_ids: bool, echo: bool
 ) -> "list[RequestMetrics]":
     """Writes each sample while it grows. Where there are several, each has a label."""
     finished: list[RequestMetrics] = []
     separator = ""
-    _write(_heading(jobs, 0, params.n, echo))
-    for delta in in_order(llm, [job.prompt for job in jobs], params, stream=True):
+    _write(_heading(typed, 0, n, echo))
+    for delta in deltas:
         if as_ids:
             _write("".join(f"{separator if i == 0 else ' '}{token}" for i, token in enumerate(delta.token_ids)))
             separator = " "
@@ -213,54 +199,41 @@ def _print_text(
             _write(delta.text)
         if delta.metrics is not None:
             finished.append(delta.metrics)
-            more = len(finished) < len(jobs) * params.n
-            _write("\n" + ("\n" + _heading(jobs, len(finished), params.n, echo) if more else ""))
+            more = len(finished) < len(typed) * n
+            _write("\n" + ("\n" + _heading(typed, len(finished), n, echo) if more else ""))
             separator = ""
     return finished
 
 
-def _heading(jobs: Sequence[Job], index: int, n: int, echo: bool) -> str:
-    job, sample = jobs[index // n], index % n
-    heading = typer.style(job.text, bold=True) if echo else ""
-    if len(jobs) * n == 1:
+_write = partial(typer.echo, nl=False)  # which flushes
+
+
+def _heading(typed: Sequence[str], index: int, n: int, echo: bool) -> str:
+    text, sample = typed[index // n], index % n
+    heading = typer.style(text, bold=True) if echo else ""
+    if len(typed) * n == 1:
         return heading
-    label = " ".join(job.text.split())
+    label = " ".join(text.split())
     label = label if len(label) <= LABEL_WIDTH else label[: LABEL_WIDTH - 1] + "…"
     label += f" ({sample + 1}/{n})" if n > 1 else ""
     return typer.style(f"==> {label} <==", fg="cyan") + "\n" + heading
 
 
-def _write(text: str) -> None:
-    typer.echo(text, nl=False)
-    sys.stdout.flush()
-
-
-def _print_json(llm: "LLM", jobs: Sequence[Job], params: SamplingParams) -> "list[RequestMetrics]":
+def _print_json(deltas: "Iterable[Delta]", typed: Sequence[str], n: int) -> "list[RequestMetrics]":
     """Writes a line for each sample, in order, with a progress bar if standard error is a terminal."""
     from tqdm.auto import tqdm
 
     finished: list[RequestMetrics] = []
-    total = len(jobs) * params.n
+    total = len(typed) * n
     hidden = total < 2 or not sys.stderr.isatty()
     with tqdm(total=total, disable=hidden, unit="sample", desc="generate") as bar:
-        for delta in in_order(llm, [job.prompt for job in jobs], params, stream=False):
+        for delta in deltas:
             assert delta.metrics is not None, "the sample has ended"
             bar.update()
-            typer.echo(json.dumps(_as_json(jobs[len(finished) // params.n], delta, delta.metrics)))
+            line = {"prompt": typed[len(finished) // n], **{name: getattr(delta, name) for name in JSON_FIELDS}}
+            typer.echo(json.dumps({**line, "metrics": timings(delta.metrics)}))
             finished.append(delta.metrics)
     return finished
-
-
-def _as_json(job: Job, sample: "Delta", metrics: "RequestMetrics") -> dict[str, Any]:
-    return {
-        "prompt": job.text,
-        "index": sample.index,
-        "text": sample.text,
-        "token_ids": sample.token_ids,
-        "finish_reason": sample.finish_reason,
-        "logprobs": sample.logprobs,
-        "metrics": timings(metrics),
-    }
 
 
 def timings(metrics: "RequestMetrics") -> dict[str, Any]:

@@ -57,14 +57,8 @@ class ModelReport:
     free_bytes: int
     plan: "MemoryPlan | None"
     plan_error: str | None
-
-    @property
-    def state_bytes_per_request(self) -> int:
-        return sum(layer.state_bytes for layer in self.layers)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return sum(layer.kv_bytes_per_token for layer in self.layers)
+    state_bytes_per_request: int
+    kv_bytes_per_token: int
 
 
 def inspect(
@@ -122,7 +116,7 @@ def describe_model(config: "EngineConfig") -> ModelReport:
     path, target = load_target(config, TPGroup(size=config.tp_size))
     model = empty_model(config, target, torch.device("meta"))
     whole = empty_model(config, replace(target, tp=TPGroup()), torch.device("meta"))
-    plan, plan_error = None, None
+    layers, plan, plan_error = tuple(_layers(config, target)), None, None
     try:
         plan = plan_ahead(config, target, weight_bytes(model))
     except MemoryBudgetError as e:
@@ -139,10 +133,12 @@ def describe_model(config: "EngineConfig") -> ModelReport:
         weight_bytes=weight_bytes(model),
         vocab_size=target.model_config.vocab_size,
         hidden_size=target.model_config.hidden_size,
-        layers=tuple(_layers(config, target)),
+        layers=layers,
         free_bytes=free_bytes(config, target),
         plan=plan,
         plan_error=plan_error,
+        state_bytes_per_request=sum(layer.state_bytes for layer in layers),
+        kv_bytes_per_token=sum(layer.kv_bytes_per_token for layer in layers),
     )
 
 
@@ -205,8 +201,6 @@ def _mixer(layer: "LayerSpec", layer_id: int, target: "RunTarget", shapes: "dict
 def _as_json(report: ModelReport) -> dict[str, Any]:
     written = asdict(report)
     written["layers"] = [{"layer": i, **layer} for i, layer in enumerate(written["layers"])]
-    written["state_bytes_per_request"] = report.state_bytes_per_request
-    written["kv_bytes_per_token"] = report.kv_bytes_per_token
     written["fits"] = report.plan is not None
     if report.plan is not None:
         written["plan"]["pool_bytes"] = report.plan.pool_bytes

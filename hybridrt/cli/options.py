@@ -1,9 +1,9 @@
 """Options that commands share, as dataclasses. None: the option is not given, and the config class decides."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
@@ -156,12 +156,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters = inspect.signature(command).parameters
     groups: dict[str, Any] = {name: p.annotation for name, p in parameters.items() if is_dataclass(p.annotation)}
     spread = [p.replace(kind=p.KEYWORD_ONLY) for name, p in parameters.items() if name not in groups]
-    for group in groups.values():
-        for f in fields(group):
-            annotation = _annotation(group, f)
-            spread.append(
-                inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=annotation)
-            )
+    spread += [parameter for group in groups.values() for parameter in _parameters(group)]
 
     def run(**values: Any) -> None:
         made = {name: cls(**{f.name: values.pop(f.name) for f in fields(cls)}) for name, cls in groups.items()}
@@ -173,10 +168,12 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _annotation(group: type, of: Field[Any]) -> Any:
-    """Annotated[type, option] of a field, with the option in the group's panel of the help."""
-    kind = get_type_hints(group, include_extras=True)[of.name]
-    kind, info = (kind, of.metadata["option"]) if of.metadata else get_args(kind)
-    info = copy(info)
-    info.rich_help_panel = getattr(group, "panel", None)
-    return Annotated[kind, info]
+def _parameters(group: type) -> Iterator[inspect.Parameter]:
+    """A parameter for each field of an options dataclass, with its option in the dataclass's panel of the help."""
+    kinds = get_type_hints(group, include_extras=True)
+    for f in fields(group):
+        kind, info = (kinds[f.name], copy(f.metadata["option"])) if f.metadata else get_args(kinds[f.name])
+        info.rich_help_panel = getattr(group, "panel", None)
+        yield inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=Annotated[kind, info]
+        )

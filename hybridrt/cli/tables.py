@@ -4,12 +4,12 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.filesize import pick_unit_and_suffix
 from rich.markup import escape
 from rich.table import Table
 
 PIPED_WIDTH = 120
 READABLE = 16  # characters of a column below which wrapped text is hard to read
-UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def console() -> Console:
@@ -57,23 +57,15 @@ def _least_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
 
 def bytes_text(count: int) -> str:
     """1536 as "1.5 KiB"; 0 as "-"."""
-    if not count:
-        return "-"
-    power = min((count.bit_length() - 1) // 10, len(UNITS))
-    if not power:
-        return f"{count} B"
-    size = count / 1024**power
-    return f"{size:.{0 if size >= 100 else 1}f} {UNITS[power - 1]}"
+    unit, name = pick_unit_and_suffix(count, ["B", "KiB", "MiB", "GiB", "TiB"], 1024)
+    return f"{count / unit:.{0 if unit == 1 or count >= 100 * unit else 1}f} {name}" if count else "-"
 
 
 def count_text(count: int) -> str:
     """5730000 as "5.73 M", in the short scale: K, M, B, T."""
-    if count < 1000:
-        return str(count)
-    size, power = count / 1000, 0
-    while size >= 999.5 and power < len("KMB"):
-        size, power = size / 1000, power + 1
-    return f"{size:.3g} {'KMBT'[power]}" if size < 999.5 else f"{size:.0f} T"
+    rounded = float(f"{count:.3g}")
+    unit, name = pick_unit_and_suffix(int(rounded), ["", " K", " M", " B", " T"], 1000)
+    return f"{rounded / unit:g}{name}"
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

@@ -34,7 +34,7 @@ class Chats:
         key = (template, tool_parser, reasoning_parser)
         if key not in self._made:
             if self._tokenizer is None:
-                raise RequestError("this model has no tokenizer: pass token ids to LLM.generate")
+                raise RequestError("this model has no tokenizer, and so no chat template: pass token ids without one")
             self._made[key] = Chat(
                 self._tokenizer, template=template, tool_parser=tool_parser, reasoning_parser=reasoning_parser
             )

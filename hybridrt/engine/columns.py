@@ -36,8 +36,8 @@ class RowColumns:
         """A copy of the entries of rows [n] (int64), in their order."""
         return RowColumns(self.table.take(rows, axis=1))
 
-    def advance(self, rows: np.ndarray, before: "RowColumns", tokens: np.ndarray | int) -> None:
-        """A decode step is launched that computes and samples `tokens` ([n], or as many for all) of each of rows [n]
+    def advance(self, rows: np.ndarray, before: "RowColumns", tokens: np.ndarray) -> None:
+        """A decode step is launched that computes and samples `tokens` [n] of each of rows [n]
         (int64), whose entries were `before`."""
         self.computed[rows] = before.computed + tokens
         self.output_index[rows] = before.output_index + tokens

@@ -84,9 +84,7 @@ class Detokenizer:
         return text
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        if self._skip_special:
-            return self._tokenizer.decode(tokens)
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
 
     def _extend(self, fresh: str, may_stop: bool) -> bool:
         """Appends text. True if a stop string has ended in it; the text is then cut there."""

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -112,7 +112,8 @@ class Engine:
             overlap: None means `config.overlap` on a GPU, and False on a CPU, where `launch` returns after the step.
         """
         plan, model = runner.memory_plan, runner.model_config
-        limits = EngineLimits.of(config, model, plan)
+        chunk = config.chunked_prefill_size
+        limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids, model.image_tokens)
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
         drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.
@@ -131,16 +132,10 @@ class Engine:
         return self.intake.prepare(prompt, params)
 
     def add_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: str | None = None,
-        *,
-        stream: bool = True,
-        export_to: range | None = None,
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, stream: bool = True
     ) -> str:
         """`prepare`, then `submit`. Raises what they raise; the engine is then unchanged."""
-        return self.submit(self.prepare(prompt, params), request_id, stream=stream, export_to=export_to)
+        return self.submit(self.prepare(prompt, params), request_id, stream=stream)
 
     def submit(
         self,
@@ -263,12 +258,12 @@ class Engine:
         """Ends a request, whatever it is doing; its samples come out of the next `step` with reason "abort". False if
         it is not known or has finished."""
         with self.turns.now:
-            return self._abort(self._samples.of(request_id))
+            return self._end(self._samples.of(request_id), self._samples.abort)
 
     def abort_all(self) -> None:
         """Ends every request as `abort` does."""
         with self.turns.now:
-            self._abort(self._samples.all())
+            self._end(self._samples.all(), self._samples.abort)
 
     def abandon(self, queue: DeltaQueue) -> None:
         """The next step aborts the queue's requests. Any thread may call this at any time, a step included."""
@@ -278,11 +273,7 @@ class Engine:
         """Ends a request as `abort` does, with an EngineError caused by `cause`. False if it is not known or has
         finished."""
         with self.turns.now:
-            samples = list(self._samples.of(request_id))
-            with self._change:
-                for request in samples:
-                    self._samples.fail(request, cause)
-        return bool(samples)
+            return self._end(self._samples.of(request_id), lambda request: self._samples.fail(request, cause))
 
     def gained(self, request_id: str) -> int | None:
         """The smallest number of output tokens over the request's unfinished samples, or None if there are none. From 1
@@ -334,18 +325,19 @@ class Engine:
             **pools.prefixes.counters(),
         )
 
-    def _abort(self, requests: Sequence[Request]) -> bool:
+    def _end(self, requests: Sequence[Request], end: Callable[[Request], None]) -> bool:
+        """Calls `end` with each request. False if there is none."""
         if not requests:
             return False
         with self._change:
             for request in list(requests):
-                self._samples.abort(request)
+                end(request)
         return True
 
     def _end_abandoned(self) -> None:
         """Aborts requests whose queue was abandoned, or has gone."""
         if self._abandoned:
-            self._abort(self._abandoned.take(self._samples.all()))
+            self._end(self._abandoned.take(self._samples.all()), self._samples.abort)
 
     def _recover(self) -> None:
         """Ends every request and takes everything back. An exception in the middle of a change may have left ledgers

@@ -4,14 +4,12 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hybridrt.config import EngineConfig, ModelConfig
 from hybridrt.engine.grammar import Matcher
 from hybridrt.engine.grammar_compiler import GrammarCompiler
-from hybridrt.engine.prompts import Prompt, text_or_ids, token_ids
+from hybridrt.engine.prompts import Prompt, as_prompts, text_or_ids, token_ids
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
 from hybridrt.errors import PromptTooLongError, RequestError, is_text, shown
 from hybridrt.kernels.token_rules import TokenRules
-from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.token_rules import any_allowed, make_rules
@@ -62,12 +60,6 @@ class EngineLimits:
     chunked_prefill_size: int
     eos_token_ids: Sequence[int] = ()
     image_tokens: Mapping[int, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, config: EngineConfig, model: ModelConfig, plan: MemoryPlan) -> "EngineLimits":
-        return cls(
-            model.vocab_size, plan.max_model_len, config.chunked_prefill_size, model.eos_token_ids, model.image_tokens
-        )
 
     def check_length(self, num_tokens: int) -> None:
         """Raises PromptTooLongError if a prompt has too many tokens."""
@@ -143,13 +135,32 @@ class Intake:
             tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)), rules, matcher=matcher
         )
 
+    def prepare_all(
+        self, prompts: object, sampling_params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[PreparedPrompt]:
+        """`prepare` for one prompt or several. A prompt that is prepared already keeps its own parameters.
+
+        Raises:
+            RequestError, MemoryBudgetError: as `prepare`; also if there are not as many parameters as prompts.
+        """
+        given = as_prompts(prompts)
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(given)
+        if len(sampling_params) != len(given):
+            raise RequestError(
+                f"{len(given)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
+            )
+        return [
+            prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, params)
+            for prompt, params in zip(given, sampling_params, strict=True)
+        ]
+
     def _check_params(self, params: SamplingParams) -> None:
         """What parameters can be wrong about only beside a model."""
         vocab = self.limits.vocab_size
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer and this model has none; use stop_token_ids", "stop")
-        if params.bad_words and self.tokenizer is None:
-            raise RequestError("bad_words need a tokenizer and this model has none; use logit_bias", "bad_words")
+        for name, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):
+            if getattr(params, name) and self.tokenizer is None:
+                raise RequestError(f"{name} needs a tokenizer and this model has none; use {instead}", name)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             last = max(getattr(params, name) or (), default=0)
             if last >= vocab:

@@ -30,7 +30,6 @@ from hybridrt.engine.delta_queue import DeltaQueue
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, RequestOutput, whole_output
-from hybridrt.engine.prompt_lists import prepare_prompts
 from hybridrt.engine.prompts import Prompt, text_or_ids
 from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.engine.session_file import Session
@@ -40,7 +39,6 @@ from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.sampling_params import SamplingParams
-
 
 class LLM:
     """Loads a model and generates with it. `close` (or `with`) gives the memory back.
@@ -148,7 +146,7 @@ class LLM:
             EngineError: a step failed. As after an interrupt, what else was started is aborted and nothing is leaked.
         """
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        batch = prepare_prompts(self.engine.intake, prompts, params)
+        batch = self.engine.intake.prepare_all(prompts, params)
         engine, queue = self.engine, DeltaQueue()
         total = sum(prepared.params.n for prepared in batch)
         ended: dict[tuple[str, int], Delta] = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, SupportsIndex, TypedDict, cast
+from typing import Any, SupportsIndex, TypedDict, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -40,18 +40,28 @@ def text_or_ids(prompt: object) -> str | Ids:
     Raises:
         RequestError: it is not a prompt.
     """
-    named = prompt
-    if isinstance(prompt, Mapping):
-        named = _only_value(prompt)
-    if isinstance(named, str):
-        return named
+    named = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
     if isinstance(named, (np.ndarray, torch.Tensor)):
         accepted = named.ndim == 1 and _is_integer_array(named)
     else:
-        accepted = isinstance(named, Sequence) and not isinstance(named, (bytes, bytearray, memoryview))
+        accepted = _is_sequence(named)
     if not accepted:
-        raise not_a_prompt(named)
-    return cast(Ids, named)
+        raise _not_a_prompt(named)
+    return cast(str | Ids, named)
+
+
+def as_prompts(prompts: object) -> list[Any]:
+    """One prompt as a list of one; a list, tuple or other sequence of prompts as a list. `text_or_ids` checks the
+    prompts themselves.
+
+    Raises:
+        RequestError: neither a prompt nor a sequence of prompts.
+    """
+    if isinstance(prompts, (str, Mapping, np.ndarray, torch.Tensor)):
+        return [prompts]
+    if not _is_sequence(prompts):
+        raise _not_a_prompt(prompts)
+    return [prompts] if len(prompts) and _is_token_id(prompts[0]) else list(prompts)
 
 
 def token_ids(ids: Ids) -> list[int]:
@@ -64,7 +74,7 @@ def token_ids(ids: Ids) -> list[int]:
         ids = ids.tolist()
     if set(map(type, ids)) <= {int}:
         return list(ids)
-    bad = next(((i, t) for i, t in enumerate(ids) if not is_token_id(t)), None)
+    bad = next(((i, t) for i, t in enumerate(ids) if not _is_token_id(t)), None)
     if bad is not None:
         raise RequestError(
             f"token id {bad[0]} of the prompt is {shown(bad[1])}, a {_kind(bad[1])}; {ACCEPTED}", "prompt"
@@ -72,7 +82,7 @@ def token_ids(ids: Ids) -> list[int]:
     return [int(t) for t in ids]
 
 
-def is_token_id(value: object) -> bool:
+def _is_token_id(value: object) -> bool:
     """True for integers of Python, numpy and torch. A bool is not a token id."""
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return value.ndim == 0 and _is_integer_array(value)
@@ -97,9 +107,14 @@ def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
     return not array.dtype.is_floating_point and not array.dtype.is_complex and array.dtype != torch.bool
 
 
-def not_a_prompt(value: object) -> RequestError:
-    """The error for a value that is no prompt."""
-    return RequestError(f"the prompt is {_article(_kind(value))}; {ACCEPTED}", "prompt")
+def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    """True for text, too, but not for bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))
+
+
+def _not_a_prompt(value: object) -> RequestError:
+    kind = _kind(value)
+    return RequestError(f"the prompt is {'an' if kind[0] in 'aeiou' else 'a'} {kind}; {ACCEPTED}", "prompt")
 
 
 def _kind(value: object) -> str:
@@ -110,7 +125,3 @@ def _kind(value: object) -> str:
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return f"{value.ndim}-D {name} of {value.dtype}"
     return name
-
-
-def _article(name: str) -> str:
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

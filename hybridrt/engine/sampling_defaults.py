@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from hybridrt.config_json import read_object
-from hybridrt.errors import CheckpointError, RequestError, shown
+from hybridrt.config_json import FLAG, NULL, check_fields, either, read_object
+from hybridrt.errors import CheckpointError, RequestError
 from hybridrt.sampling_params import SamplingParams
 
 # What generation_config.json calls the fields of SamplingParams that it sets.
@@ -30,12 +30,8 @@ def default_sampling_params(path: str | Path) -> SamplingParams:
     file = Path(path) / "generation_config.json"
     written = read_object(file, CheckpointError) if file.exists() else {}
     fields = {ours: written[theirs] for theirs, ours in FILE_FIELDS.items() if written.get(theirs) is not None}
-    do_sample = written.get("do_sample")
-    if do_sample is not None and not isinstance(do_sample, bool):
-        raise CheckpointError(
-            f"{file}: do_sample is {shown(do_sample)}; it must be true or false: correct or remove it"
-        )
-    if do_sample is False:
+    check_fields(written, {"do_sample": either(NULL, FLAG)}, file, CheckpointError)
+    if written.get("do_sample") is False:
         fields["temperature"] = 0.0
     try:
         return SamplingParams(**fields)

@@ -156,9 +156,7 @@ class Scheduler:
             self.waiting.remove(request)
             self._coordinator.prefixes.forget(request)
             return
-        self._end_drafts(request)
-        del self.running[request.arrival]
-        self._order = None
+        self._stop_running(request)
         if not request.in_flight:
             self._coordinator.release(request)
 
@@ -166,11 +164,12 @@ class Scheduler:
         """Forgets all requests and all launched steps."""
         self.waiting.clear()
         self._in_flight, self._order = 0, None
-        while self.running:
-            _, request = self.running.popitem()
-            self._end_drafts(request)
+        for request in list(self.running.values()):
+            self._stop_running(request)
 
-    def _end_drafts(self, request: Request) -> None:
+    def _stop_running(self, request: Request) -> None:
+        del self.running[request.arrival]
+        self._order = None
         if self._drafter is not None:
             self._drafter.end(request)
 
@@ -206,14 +205,17 @@ class Scheduler:
             found = self._find_pages(requests, drafts, short, step.plan)
             rows, requests, columns = rows[found], [requests[i] for i in found], columns.of(found)
             drafts = [drafts[i] for i in found] if drafts else []
-        step.plan.decode = decode = self._decode_rows(rows, columns, drafts)
-        self._coordinator.columns.advance(rows, columns, decode.num_drafts + 1 if drafts else 1)
-        if not drafts:
-            step.rows = [(request, 1) for request in requests]
-            return
-        for request, draft in zip(requests, drafts, strict=True):
-            request.metrics.proposed += len(draft)
-            step.rows.append((request, len(draft) + 1))
+        lent = rows.astype(np.int32), columns.computed, columns.output_index
+        if drafts:
+            tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
+            step.plan.decode = DecodeRows.with_drafts(*lent, tokens, parents)
+            for request, draft in zip(requests, drafts, strict=True):
+                request.metrics.proposed += len(draft)
+        else:
+            step.plan.decode = DecodeRows(*lent, np.zeros(len(rows), np.int32))
+        gains = step.plan.decode.num_drafts + 1
+        self._coordinator.columns.advance(rows, columns, gains)
+        step.rows = list(zip(requests, gains.tolist(), strict=True))
 
     def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
         """A draft for each request, an empty one while tokens are pending; nothing without a drafter. No draft goes on
@@ -227,14 +229,6 @@ class Scheduler:
         ending = (draft.until(request.ends_within) for request, draft in zip(asked, proposed, strict=True))
         drafts = (d if r.matcher is None else r.matcher.allowed(d) for r, d in zip(asked, ending, strict=True))
         return [next(drafts) if is_known else NO_DRAFT for is_known in known]
-
-    @staticmethod
-    def _decode_rows(rows: np.ndarray, columns: RowColumns, drafts: Sequence[Draft]) -> DecodeRows:
-        rows = rows.astype(np.int32)
-        if not drafts:
-            return DecodeRows(rows, columns.computed, columns.output_index, np.zeros(len(rows), np.int32))
-        tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
-        return DecodeRows.with_drafts(rows, columns.computed, columns.output_index, tokens, parents)
 
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
@@ -267,9 +261,7 @@ class Scheduler:
         assert victim.row is not None
         # Its row may be lent again in this step: pages that it has just got must not be written there.
         plan.page_writes = [write for write in plan.page_writes if write.row != victim.row.index]
-        del self.running[victim.arrival]
-        self._order = None
-        self._end_drafts(victim)
+        self._stop_running(victim)
         self._coordinator.release(victim)
         victim.metrics.retractions += 1
         self.num_retractions += 1

@@ -1,6 +1,5 @@
 """Finds the first of several strings in text that comes in pieces (Aho and Corasick 1975)."""
 
-from collections import deque
 from collections.abc import Sequence
 
 
@@ -15,12 +14,20 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = sorted(strings, key=len)
-        self._next: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._found = [0]  # length of the longest string that ends in a state, 0 if none does
+        states = sorted(dict.fromkeys(["", *(s[:end] for s in strings for end in range(1, len(s) + 1))]), key=len)
+        number = {text: state for state, text in enumerate(states)}
+        self._depth = list(map(len, states))
+        self._next: list[dict[str, int]] = [{} for _ in states]
+        self._shorter = [0] * len(states)  # of a state's ends, the longest other one that begins a string
+        self._found = [0] * len(states)  # length of the longest string that ends in a state, 0 if none does
         for string in strings:
-            self._insert(string)
-        self._link()
+            self._found[number[string]] = len(string)
+        for state, text in enumerate(states[1:], 1):  # short ones first: long ones look at their ends
+            before, last = number[text[:-1]], text[-1]
+            self._next[before][last] = state
+            if before:
+                self._shorter[state] = self._step(self._shorter[before], last)
+            self._found[state] = self._found[state] or self._found[self._shorter[state]]
 
     def scan(self, state: int, text: str) -> tuple[int, int]:
         """Reads on from `state`.
@@ -43,29 +50,6 @@ class StopStrings:
     def held(self, state: int) -> int:
         """Characters at the end of what was read that may be the beginning of a string."""
         return self._depth[state]
-
-    def _insert(self, string: str) -> None:
-        node = 0
-        for character in string:
-            child = self._next[node].get(character)
-            if child is None:
-                child = self._next[node][character] = len(self._next)
-                self._next.append({})
-                self._depth.append(self._depth[node] + 1)
-                self._found.append(0)
-            node = child
-        self._found[node] = len(string)
-
-    def _link(self) -> None:
-        """For every state the next shorter end that begins a string; the shallow ones first, for those behind them."""
-        self._shorter = [0] * len(self._next)
-        queue = deque(self._next[0].values())
-        while queue:
-            node = queue.popleft()
-            for character, child in self._next[node].items():
-                self._shorter[child] = self._step(self._shorter[node], character)
-                queue.append(child)
-            self._found[node] = self._found[node] or self._found[self._shorter[node]]
 
     def _step(self, state: int, character: str) -> int:
         while state and character not in self._next[state]:

@@ -94,28 +94,31 @@ def encode_prompt(
         RequestError: the text is too long, or no Unicode text.
     """
     width = tokenizer.characters_per_token
-    if truncated and len(text) > (most := max(max_tokens * width, _MAX_TRUNCATED)):
-        raise PromptTooLongError(
-            f"the prompt has {len(text)} characters; truncate_prompt_tokens takes up to {most} characters, because all "
-            "of them are tokenised: send the end of the text alone",
-            "prompt",
+    most = max(max_tokens * width, _MAX_TRUNCATED if truncated else 0)
+    if len(text) > most:
+        limit = (
+            f"truncate_prompt_tokens takes up to {most} characters, because all of them are tokenised: send the end of "
+            "the text alone"
+            if truncated
+            else f"it may have at most {max_tokens} tokens (this model's maximum context length is {max_tokens + 1} "
+            f"tokens, one of them for the output), and none stands for more than {width} characters: shorten it or "
+            "raise max_model_len"
         )
-    if not truncated and len(text) > max_tokens * width:
-        raise PromptTooLongError(
-            f"the prompt has {len(text)} characters; it may have at most {max_tokens} tokens (this model's maximum "
-            f"context length is {max_tokens + 1} tokens, one of them for the output), and none stands for more than "
-            f"{width} characters: shorten it or raise max_model_len",
-            "prompt",
-        )
+        raise PromptTooLongError(f"the prompt has {len(text)} characters; {limit}", "prompt")
+    check_text(text)
+    return tokenizer.encode_bare(text) if bare else tokenizer.encode(text)
+
+
+def check_text(prompt: str) -> None:
+    """Raises RequestError for a lone surrogate, which no tokenizer takes."""
     try:
-        text.encode()
+        prompt.encode()
     except UnicodeEncodeError as e:
         raise RequestError(
-            f"the prompt's character {e.start} is U+{ord(text[e.start]):04X}, half of a surrogate pair: no text by "
-            "itself; decode the prompt from its bytes anew, or remove it",
+            f"the prompt's character {e.start} is U+{ord(prompt[e.start]):04X}, half of a surrogate pair or, on a "
+            "command line, a byte that is no UTF-8: decode the prompt from its bytes anew, or remove it",
             "prompt",
         ) from e
-    return tokenizer.encode_bare(text) if bare else tokenizer.encode(text)
 
 
 def load_tokenizer(path: str | Path) -> HFTokenizer | None:

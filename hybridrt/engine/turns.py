@@ -102,7 +102,8 @@ class Change:
     def __enter__(self) -> None:
         if self._inside:
             raise EngineError("the engine was called from within its own step; call it between two steps")
-        self._mend()
+        if self._broken:
+            self._recover()
         self._inside = self._broken = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -111,9 +112,5 @@ class Change:
     def begin(self) -> None:
         """At the head of a turn, where no change is under way. Recovers from one that was broken off, if there was."""
         self._inside = False
-        self._mend()
-
-    def _mend(self) -> None:
-        if self._broken:
-            self._recover()
-            self._broken = False
+        with self:
+            pass

@@ -60,9 +60,6 @@ class _Tenant:
         """Tokens in the row: the position of the next one there."""
         return self.computed - self.start
 
-    def draft(self, max_drafts: int) -> Draft:
-        return with_siblings(self.chain, self.siblings, max_drafts)
-
 
 @dataclass
 class _FreeRow:
@@ -74,21 +71,7 @@ class _FreeRow:
     start: int = 0
 
 
-@dataclass(frozen=True)
-class _Launched:
-    """A launched step of the draft model, and the tenants whose tokens it draws, in order."""
-
-    handle: StepHandle
-    tenants: list[_Tenant]
-
-    def read(self, siblings: int) -> None:
-        """Waits for the step. Appends a token to the chain of each tenant, and `siblings` other likely tokens beside
-        it."""
-        result = self.handle.result()
-        for tenant, (token,), logprobs in zip(self.tenants, result.tokens, result.logprobs, strict=True):
-            likely = [t for t in logprobs[0] if t != token] if logprobs else []
-            tenant.chain.append(max(token, 0))  # -1, of logits that are not finite: any token will do as a draft
-            tenant.siblings.append(likely[:siblings])
+_Launched = tuple[StepHandle, list[_Tenant]]  # a step of the draft model, and whose tokens it draws, in order
 
 
 class DraftModelDrafter(Drafter):
@@ -157,10 +140,18 @@ class DraftModelDrafter(Drafter):
             going = [tenant for tenant, steps in behind if steps > step]
             rows = (DecodeRow(t.row, t.held + step - 1, len(t.request.output) + step) for t in going)
             plan = StepPlan(decode=DecodeRows.of(rows))  # draws draft number `step`, 0 being the first
-            launched.append(_Launched(self.runner.launch(plan), going))
-        for part in launched:
-            part.read(self._topk - 1)
-        return [tenant.draft(n) for tenant, n in zip(tenants, max_drafts)]
+            launched.append((self.runner.launch(plan), going))
+        for handle, drawing in launched:
+            self._read(handle, drawing)
+        return [with_siblings(tenant.chain, tenant.siblings, n) for tenant, n in zip(tenants, max_drafts)]
+
+    def _read(self, step: StepHandle, tenants: Sequence[_Tenant]) -> None:
+        """Waits for a step. Appends a token to the chain of each tenant, and other likely tokens beside it."""
+        result = step.result()
+        for tenant, (token,), logprobs in zip(tenants, result.tokens, result.logprobs, strict=True):
+            likely = [t for t in logprobs[0] if t != token] if logprobs else []
+            tenant.chain.append(max(token, 0))  # -1, of logits that are not finite: any token will do as a draft
+            tenant.siblings.append(likely[: self._topk - 1])
 
     def _start(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """Takes the states from the tokens of the last proposal to the tokens known now, and draws the first drafts."""
@@ -213,7 +204,7 @@ class DraftModelDrafter(Drafter):
                 sampling += [tenant] * last
                 tenant.computed += len(chunk)
                 budget -= len(chunk)
-            launched.append(_Launched(self.runner.launch(plan), sampling))
+            launched.append((self.runner.launch(plan), sampling))
         return launched
 
     def _copy_state(self, tenants: Sequence[_Tenant], to_backup: bool) -> None:

@@ -3,6 +3,7 @@
 import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -247,7 +248,9 @@ def test_doctor_warns_of_versions_beyond_the_tested_ones(monkeypatch: pytest.Mon
     assert doctor_module.untested(inside, bounds) == []
     beyond = doctor_module.untested({"torch": "2.16.0", "flashinfer-python": "0.8.0"}, bounds)
     assert [line.split(" is untested")[0] for line in beyond] == ["torch 2.16.0", "flashinfer-python 0.8.0"]
-    monkeypatch.setattr(doctor_module, "_requirements", lambda: ["torch<1"])
+    own = SimpleNamespace(version="0.1", requires=["torch<1"])
+    installed = doctor_module._installed
+    monkeypatch.setattr(doctor_module, "_installed", lambda name: own if name == "hybridrt" else installed(name))
     version = doctor_module.examine().versions["torch"]
     assert f"torch {version} is untested" in " ".join(run("doctor").stdout.split())
     assert len(json.loads(run("doctor", "--json").stdout)["warnings"]) == 1

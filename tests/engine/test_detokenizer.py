@@ -31,7 +31,7 @@ class WordTokenizer:
     def encode(self, text: str) -> list[int]:
         return [self.words.index(word) for word in text.split()]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return " ".join(self.words[t] for t in token_ids if self.words[t] and self.words[t] != "<s>")
 
 
@@ -138,7 +138,7 @@ def test_stopping_agrees_with_a_search_of_the_whole_text(text: str, stops: list[
 
 def test_a_stop_string_hidden_behind_an_unfinished_character_is_found_at_the_end() -> None:
     class Pairs(ByteTokenizer):
-        def decode(self, token_ids: Sequence[int]) -> str:
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
             return b"".join([b"END\xe2", b"A"][t] for t in token_ids).decode(errors="replace")
 
     detokenizer = Detokenizer(Pairs(), [1], stop=StopStrings(["END"]))
@@ -197,7 +197,7 @@ def test_special_tokens_in_a_row_are_not_decoded_again_and_again(monkeypatch: py
     tokenizer = tokenizer_of("embedded")
     lengths = []
     decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: (lengths.append(len(ids)), decode(ids))[1])
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **_: (lengths.append(len(ids)), decode(ids))[1])
     end = tokenizer.hf.eos_token_id
     tokens = [*tokenizer.encode("a"), *[end] * 50, *tokenizer.encode(" b")]
     assert feed(Detokenizer(tokenizer, [end]), tokens)[-1] == "a b"

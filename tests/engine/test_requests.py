@@ -272,7 +272,7 @@ def test_text_is_made_once_where_it_is_read_at_the_end_alone(monkeypatch: pytest
     rig = Rig(tokenizer=tokenizer, vocab=128)
     decoded: list[int] = []
     decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: (decoded.append(len(ids)), decode(ids))[1])
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **_: (decoded.append(len(ids)), decode(ids))[1])
     rig.engine.add_request([1], SamplingParams(max_tokens=20, ignore_eos=True, seed=0), stream=False)
     before = len(decoded)
     rig.run()
@@ -310,7 +310,7 @@ def test_text_leaves_out_the_stopping_token_and_the_stop_string(stream: bool) ->
 
 def test_a_stop_string_before_an_unfinished_character_is_a_stop_even_at_the_limit() -> None:
     class Endings(ByteTokenizer):
-        def decode(self, token_ids: Sequence[int]) -> str:
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
             return b"".join(b"END\xe2" for t in token_ids if t < 256).decode(errors="replace")
 
     output = Rig(tokenizer=Endings()).finish([1], max_tokens=1, ignore_eos=True, seed=0, stop="D")
@@ -395,7 +395,7 @@ def test_a_result_of_the_wrong_shape_fails_its_step() -> None:
 
 def test_a_request_whose_text_cannot_be_made_fails_alone() -> None:
     class Choking(ByteTokenizer):
-        def decode(self, token_ids: Sequence[int]) -> str:
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
             if 42 in token_ids:
                 raise UnicodeError("42 is no text")
             return super().decode(token_ids)
@@ -416,7 +416,7 @@ def test_a_request_whose_text_cannot_be_made_can_be_aborted() -> None:
     name = rig.engine.add_request([1], SamplingParams(max_tokens=20, ignore_eos=True), stream=False)
     for _ in range(4):
         rig.step()
-    tokenizer.decode = lambda token_ids: "".join(map(chr, [-1]))  # type: ignore[method-assign]
+    tokenizer.decode = lambda token_ids, **_: "".join(map(chr, [-1]))  # type: ignore[method-assign]
     assert rig.engine.abort(name)
     rig.run()
     assert isinstance(rig.outputs[name, 0].error, EngineError)

@@ -133,7 +133,7 @@ def test_an_odd_field_is_named(change: dict[str, Any], error: type[Exception], t
 
 
 def test_what_transformers_says_of_a_long_value_is_cut(tmp_path: Path) -> None:
-    write_fields(tmp_path, {**fields_of("jamba", tmp_path), "dtype": "a" * 5000})
+    write_fields(tmp_path, {**fields_of("jamba", tmp_path), "id2label": {"a" * 5000: "label"}})
     with pytest.raises(ConfigError, match="transformers cannot read it") as caught:
         describe_model(EngineConfig(str(tmp_path), device="cpu"))
     assert len(str(caught.value)) < 600

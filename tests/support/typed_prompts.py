@@ -36,3 +36,10 @@ def prompts_that_do_not_run(llm: LLM) -> None:
     llm.generate(5)  # type: ignore[call-overload]
     llm.generate({"text": "a"})  # type: ignore[call-overload]
     llm.stream(None)  # type: ignore[arg-type]
+
+
+def models_that_do_not_load() -> None:
+    """The options are those of EngineConfig, with their types."""
+    LLM("model", device=3)  # type: ignore[arg-type]
+    LLM("model", "cpu")  # type: ignore[call-arg]
+    LLM("model", no_such_option=1)  # type: ignore[call-arg]
