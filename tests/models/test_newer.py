@@ -35,7 +35,8 @@ def texts(path: Path, **config: object) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("family", "state_mode"), [
-    (family, mode) for family in NEWER for mode in ("intermediate", "replay")[: 1 + has_replay(f"{family}-plain")]
+    (family, mode) for family in (*NEWER, "minimax_published")
+    for mode in ("intermediate", "replay")[: 1 + has_replay(f"{family}-plain")]
 ])  # fmt: skip
 def test_speculation_changes_no_text(family: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     path = checkpoints[f"{family}-plain"].path
@@ -241,6 +242,34 @@ def test_options_that_are_not_supported_are_refused_by_name(
     path = rewrite(checkpoints[name].path, tmp_path / "model", **{field: value})
     with pytest.raises(ConfigError, match="factor '4'" if field == "rope_parameters" else f"{field} is"):
         read_model_config(path)
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ({"attn_type_list": None}, "attn_type_list is None; it must be a list of 3, each an integer from 0 to 1"),
+    ({"attn_type_list": [0, 1]}, r"attn_type_list is \[0, 1\]; it must be a list of 3"),
+    ({"attn_type_list": [0, 1, 2]}, "attn_type_list"), ({"attn_type_list": [0, 1, False]}, "attn_type_list"),
+    ({"postnorm": None}, "postnorm is False; it must be true"), ({"postnorm": False}, "postnorm is False"),
+    ({"shared_intermediate_size": 24}, "shared_intermediate_size is 24"),
+    ({"shared_intermediate_size": [0, 8]}, "shared_intermediate_size"), ({"model_type": "minimax"}, "model_type"),
+    ({"layernorm_mlp_alpha": "x"}, "layernorm_mlp_alpha is 'x'"), ({"sliding_window": 8}, "sliding_window is 8"),
+    ({"rotary_dim": 10}, "rotary_dim is 10; it must be at most head_dim, 8"),
+    ({"num_local_experts": [4, 4, 4]}, "num_local_experts"), ({"num_local_experts": 1}, "num_experts_per_tok is 2"),
+    ({"num_hidden_layers": 2}, "attn_type_list is .* a list of 2"),
+])  # fmt: skip
+def test_published_options_of_minimax_that_are_refused(
+    change: dict[str, Any], text: str, checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    path = rewrite(checkpoints["minimax_published-plain"].path, tmp_path / "model", **change)
+    with pytest.raises(ConfigError, match=text) as error:
+        read_model_config(path)
+    assert "\n" not in str(error.value)
+
+
+def test_factors_that_a_published_file_leaves_out_are_1(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    published = checkpoints["minimax_published-plain"].path
+    change = dict.fromkeys(("layernorm_full_attention_beta", "layernorm_mlp_alpha"))
+    config = read_model_config(rewrite(published, tmp_path / "model", **change, shared_intermediate_size=[0, 0, 0])).hf
+    assert (config.full_attn_beta_factor, config.mlp_alpha_factor, config.full_attn_alpha_factor) == (1, 1, 1.3)
 
 
 @pytest.mark.parametrize("name", [

@@ -48,6 +48,7 @@ FAMILIES: dict[str, Make] = {
     "puzzle": puzzle("ME", {1: {"num_experts_per_tok": 2}}),
     "swa_ssm": swa_ssm(),
     **{name: cases["plain"] for name, cases in NEWER.items()}, "qwen35-seeing": QWEN35["seeing_experts"],
+    "minimax_published": CASES["minimax_published-plain"],
 }  # fmt: skip
 
 

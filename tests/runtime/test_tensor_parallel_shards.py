@@ -130,6 +130,7 @@ def test_a_collective_after_close_is_an_error() -> None:
         "lfm2_moe-split",
         "zamba2-split",
         "minimax-split",
+        "minimax_published-split",
     ],
 )
 def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> None:
