@@ -67,7 +67,7 @@ def published(architecture: str, rotary_dim: int | None = None, **changes: Any) 
 def _use_published_decays(layers: Any) -> None:
     for i, mixer in enumerate(layer.self_attn for layer in layers):
         if hasattr(mixer, "slope_rate"):
-            rate = torch.tensor(slopes(mixer.num_attention_heads)) * (1 - i / (len(layers) - 1) + 1e-5)
+            rate = torch.tensor(slopes(mixer.num_attention_heads)) * (1 - i / max(len(layers) - 1, 1) + 1e-5)
             mixer.slope_rate = rate[:, None, None]
             mixer.query_decay, mixer.key_decay, mixer.diagonal_decay = mixer.decay_factors(mixer.slope_rate)
 
@@ -127,12 +127,13 @@ def _turned_first(weight: Tensor, head_dim: int, rotary_dim: int | None) -> Tens
 
 
 TEXT_01, M1 = "MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"
-PUBLISHED: dict[str, Make] = {
+CASES: dict[str, Make] = {
     "plain": published(TEXT_01, rotary_dim=4),
     "m1_tied": published(M1, tie_word_embeddings=True, num_key_value_heads=4),
+    "one_layer": published(TEXT_01, num_hidden_layers=1, layer_types=["linear_attention"]),
     "odd_heads": published(
         M1, rotary_dim=2, hidden_size=28, num_attention_heads=6, num_key_value_heads=3, head_dim=6,
         num_local_experts=3, intermediate_size=20, num_hidden_layers=4, layer_types=["linear_attention"] * 4,
     ),
 }  # fmt: skip
-PUBLISHED_SPLIT = published(TEXT_01, rotary_dim=4, num_attention_heads=8, num_key_value_heads=2)
+SPLIT = published(TEXT_01, rotary_dim=4, num_attention_heads=8, num_key_value_heads=2)
