@@ -25,7 +25,7 @@ MODELS: dict[str, Make] = {
     "mamba-2": mamba2(),
     "qwen35": qwen35_moe(), "granite": granite(), "olmo": olmo(),
     "zamba2": zamba2(), "minimax": minimax(), "kimi": kimi(), "ling": ling(num_hidden_layers=2),
-    "ling25": ling25(num_hidden_layers=2),
+    "ling25": ling25(num_hidden_layers=2), "one tap": falcon(mamba_d_conv=1, num_hidden_layers=1),
 }  # fmt: skip
 RNG = random.Random(3)
 PROMPTS = [[RNG.randrange(3, 131) for _ in range(n)] for n in (1, 2, 5, 17, 40, 70)]
