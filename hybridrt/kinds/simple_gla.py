@@ -21,7 +21,7 @@ def _shape(config: SimpleGLAConfig, tp_size: int) -> StateShape:
     return StateShape(config.kind, (), 1, (heads, config.head_dim, config.head_dim), heads)
 
 
-# No ring: the step that reads one ends its inputs in SiLU, which rotated heads have not.
+# No state ring: the operation that reads one applies SiLU to its inputs, and rotated heads have none.
 KIND = LinearKind(
     title="simple gated linear attention",
     letter="L",
