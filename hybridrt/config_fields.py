@@ -24,7 +24,7 @@ MAX_POSITIONS = 2**24
 
 SIZE = integer(1, MAX_SIZE)
 STATE = integer(1, 2**16)
-TAPS = integer(2, 64)
+TAPS = integer(1, 64)
 CHUNK = integer(1, 1024)
 COUNT = integer(0, MAX_EXPERTS)
 LAYERS = integer(1, MAX_LAYERS)

@@ -38,13 +38,17 @@ class KimiLinearForCausalLM(CausalLM):
                 gated=self.gated, build=build,
             )  # fmt: skip
         else:
-            kda = config.linear_of(KDAConfig)
-            mixer = KDAMixer(f"{name}.kda", kda, layer_id, hidden, hf.rms_norm_eps, build=build)
+            mixer = self.recurrent(layer_id, name)
         ffn: Any = self._moe(f"{name}.moe", layer_id) if spec.ffn == "moe" else self._mlp(f"{name}.mlp")
         return [
             ResidualPart("input_layernorm", "self_attn", mixer),
             ResidualPart("post_attention_layernorm", "mlp", ffn),
         ]
+
+    def recurrent(self, layer_id: int, name: str) -> Any:
+        """The mixer of a layer without attention."""
+        config, eps = self.config, self.config.hf.rms_norm_eps
+        return KDAMixer(f"{name}.kda", config.linear_of(KDAConfig), layer_id, config.hidden_size, eps, build=self.build)
 
     def _mlp(self, name: str) -> MLP:
         return MLP(name, self.config.hidden_size, self.config.hf.intermediate_size, build=self.build)

@@ -15,7 +15,7 @@ from torch import nn
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.lightning import LightningMixer
+from hybridrt.layers.lightning import LightningMixer, alibi_rates, decay_rates
 from hybridrt.layers.linear import Summands
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
 from hybridrt.layers.norm import RMSNorm
@@ -42,7 +42,7 @@ class OntoNormed(nn.Module):
 
 
 class MiniMaxForCausalLM(CausalLM):
-    """MiniMax-Text-01 and MiniMax-M1 (MiniMax 2025)."""
+    """MiniMax-Text-01 and MiniMax-M1 (MiniMax 2025), as transformers names and computes them."""
 
     spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp."}
     # Powers of the decays, which follow from the configuration.
@@ -58,9 +58,9 @@ class MiniMaxForCausalLM(CausalLM):
             )
         else:
             alpha, beta = hf.linear_attn_alpha_factor, hf.linear_attn_beta_factor
-            rate_scale = 1.0 - layer_id / (len(config.layers) - 1 + 1e-5) + 1e-5
+            lightning = config.linear_of(LightningConfig)
             mixer = LightningMixer(
-                f"{name}.lightning", config.linear_of(LightningConfig), layer_id, hidden, rate_scale=rate_scale,
+                f"{name}.lightning", lightning, layer_id, hidden, rates=self.rates(lightning.num_heads, layer_id),
                 eps=LIGHTNING_EPS, out_scale=float(beta), build=build,
             )  # fmt: skip
         experts = OntoNormed(self._moe(f"{name}.moe"), hf.mlp_alpha_factor)
@@ -68,6 +68,10 @@ class MiniMaxForCausalLM(CausalLM):
             ResidualPart("input_layernorm", "self_attn", OntoNormed(mixer, alpha)),
             ResidualPart("post_attention_layernorm", "mlp", experts),
         ]
+
+    def rates(self, num_heads: int, layer_id: int) -> torch.Tensor:
+        """[num_heads] float32, of the decays in a layer."""
+        return decay_rates(num_heads) * (1.0 - layer_id / (len(self.config.layers) - 1 + 1e-5) + 1e-5)
 
     def _moe(self, name: str) -> MoE:
         """Routed SwiGLU experts."""
@@ -80,3 +84,14 @@ class MiniMaxForCausalLM(CausalLM):
             f"{name}.experts", count, hidden, hf.intermediate_size, activation="silu", scales=scales, build=build
         )
         return MoE(router, experts, keys={"router": "gate", "experts": "experts"})
+
+
+class MiniMaxText01ForCausalLM(MiniMaxForCausalLM):
+    """MiniMax-Text-01, as it is published: its code has other decays where heads are no power of two."""
+
+    def rates(self, num_heads: int, layer_id: int) -> torch.Tensor:
+        return alibi_rates(num_heads) * (1.0 - layer_id / max(len(self.config.layers) - 1, 1) + 1e-5)
+
+
+class MiniMaxM1ForCausalLM(MiniMaxText01ForCausalLM):
+    """MiniMax-M1, as it is published."""

@@ -27,7 +27,9 @@ from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import check_replay, kind_names, linear_kind, state_dtype, state_shape
 from hybridrt.kinds.short_conv import ShortConvConfig
+from hybridrt.kinds.simple_gla import SimpleGLAConfig
 from hybridrt.layers.gdn import GDNKeys
+from hybridrt.layers.lightning import decay_rates
 from hybridrt.layers.mamba2 import mamba2_segments
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build
@@ -47,6 +49,7 @@ CONFIGS: dict[str, LinearConfig] = {
     "prefix_sum": PrefixSumConfig(HIDDEN),
     "short_conv": ShortConvConfig(16, 3, chunk_size=8),
     "lightning": LightningConfig(4, 3, chunk_size=8),
+    "simple_gla": SimpleGLAConfig(4, 6, chunk_size=8),
     "outside": OutsideConfig(HIDDEN),
 }
 
@@ -79,13 +82,17 @@ class Layer(nn.Module):
             self.mixer = cls("m", config, layer_id, HIDDEN, 1e-5, keys=GDNKeys({}), build=build)  # no checkpoint
         elif kind == "kda":
             self.mixer = cls("m", config, layer_id, HIDDEN, 1e-5, build=build)
+        elif kind == "simple_gla":
+            angles = torch.outer(torch.arange(128.0), torch.tensor([1.0, 0.1]))
+            options: dict[str, Any] = {"rates": decay_rates(4), "cos_sin": torch.cat((angles.cos(), angles.sin()), 1)}
+            self.mixer = cls("m", config, layer_id, HIDDEN, eps=1e-5, groups=2, build=build, **options)
         else:
             self.mixer = cls("m", config, layer_id, HIDDEN, build=build)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         if self.kind == "mamba2":
             return x + self.out(self.mixer(self.into(self.norm(x)[0]), batch))
-        if self.kind in ("gdn", "kda", "short_conv"):
+        if self.kind in ("gdn", "kda", "short_conv", "simple_gla"):
             return sum(t for t in self.mixer(self.norm, x.clone(), None, batch) if t is not None)  # type: ignore[return-value]
         return x + self.mixer.summand(self.norm(x)[0], batch)
 
@@ -169,6 +176,7 @@ MIXES = [
     (("mamba1", "prefix_sum"), "classic"), (("short_conv", "gdn"), "replay"),
     (("gdn", "outside", "mamba1", "mamba2"), "classic"), (("kda", "gdn"), "classic"),
     (("lightning", "mamba2"), "classic"), (("gdn", "lightning", "lightning"), "replay"),
+    (("simple_gla", "mamba2"), "classic"),
 ]  # fmt: skip
 
 
@@ -200,6 +208,7 @@ def test_a_model_of_several_kinds_equals_its_layers_run_alone(kinds: tuple[str, 
         (("mamba2", "gdn"), "replay"),
         (("lightning",), "replay"),
         (("lightning", "gdn"), "intermediate"),
+        (("simple_gla", "kda"), "intermediate"),
         (("gdn", "mamba2", "mamba1"), "intermediate"),
         (("mamba1", "outside"), "intermediate"),
         (("short_conv", "gdn"), "intermediate"),

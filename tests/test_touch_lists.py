@@ -56,11 +56,14 @@ def files_that_name(pattern: str) -> set[str]:
 BUILT_ON = {
     "nemotron_h": {"hybridrt/families/nemotron_puzzle.py", "models/nemotron_puzzle.py"},
     "qwen3_next": {"hybridrt/families/qwen3_5.py", "models/qwen3_5.py"},
-    "kimi_linear": {"hybridrt/families/bailing_hybrid.py", "models/bailing_hybrid.py"},
-}
+    "kimi_linear": {
+        "hybridrt/families/bailing_hybrid.py", "models/bailing_hybrid.py", "hybridrt/families/bailing_moe_v2_5.py",
+    },
+    "bailing_hybrid": {"hybridrt/families/bailing_moe_v2_5.py", "models/bailing_moe_v2_5.py"},
+}  # fmt: skip
 FAMILIES = [
     "jamba", "falcon_mamba", "nemotron_h", "qwen3_next", "falcon_h1", "qwen3_5", "granite_moe_hybrid", "bamba",
-    "olmo_hybrid", "lfm2", "minimax", "kimi_linear", "bailing_hybrid",
+    "olmo_hybrid", "lfm2", "minimax", "kimi_linear", "bailing_hybrid", "bailing_moe_v2_5",
 ]  # fmt: skip
 
 
@@ -76,7 +79,9 @@ def test_a_family_takes_two_files(family: str) -> None:
 DERIVED = {"gdn": {"hybridrt/attention/kda.py"}, "mamba2": {"hybridrt/attention/lightning.py"}}
 
 
-@pytest.mark.parametrize("kind", ["gdn", "kda", "mamba2", "mamba1", "prefix_sum", "short_conv", "lightning"])
+@pytest.mark.parametrize(
+    "kind", ["gdn", "kda", "mamba2", "mamba1", "prefix_sum", "short_conv", "lightning", "simple_gla"]
+)
 def test_a_kind_takes_three_files(kind: str) -> None:
     """Only a kind's own three files name it. `users` may name it, too: families and models that use it, and
     conv_transfer, which has another runtime's names of two kinds."""
@@ -86,7 +91,11 @@ def test_a_kind_takes_three_files(kind: str) -> None:
         "hybridrt/layers/hybrid_attention.py",
         "hybridrt/distributed/conv_transfer.py",
     )
-    files = {file for file in files_that_name(rf"\b{kind}\b|{kind}[a-z]*config") if not file.startswith(users)}
+    files = {
+        file
+        for file in files_that_name(rf"\b{kind}\b|{kind.replace('_', '_?')}[a-z]*config")
+        if not file.startswith(users)
+    }
     files -= DERIVED.get(kind, set())
     assert files == {f"hybridrt/{part}/{kind}.py" for part in ("kinds", "attention", "layers")}
 

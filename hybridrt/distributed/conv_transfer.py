@@ -222,9 +222,9 @@ def _check_shapes(kind: LinearKind, spec: MambaSpec) -> None:
         raise ConfigError(
             f"the {kind.title} state has the shape {temporal}; it must be ({', '.join(kind.temporal_dims)})"
         )
-    present = (*conv * bool(kind.conv_parts), *temporal * bool(kind.temporal_dims))
-    if min(present) < 1:
-        raise ConfigError(f"shapes are {spec.shapes}; every dimension must be positive")
+    present = (*conv[:1] * bool(kind.conv_parts), *temporal * bool(kind.temporal_dims))
+    if min(present) < 1 or conv[1] < 0:
+        raise ConfigError(f"shapes are {spec.shapes}; every dimension must be positive, K - 1 of one tap alone 0")
 
 
 def _conv_parts(kind: LinearKind, spec: MambaSpec, local_tp: int) -> tuple[tuple[int, ...], tuple[int | None, ...]]:

@@ -36,13 +36,18 @@ FIELDS: FieldTypes = {
 }
 
 
-def _describe(hf: Any) -> FamilyFields:
+def check_shared_experts(hf: Any) -> None:
+    """ConfigError unless shared experts are as wide as the others."""
     shared = getattr(hf, "moe_shared_expert_intermediate_size", None)
     if shared not in (None, hf.moe_intermediate_size):
         raise ConfigError(
             f"moe_shared_expert_intermediate_size is {shared}; hybridrt runs shared experts of "
             f"moe_intermediate_size {hf.moe_intermediate_size}"
         )
+
+
+def _describe(hf: Any) -> FamilyFields:
+    check_shared_experts(hf)
     bound = float(hf.kda_lower_bound) if hf.kda_safe_gate else None
     kda = KDAConfig(hf.linear_num_heads, hf.linear_head_dim, hf.linear_conv_kernel_dim, lower_bound=bound)
     head = (LayerSpec(True, None, "moe"),) if hf.num_mtp_layers == 1 else ()

@@ -1,10 +1,17 @@
-"""MiniMax: lightning attention with a layer of softmax attention every few, each followed by experts."""
+"""MiniMax: lightning attention with a layer of softmax attention every few, each followed by experts.
 
+Published checkpoints (MiniMaxAI/MiniMax-Text-01 and MiniMax-M1-80k on the hub) spell their config.json otherwise than
+those that transformers writes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hybridrt.config import AttentionConfig
 from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, MAX_EXPERTS, MULTIPLIER, SIZE, FieldTypes
-from hybridrt.config_json import NULL, either, integer, list_of, one_of
+from hybridrt.config_json import NULL, TRUE, check_fields, either, integer, list_of, one_of
 from hybridrt.errors import ConfigError
 from hybridrt.families.base import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
 from hybridrt.kinds.lightning import LightningConfig
@@ -21,6 +28,31 @@ FIELDS: FieldTypes = {
     "rope_parameters": FULL_ROPE,
     "rotary_dim": either(NULL, SIZE),
 }
+# Factors in published files, and what transformers names them.
+FACTORS = {
+    f"layernorm_{theirs}_{factor}": f"{ours}_{factor}_factor"
+    for theirs, ours in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
+    for factor in ("alpha", "beta")
+}
+PUBLISHED: FieldTypes = {
+    "model_type": one_of("minimax_text_01", "MiniMaxText01", "minimax_m1", "MiniMaxM1"),
+    **dict.fromkeys(FACTORS, MULTIPLIER),
+    # Without it, factors would multiply the inputs of the norms.
+    "postnorm": TRUE,
+    # An MLP that every token passes beside the experts, of the model or of each layer: no published checkpoint has one.
+    "shared_intermediate_size": either(integer(0, 0), list_of(integer(0, 0))),
+}
+KINDS = ("linear_attention", "full_attention")
+
+
+def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Fields by the names of transformers. Published code takes postnorm for false where it is left out."""
+    kinds = list_of(integer(0, 1), raw.get("num_hidden_layers"))
+    asked = {"attn_type_list": None, "postnorm": False, **raw}
+    check_fields(asked, {**PUBLISHED, "attn_type_list": kinds}, file)
+    factors = {FACTORS[name]: value for name, value in raw.items() if name in FACTORS}
+    types = [KINDS[kind] for kind in asked["attn_type_list"]]
+    return {**raw, **factors, "layer_types": types, "model_type": "minimax"}
 
 
 def _attention(hf: Any) -> AttentionConfig:
@@ -45,3 +77,5 @@ FAMILY = Family(
     fields=FIELDS,
     describe=_describe,
 )
+TEXT_01 = replace(FAMILY, model="hybridrt.models.minimax:MiniMaxText01ForCausalLM", rewrite=_rewrite)
+M1 = replace(TEXT_01, model="hybridrt.models.minimax:MiniMaxM1ForCausalLM")

@@ -17,13 +17,20 @@ def decay_rates(num_heads: int) -> torch.Tensor:
     return torch.exp2(-8.0 / num_heads * torch.arange(1, num_heads + 1, dtype=torch.float64)).float()
 
 
+def alibi_rates(num_heads: int) -> torch.Tensor:
+    """[num_heads] float32: `decay_rates` of a power of two of heads, then every second one of twice as many: how ALiBi
+    (Press et al. 2022) and the published code of models with lightning attention fill up other numbers of heads."""
+    power = 1 << (num_heads.bit_length() - 1)
+    return torch.cat((decay_rates(power), decay_rates(2 * power)[::2]))[:num_heads]
+
+
 class LightningMixer(nn.Module):
     """Lightning attention with its projections; the state lives in the backend's MambaPool, under `layer_id`.
 
         h ─ q, k, v, gate ─ SiLU(q, k, v) ─ S = decay S + v k^T, y = S q ─ norm over all heads ─ x sigmoid(gate) ─ out
 
     Args:
-        rate_scale: multiplier of the decays' rates.
+        rates: [all heads] float32, of the decays; `decay_rates` if not given.
         eps: of the norm.
         out_scale: multiplier of the output; the weights of its projection are multiplied by it.
     """
@@ -34,8 +41,8 @@ class LightningMixer(nn.Module):
     steps: torch.Tensor
 
     def __init__(
-        self, name: str, config: LightningConfig, layer_id: int, hidden_size: int, *, rate_scale: float = 1.0,
-        eps: float = 1e-5, out_scale: float = 1.0, build: Build,
+        self, name: str, config: LightningConfig, layer_id: int, hidden_size: int, *,
+        rates: torch.Tensor | None = None, eps: float = 1e-5, out_scale: float = 1.0, build: Build,
     ) -> None:  # fmt: skip
         super().__init__()
         self.name, self.config, self.layer_id, self.out_scale = name, config, layer_id, out_scale
@@ -46,8 +53,8 @@ class LightningMixer(nn.Module):
         self.norm = SharedRMSNorm(f"{name}.norm", size, eps, shards=build.tp.size, build=build)
         self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", size)], hidden_size, build=build)
         # The rates follow from the configuration, in float32: a decay of 0.999 in bfloat16 would be 1.
-        rates = build.tp.shard(decay_rates(config.num_heads), 0).to(build.device)
-        self.register_buffer("A", -rate_scale * rates)
+        rates = decay_rates(config.num_heads) if rates is None else rates
+        self.register_buffer("A", -build.tp.shard(rates, 0).to(build.device))
         self.register_buffer("steps", torch.zeros_like(self.A))
         self.register_buffer("no_taps", torch.empty(3 * self.width, 0, dtype=build.dtype, device=build.device))
 

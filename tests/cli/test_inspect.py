@@ -34,6 +34,7 @@ from tests.support.checkpoints import (
     nemotron,
     qwen,
 )
+from tests.support.ling25 import ling25
 from tests.support.newer_checkpoints import bamba, granite, kimi, minimax, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 
@@ -52,6 +53,7 @@ FAMILIES: dict[str, tuple[Make, str]] = {
     "mamba2": (mamba2(), "MM"),
     "zamba2": (zamba2(), "MHMHM"),
     "minimax": (minimax(), "L*L"),
+    "ling25": (ling25(first_k_dense_replace=0), "L*L*"),
     "kimi": (kimi(mlp_layer_types=["sparse"] * 4), "KKK*"),
     "lfm2_moe": (lfm2_moe(num_dense_layers=0), "C*CC"),
 }

@@ -116,7 +116,7 @@ def test_one_group_is_read_from_the_right_place_and_once() -> None:
         (((24, 3), (2, 4)), "mamba2", None),
         (((24, 3), (2, 4, 8)), "mamba2", 3),  # B has 8 channels of 2 ranks, not 12 and not 24
         (((24, 3), (2, 4, 8)), "mamba1", None),
-        (((24, 0), (2, 4, 8)), "gdn", None),
+        (((24, -1), (2, 4, 8)), "gdn", None),
         (((24, 3), (2, 4, 8)), "mamba", None),
         (((24, 3), (2, 4, 8)), "attention", None),
     ],
@@ -125,6 +125,11 @@ def test_what_cannot_be_split_is_refused(shapes: Any, kind: str, groups: int | N
     error = ConfigError if kind in ("mamba1", "mamba2", "gdn") else UnsupportedLayerError
     with pytest.raises(error):
         derive_mamba_conv_split(MambaSpec(shapes, (BF16, F32), kind, groups), 2)
+
+
+def test_a_conv_of_one_tap_keeps_no_inputs() -> None:
+    info = derive_mamba_conv_split(MambaSpec(((24, 0), (2, 4, 8)), (BF16, F32), "gdn"), 2)
+    assert info.remote_conv_offsets(1, 2) == [] and info.remote_temporal_offset(1, 2) == (256, 256)
 
 
 def test_ratios_that_cannot_be_are_refused() -> None:

@@ -27,7 +27,7 @@ STATE_MODES = ("classic", "replay")
 MAMBA1 = ("falcon_mamba-plain", "jamba-plain", "swa_ssm-plain")
 NEWER = ("qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain", "minimax-plain", "mamba2-plain")
 SHORT_CONV = ("lfm2-biases_tied", "lfm2_moe-plain")
-LATENT = ("kimi-plain", "ling-plain")  # Kimi Delta Attention keeps no state ring
+LATENT = ("kimi-plain", "ling-plain", "ling25-plain")  # no state ring, or one that does not pay
 DECODING = [
     *((name, mode) for name in (*FAMILIES, *NEWER, *SHORT_CONV) for mode in STATE_MODES),
     *((name, "classic") for name in (*MAMBA1, *LATENT)),

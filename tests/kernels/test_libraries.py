@@ -208,3 +208,6 @@ def test_conv_of_decode_steps(tokens: int) -> None:
     with pytest.raises(BackendError, match="same slot"):
         args |= {"conv": rings[0], "write_state_slots": slots + 0}
         flat(select("causal_conv1d_update", "cpu", "sgl_kernel"), **args)
+    for taps in (1, 5):
+        with pytest.raises(BackendError, match=f"{taps} taps, from 2 to 4"):
+            flat(select("causal_conv1d_update", "cpu", "sgl_kernel"), **args | {"weight": torch.randn(6, taps)})

@@ -19,10 +19,12 @@ from hybridrt.families.registry import family_of
 from hybridrt.hf_config import read_model_config
 from tests.models.test_loader import load
 from tests.models.test_models_parity import requests, rewrite
-from tests.support.checkpoints import CheckpointStore, has_replay
+from tests.support.checkpoints import CheckpointStore, has_replay, write
 from tests.support.levels import sweep
+from tests.support.ling25 import ling25
 from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.newer_checkpoints import NEWER
+from tests.support.published import PUBLISHED
 from tests.support.session import Session, check_sample
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [40], [9, 9, 9, 9, 9]]
@@ -35,7 +37,8 @@ def texts(path: Path, **config: object) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("family", "state_mode"), [
-    (family, mode) for family in NEWER for mode in ("intermediate", "replay")[: 1 + has_replay(f"{family}-plain")]
+    (family, mode) for family in (*NEWER, *PUBLISHED)
+    for mode in ("intermediate", "replay")[: 1 + has_replay(f"{family}-plain")]
 ])  # fmt: skip
 def test_speculation_changes_no_text(family: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     path = checkpoints[f"{family}-plain"].path
@@ -121,6 +124,58 @@ def test_a_part_of_each_head_of_minimax_is_rotated(
     check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], "rotary_dim")
 
 
+def test_the_prediction_head_of_ling_2_5_changes_no_text(tmp_path: Path) -> None:
+    """It is a layer behind the others, whose attention has no gates."""
+    write(ling25(num_nextn_predict_layers=1, num_hidden_layers=2), tmp_path)
+    plain = texts(tmp_path)
+    assert texts(tmp_path, speculative=SpeculativeConfig("mtp", num_draft_tokens=2)) == plain
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ({"use_qk_norm": False}, "use_qk_norm is False; it must be true"), ({"norm_topk_prob": False}, "norm_topk_prob"),
+    ({"linear_silu": True}, "linear_silu is True; it must be null, or false"), ({"use_linear_silu": True}, "_silu"),
+    ({"linear_rope": False}, "linear_rope"), ({"rope_interleave": False}, "rope_interleave is False"),
+    ({"use_qkv_bias": True}, "use_qkv_bias"), ({"use_bias": True}, "use_bias"), ({"linear_attention": "kda"}, "null"),
+    ({"score_function": "softmax"}, "score_function"), ({"moe_router_enable_expert_bias": False}, "expert_bias"),
+    ({"num_kv_heads_for_linear_attn": 2}, "num_kv_heads_for_linear_attn is 2; hybridrt runs 4"),
+    ({"rotary_dim": 8}, "rotary_dim is 8; by head_dim and partial_rotary_factor it must be 4"),
+    ({"partial_rotary_factor": 0.1}, "partial_rotary_factor is 0.1; of the 8 numbers of a head it must turn pairs"),
+    ({"partial_rotary_factor": "x"}, "partial_rotary_factor is 'x'"), ({"group_norm_size": 0}, "group_norm_size is 0"),
+    ({"layer_group_size": 0}, "layer_group_size"), ({"model_type": "bailing_moe"}, "model_type is 'bailing_moe'"),
+    ({"moe_shared_expert_intermediate_size": 24}, "moe_shared_expert_intermediate_size is 24"),
+    ({"gated_attention_proj_granularity_type": "head_wise"}, "gated_attention_proj_granularity_type"),
+    ({"expert_swiglu_limit_list": [0, 0, 0, 4]}, "expert_swiglu_limit_list"), ({"num_experts": 0}, "experts"),
+])  # fmt: skip
+def test_options_of_ling_2_5_that_are_refused(
+    change: dict[str, Any], text: str, checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    path = rewrite(checkpoints["ling25-plain"].path, tmp_path / "model", **change)
+    with pytest.raises(ConfigError, match=text) as error:
+        read_model_config(path)
+    assert "\n" not in str(error.value)
+
+
+def test_fields_that_a_file_of_ling_2_5_leaves_out(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    """Where the class of Ling 3, which reads the file, takes something else."""
+    names = (
+        "layer_group_size", "group_norm_size", "first_k_dense_replace", "num_nextn_predict_layers", "use_qk_norm",
+        "partial_rotary_factor", "rope_theta", "routed_scaling_factor", "max_position_embeddings",
+    )  # fmt: skip
+    path = rewrite(checkpoints["ling25-plain"].path, tmp_path / "model", **dict.fromkeys(names), num_hidden_layers=6)
+    config = read_model_config(path)
+    hf, rope = config.hf, {"rope_type": "default", "rope_theta": 600000.0, "partial_rotary_factor": 0.5}
+    assert [layer.linear is None for layer in config.layers] == [False] * 4 + [True] * 2 and not config.mtp_layers
+    assert [layer.ffn for layer in config.layers] == ["mlp"] + ["moe"] * 5
+    assert (hf.group_norm_size, hf.use_qk_norm, hf.rope_parameters) == (4, True, rope)
+    assert (hf.routed_scaling_factor, config.max_position_embeddings) == (1.0, 32768)
+
+
+def test_groups_of_a_norm_divide_the_channels(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    path = rewrite(checkpoints["ling25-plain"].path, tmp_path / "model", group_norm_size=3)
+    with pytest.raises(ConfigError, match="3 groups of the norm cannot share 32 channels"):
+        load(path)
+
+
 STACKED = (
     "kimi-plain",
     "ling-plain",
@@ -144,7 +199,7 @@ def test_tensors_by_their_names_in_memory(name: str, checkpoints: CheckpointStor
     check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], name)
 
 
-PUBLISHED: dict[str, dict[str, Any]] = {
+SPELLED: dict[str, dict[str, Any]] = {
     "kimi-plain": {
         "linear_attn_config": {
             "full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 8, "num_heads": 4,
@@ -168,11 +223,11 @@ NO_EXPERTS: dict[str, dict[str, Any]] = {
 DERIVED = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", SPELLED)
 def test_checkpoints_as_they_are_published(name: str, checkpoints: CheckpointStore, tmp_path: Path) -> None:
     """Where layers stand and how wide they are by other fields; Kimi's dense layer under a name of its own."""
     checkpoint = checkpoints[name]
-    changes = dict.fromkeys(DERIVED) | {"first_k_dense_replace": 1} | PUBLISHED[name]
+    changes = dict.fromkeys(DERIVED) | {"first_k_dense_replace": 1} | SPELLED[name]
     path = rewrite(checkpoint.path, tmp_path / "model", **changes)
     tensors = load_file(path / "model.safetensors")
     dense = "model.layers.0."
@@ -241,6 +296,34 @@ def test_options_that_are_not_supported_are_refused_by_name(
     path = rewrite(checkpoints[name].path, tmp_path / "model", **{field: value})
     with pytest.raises(ConfigError, match="factor '4'" if field == "rope_parameters" else f"{field} is"):
         read_model_config(path)
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ({"attn_type_list": None}, "attn_type_list is None; it must be a list of 3, each an integer from 0 to 1"),
+    ({"attn_type_list": [0, 1]}, r"attn_type_list is \[0, 1\]; it must be a list of 3"),
+    ({"attn_type_list": [0, 1, 2]}, "attn_type_list"), ({"attn_type_list": [0, 1, False]}, "attn_type_list"),
+    ({"postnorm": None}, "postnorm is False; it must be true"), ({"postnorm": False}, "postnorm is False"),
+    ({"shared_intermediate_size": 24}, "shared_intermediate_size is 24"),
+    ({"shared_intermediate_size": [0, 8]}, "shared_intermediate_size"), ({"model_type": "minimax"}, "model_type"),
+    ({"layernorm_mlp_alpha": "x"}, "layernorm_mlp_alpha is 'x'"), ({"sliding_window": 8}, "sliding_window is 8"),
+    ({"rotary_dim": 10}, "rotary_dim is 10; it must be at most head_dim, 8"),
+    ({"num_local_experts": [4, 4, 4]}, "num_local_experts"), ({"num_local_experts": 1}, "num_experts_per_tok is 2"),
+    ({"num_hidden_layers": 2}, "attn_type_list is .* a list of 2"),
+])  # fmt: skip
+def test_published_options_of_minimax_that_are_refused(
+    change: dict[str, Any], text: str, checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    path = rewrite(checkpoints["minimax_published-plain"].path, tmp_path / "model", **change)
+    with pytest.raises(ConfigError, match=text) as error:
+        read_model_config(path)
+    assert "\n" not in str(error.value)
+
+
+def test_factors_that_a_published_file_leaves_out_are_1(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    published = checkpoints["minimax_published-plain"].path
+    change = dict.fromkeys(("layernorm_full_attention_beta", "layernorm_mlp_alpha"))
+    config = read_model_config(rewrite(published, tmp_path / "model", **change, shared_intermediate_size=[0, 0, 0])).hf
+    assert (config.full_attn_beta_factor, config.mlp_alpha_factor, config.full_attn_alpha_factor) == (1, 1, 1.3)
 
 
 @pytest.mark.parametrize("name", [

@@ -40,6 +40,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.newer_checkpoints import NEWER, QWEN35
 from tests.support.odd_configs import DEEP, changes, some, write_fields
+from tests.support.published import PUBLISHED
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, Make] = {
@@ -47,7 +48,7 @@ FAMILIES: dict[str, Make] = {
     "jamba": jamba(), "lfm2": lfm2(), "lfm2_moe": lfm2_moe(), "mamba": mamba(), "mamba2": mamba2(),
     "puzzle": puzzle("ME", {1: {"num_experts_per_tok": 2}}),
     "swa_ssm": swa_ssm(),
-    **{name: cases["plain"] for name, cases in NEWER.items()}, "qwen35-seeing": QWEN35["seeing_experts"],
+    **{name: cases["plain"] for name, cases in (NEWER | PUBLISHED).items()}, "qwen35-seeing": QWEN35["seeing_experts"],
 }  # fmt: skip
 
 

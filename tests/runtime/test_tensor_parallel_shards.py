@@ -25,6 +25,7 @@ from hybridrt.runtime.build import empty_model, load_target
 from hybridrt.runtime.model_runner import ModelRunner
 from tests.models.test_models_parity import requests
 from tests.support.checkpoints import SPLIT, CheckpointStore, Make, falcon, falcon_mamba, jamba, lfm2, nemotron, qwen
+from tests.support.ling25 import ling25
 from tests.support.session import Session, spoil
 from tests.support.tiny import write_tiny
 
@@ -130,6 +131,8 @@ def test_a_collective_after_close_is_an_error() -> None:
         "lfm2_moe-split",
         "zamba2-split",
         "minimax-split",
+        "minimax_published-split",
+        "ling25-split",
     ],
 )
 def test_ranks_draw_the_same_tokens(name: str, checkpoints: CheckpointStore) -> None:
@@ -168,6 +171,7 @@ REFUSED: dict[str, tuple[Make, int, str]] = {
     "Mamba-2 groups": (nemotron(n_groups=3), 2, "3 Mamba-2 groups cannot be split over tp_size=2"),
     "GDN key heads": (qwen(linear_num_key_heads=1), 2, "1 GDN key heads cannot be split over tp_size=2"),
     "experts": (nemotron("E", moe_intermediate_size=25), 2, "25 channels of an expert cannot be cut into 2"),
+    "groups of a norm": (ling25(), 4, "2 groups of the norm cannot be cut into 4"),
     "MLP": (nemotron("-", intermediate_size=25), 2, "25 channels of 'up' cannot be cut into 2"),
 }
 

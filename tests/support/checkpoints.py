@@ -17,6 +17,7 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from tests.support import swa_ssm as swa
 from tests.support.newer_checkpoints import NEWER, NEWER_SPLIT
+from tests.support.published import PUBLISHED, PUBLISHED_SPLIT
 from tests.support.sizes import LENGTH, TOKENS, VOCAB, Make
 
 UNGROUPED = ("MambaRMSNormGated", "BambaRMSNormGated", "GraniteMoeHybridRMSNormGated")
@@ -326,15 +327,15 @@ CASES: dict[str, Make] = {
     for family, cases in (
         ("falcon", FALCON), ("falcon_mamba", FALCON_MAMBA), ("jamba", JAMBA), ("lfm2", LFM2), ("lfm2_moe", LFM2_MOE),
         ("mamba", MAMBA), ("mamba2", MAMBA2), ("nemotron", NEMOTRON), ("qwen", QWEN), ("swa_ssm", SWA_SSM),
-        *NEWER.items(),
+        *NEWER.items(), *PUBLISHED.items(),
     )
     for name, make in cases.items()
 }  # fmt: skip
 
 
 def has_replay(name: str) -> bool:
-    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1 and sums do."""
-    return not name.startswith(("falcon_mamba", "jamba", "mamba-", "swa_ssm"))
+    """Whether a case's recurrent layers have state mode "replay": all but Mamba-1, sums and simple GLA do."""
+    return not name.startswith(("falcon_mamba", "jamba", "mamba-", "swa_ssm", "ling25"))
 
 
 # What 2 and 4 ranks can share; the models whose tests split them. KV heads are fewer than 4 ranks.
@@ -361,6 +362,7 @@ SPLIT: dict[str, Make] = {
     "lfm2_moe-split": lfm2_moe(),
     "swa_ssm-split": CASES["swa_ssm-plain"],
     **NEWER_SPLIT,
+    **PUBLISHED_SPLIT,
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from hybridrt.runtime.step import StateCopy, StepPlan
 from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, lfm2, mamba, mamba2, nemotron, qwen
 from tests.support.in_process import QueueChannel, decode_hello
 from tests.support.levels import sweep
+from tests.support.ling25 import ling25
 from tests.support.newer_checkpoints import granite, kimi, ling, minimax, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
@@ -23,6 +24,7 @@ MODELS: dict[str, Make] = {
     "mamba-2": mamba2(),
     "qwen35": qwen35_moe(), "granite": granite(), "olmo": olmo(),
     "zamba2": zamba2(), "minimax": minimax(), "kimi": kimi(), "ling": ling(num_hidden_layers=2),
+    "ling25": ling25(num_hidden_layers=2), "one tap": falcon(mamba_d_conv=1, num_hidden_layers=1),
 }  # fmt: skip
 RNG = random.Random(3)
 PROMPTS = [[RNG.randrange(3, 131) for _ in range(n)] for n in (1, 2, 5, 17, 40, 70)]

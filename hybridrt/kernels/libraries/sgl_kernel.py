@@ -25,7 +25,7 @@ from hybridrt.kernels.records import (
 )
 from hybridrt.kernels.slots import live_tokens, pad_mask, write_columns
 
-LIBRARY, WIDEST_CONV, PADDING = "sglang-kernel", 4, -1
+LIBRARY, TAPS, PADDING = "sglang-kernel", range(2, 5), -1
 GATHER_FROM = 512  # queries of a row, in the mean, from which on prefill copies its keys and values together first
 
 
@@ -129,7 +129,7 @@ def causal_conv1d_varlen(
     """`causal_conv1d_varlen`. The library takes channels first and linear windows: both are copied there and back."""
     (weight, bias, activation), (conv, read_slots, write_slots, start_positions) = weights, state
     taps = weight.shape[1]
-    refuse(LIBRARY, "convolution", _too_wide(taps))
+    refuse(LIBRARY, "convolution", _other_taps(taps))
     if saves is not None:
         save_windows(x, taps, state, query_start_loc, saves)
     windows = conv_window(conv, read_slots, start_positions, taps)
@@ -150,7 +150,7 @@ def causal_conv1d_update(
     """`causal_conv1d_update` of chains, in place in the ring (whose columns of negative positions must be zero)."""
     (weight, bias, activation), (conv, read_slots, write_slots, start_positions) = weights, state
     refuse(
-        LIBRARY, "convolution", _too_wide(weight.shape[1]),
+        LIBRARY, "convolution", _other_taps(weight.shape[1]),
         "it knows no draft trees" if intermediate is not None else None,
         "it reads and writes the same slot" if read_slots is not write_slots else None,
     )  # fmt: skip
@@ -159,5 +159,5 @@ def causal_conv1d_update(
     return out.masked_fill_(pad_mask(read_slots, 3), 0.0)
 
 
-def _too_wide(taps: int) -> str | None:
-    return f"{taps} taps, at most {WIDEST_CONV}" if taps > WIDEST_CONV else None
+def _other_taps(taps: int) -> str | None:
+    return None if taps in TAPS else f"{taps} taps, from {TAPS[0]} to {TAPS[-1]}"

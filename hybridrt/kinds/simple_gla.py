@@ -1,0 +1,34 @@
+"""Simple gated linear attention with a fixed decay for each head: lightning attention whose heads are rotated."""
+
+from dataclasses import dataclass
+
+from hybridrt.config import LinearConfig
+from hybridrt.kinds.base import LinearKind, StateShape, split_over
+
+
+@dataclass(frozen=True)
+class SimpleGLAConfig(LinearConfig):
+    """Simple GLA, before sharding: H heads, whose queries, keys and values have `head_dim` channels."""
+
+    kind = "simple_gla"
+    num_heads: int
+    head_dim: int
+    chunk_size: int = 128
+
+
+def _shape(config: SimpleGLAConfig, tp_size: int) -> StateShape:
+    heads = split_over("linear attention heads", config.num_heads, tp_size)
+    return StateShape(config.kind, (), 1, (heads, config.head_dim, config.head_dim), heads)
+
+
+# No state ring: the operation that reads one applies SiLU to its inputs, and rotated heads have none.
+KIND = LinearKind(
+    title="simple gated linear attention",
+    letter="L",
+    config=SimpleGLAConfig,
+    shape=_shape,
+    backend="hybridrt.attention.simple_gla:SimpleGLAAttnBackend",
+    mixer="hybridrt.layers.simple_gla:SimpleGLAMixer",
+    conv_parts={},
+    temporal_dims=("heads", "head_dim", "state_dim"),
+)
