@@ -40,6 +40,7 @@ from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.sampling_params import SamplingParams
 
+
 class LLM:
     """Loads a model and generates with it. `close` (or `with`) gives the memory back.
 
