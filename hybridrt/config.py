@@ -314,7 +314,7 @@ class EngineConfig:
                 _in_range(name, getattr(self, name), 1, 2**24)
         if self.max_model_len is not None:
             _in_range("max_model_len", self.max_model_len, 2, 2**24, ": a prompt token and an output token at least")
-        itl = self.target_itl_ms
+        itl: Any = self.target_itl_ms
         number = isinstance(itl, int | float) and not isinstance(itl, bool)
         if itl not in (None, "auto") and not (number and 0.1 <= itl <= 1e6):
             raise ConfigError(

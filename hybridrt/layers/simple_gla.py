@@ -51,8 +51,8 @@ class SimpleGLAMixer(nn.Module):
         self.rope = Rope(cos_sin, self.q_norm.weight, self.k_norm.weight, eps)
         # y is not divided by sqrt(head_dim): the norm takes out every factor, up to eps.
         self.norm = GatedRMSNorm(
-            f"{name}.norm", self.width, eps * config.head_dim, group_size=size // groups, norm_before_gate=True,
-            activation="sigmoid", build=build,
+            self.width, eps * config.head_dim, group_size=size // groups, norm_before_gate=True, activation="sigmoid",
+            build=build,
         )  # fmt: skip
         self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", size)], hidden_size, build=build)
         self.register_buffer("A", -build.tp.shard(rates, 0).to(build.device))
