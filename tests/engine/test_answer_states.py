@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from hybridrt.engine import answer_states
 from hybridrt.engine.answer_states import AT_ONCE, STEPS
+from hybridrt.engine.host_tier import HostTier
 from hybridrt.mem_cache.radix_node import StateKind
+from hybridrt.mem_cache.slots import Slot
+from hybridrt.runtime.step import Snapshot, StepPlan
 from tests.engine.test_prefix_states import rig_with_cache
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.mock_executor import tokens_alone
@@ -199,3 +202,11 @@ def test_no_request_waits_for_them() -> None:
         rig.step()
     assert rig.outputs["next", 0].finish_reason == "length"
     rig.run()
+
+
+def test_a_slot_that_is_being_copied_to_main_memory_is_not_written_before() -> None:
+    tier = HostTier(0, 2, 0, True, 0, lambda _: False)
+    tier.offer(np.array(PROMPT, np.int32), (), {4: Slot(5, 0)}, "")
+    plan = StepPlan(snapshots=[Snapshot(1, 1, 5)])
+    tier.seal(plan)
+    assert plan.after_copies == tier.last_ticket == 1
