@@ -108,6 +108,7 @@ class MockExecutor:
     becomes part of their slots when these are donated or exported, and now and then."""
 
     pools = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None))  # an engine counts no folds of it
+    prompt_graphs = None
 
     def __init__(
         self, *, num_rows: int, num_slots: int, num_pages: int, page_size: int, vocab: int, late: int = 0,
