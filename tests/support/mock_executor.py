@@ -107,8 +107,7 @@ class MockExecutor:
     """`late`: how many launched steps it leaves undone until their results are asked for. `replay`: what rows decode
     becomes part of their slots when these are donated or exported, and now and then."""
 
-    pools = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None))  # an engine counts no folds of it
-    prompt_graphs = None
+    pools, prompt_graphs = SimpleNamespace(req_to_token=SimpleNamespace(mamba_pool=None)), None  # no folds to count
 
     def __init__(
         self, *, num_rows: int, num_slots: int, num_pages: int, page_size: int, vocab: int, late: int = 0,
