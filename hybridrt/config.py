@@ -316,7 +316,8 @@ class EngineConfig:
             _in_range("max_model_len", self.max_model_len, 2, 2**24, ": a prompt token and an output token at least")
         itl: Any = self.target_itl_ms
         number = isinstance(itl, int | float) and not isinstance(itl, bool)
-        if itl not in (None, "auto") and not (number and 0.1 <= itl <= 1e6):
+        word = itl is None or (isinstance(itl, str) and itl == "auto")
+        if not word and not (number and 0.1 <= itl <= 1e6):
             raise ConfigError(
                 f'target_itl_ms is {itl!r}; it must be a number of milliseconds from 0.1 to 1e6, "auto" or None'
             )

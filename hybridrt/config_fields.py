@@ -41,11 +41,13 @@ OUTPUT_GATES: FieldTypes = {
     "output_gate_type": either(NULL, one_of("silu", "swish")),
 }
 EOS: FieldTypes = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
+# What the architecture is found by. The other fields are checked after it: advice about them is wrong where the model
+# runs in no case.
+NAMES: FieldTypes = {"architectures": either(NULL, list_of(TEXT)), "model_type": TEXT}
 # Fields that are checked before transformers reads the file: it builds lists from some, this package reads the others.
 RAW: FieldTypes = {
+    **NAMES,
     "per_layer_config": FieldType("absent: no architecture here takes one", lambda v: not v),
-    "architectures": either(NULL, list_of(TEXT)),
-    "model_type": TEXT,
     "num_hidden_layers": either(NULL, LAYERS),
     "num_labels": either(NULL, integer(0, MAX_SIZE)),
     **dict.fromkeys(("dtype", "torch_dtype"), either(NULL, one_of(*DTYPES))),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.config import DTYPES, AttentionConfig, ModelConfig
-from hybridrt.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, RAW, ROPE
+from hybridrt.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, NAMES, RAW, ROPE
 from hybridrt.config_json import NULL, check_fields, either, integer, read_object
 from hybridrt.errors import ConfigError, UnsupportedModelError, reason, shown
 from hybridrt.families.base import Family, FamilyFields, check_experts, routed_experts
@@ -29,8 +29,9 @@ def read_model_config(path: Path) -> ModelConfig:
     """
     file = path / "config.json"
     raw = _read_config(path)
-    check_fields(raw, RAW, file)
+    check_fields(raw, NAMES, file)
     family = _family(path, raw)
+    check_fields(raw, RAW, file)
     images = _image_tokens(raw, family, file)
     raw = _text_part(raw, family, file)
     raw = family.rewrite(raw, file) if family.rewrite else raw

@@ -149,6 +149,7 @@ def test_end_of_sequence_ids_of_the_generation_config_win(checkpoints: Checkpoin
         ({"architectures": ["NopeForCausalLM"]}, "FalconH1ForCausalLM"),
         ({"architectures": []}, "FalconH1ForCausalLM"),
         ({"architectures": None}, "FalconH1ForCausalLM"),
+        ({"architectures": ["X"], "quantization_config": {"quant_method": "fp8"}, "dtype": "float8"}, "'X' is not"),
     ],
 )
 def test_unknown_architectures(

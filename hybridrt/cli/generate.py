@@ -84,8 +84,11 @@ def generate(
     # Under torchrun all ranks share standard input, and rank 0 reads it.
     typed = prompts or ([""] if torchrun and torchrun.rank else [_read_stdin()])
     from hybridrt.engine.llm import LLM
+    from hybridrt.engine.tokenizer import check_text
     from hybridrt.runtime.build import resolve_model_path
 
+    for text in typed:
+        check_text(text)  # before the model is downloaded
     path = resolve_model_path(model)
     params = replace(default_sampling_params(path), **sampling.given())
     taken = _as_engine_takes_them(path, typed, chat, token_ids)  # raises errors of prompts before weights are read
@@ -157,16 +160,14 @@ def _as_engine_takes_them(
     """Prompts as text or token ids.
 
     Raises:
-        RequestError: a prompt is no text; or --token-ids, and it is no list of integers.
+        RequestError: --token-ids, and a prompt is no list of integers.
         CheckpointError, ConfigError: --chat, and the model has no template that works.
     """
     from hybridrt.chat.conversation import read_conversation
     from hybridrt.engine.chats import Chats
-    from hybridrt.engine.tokenizer import check_text, load_tokenizer
+    from hybridrt.engine.tokenizer import load_tokenizer
     from hybridrt.hf_config import read_model_config
 
-    for text in typed:
-        check_text(text)
     if token_ids:
         return [_token_ids(text) for text in typed]
     if not chat:

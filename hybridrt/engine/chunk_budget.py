@@ -24,8 +24,9 @@ MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
 LEAST_SHARE, AUTO_SHARE = 0.1, 3.0
 _LATE_STEPS = 8  # at most so many steps that were read late are observed as one
 # The next step is scheduled so many seconds before the running one ends. The lead is doubled, up to _MAX_LEAD, when a
-# step has ended before the next one was launched. With each other step it shrinks a little.
-_LEAD, _MAX_LEAD, _SHRINK = 0.004, 0.05, 0.998
+# step has ended before the next one was launched. With each other step it shrinks a little, down to _MIN_LEAD: after
+# any number of steps a few doublings make it long enough again.
+_LEAD, _MIN_LEAD, _MAX_LEAD, _SHRINK = 0.004, 0.001, 0.05, 0.998
 
 
 class ChunkBudget:
@@ -188,7 +189,7 @@ class ItlTarget:
         if not self._unseen:
             self._unseen_start = launched
         self._unseen.append(work := StepWork.of(plan))
-        self._lead = min(2 * self._lead, _MAX_LEAD) if late else self._lead * _SHRINK
+        self._lead = min(2 * self._lead, _MAX_LEAD) if late else max(self._lead * _SHRINK, _MIN_LEAD)
         if work.decode_tokens:
             self._long_steps += 1 / LONG_EVERY - ((self.cost.predict(work) or 0.0) > self.seconds)
             self._long_steps = min(max(self._long_steps, -MAX_LONG), MAX_LONG)

@@ -22,6 +22,8 @@ _FATAL = (RankError, torch.AcceleratorError)
 # Otherwise it schedules and launches at that time, and readers wait for the interpreter. It waits for a share of the
 # step's time at most: the next launch has to come before the device is idle.
 HAND_OUT_SECONDS, HAND_OUT_SHARE = 0.002, 0.25
+# While a step is put off, the loop asks so often whether the device still computes: the predicted end may be too late.
+ASK_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +157,9 @@ class EngineLoop:
 
     def _put_off(self) -> None:
         """Runs the commands that come while the next step need not be scheduled yet: their requests join it."""
-        with suppress(Empty):
-            while not self._closing and (seconds := self._spare_seconds()):
-                self._commands.get(timeout=seconds)()
+        while not self._closing and (seconds := self._spare_seconds()):
+            with suppress(Empty):
+                self._commands.get(timeout=min(seconds, ASK_SECONDS))()
 
     def _spare_seconds(self) -> float:
         with self._engine.turns:

@@ -91,6 +91,11 @@ def test_a_prompt_with_a_lone_surrogate_is_one_line(tiny: Path) -> None:
     check_one_line(run(tiny, "text", os.fsdecode(b"a\xff")), "the prompt's character 1 is U+DCFF")
 
 
+def test_a_prompt_that_is_no_text_is_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    """It may have to be downloaded."""
+    check_one_line(run(tmp_path / "none", "a", os.fsdecode(b"b\xff")), "no UTF-8")
+
+
 def test_errors_with_a_lone_surrogate_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     monkeypatch.setattr(sys, "stderr", stderr)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -268,6 +269,18 @@ def test_a_step_that_ended_before_the_next_launch_makes_later_ones_earlier() -> 
     assert target.spare_seconds(plan, 50.0) == 0.0, "when the next step began is not known"
 
 
+def test_many_steps_in_time_do_not_end_the_lead() -> None:
+    """A device may be idle for a few steps, not for as many as were in time before."""
+    target, plan = ItlTarget(1.0, cost=Known(), clock=lambda: 50.0), StepPlan(decode=decoding(4))
+    target.cost.predict = lambda work: 1.0  # type: ignore[method-assign]
+    for _ in range(20_000):
+        target.ended(plan, 49.0, 4)
+    for _ in range(3):
+        target.ended(plan, 49.0, 4, late=True)
+        target.ended(plan, 49.0, 4)
+    assert 1.0 - target.spare_seconds(plan, 50.0) > 0.004
+
+
 def test_tokens_are_the_same_and_the_error_is_counted(tmp_path: Any) -> None:
     """Chunks change when prompts are computed, and no token."""
     path = str(write_tiny(tmp_path, falcon(), tokenizer=False))
@@ -299,7 +312,7 @@ def test_without_a_number_a_step_takes_four_times_as_long_as_its_decode_rows() -
     assert target.budget(CHUNK, decoding(0)).room() == CHUNK
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, True, "15", "none", float("nan"), 1e9, [15]])
+@pytest.mark.parametrize("wrong", [0, -1.0, True, "15", "none", float("nan"), 1e9, [15], np.array([15, 20])])
 def test_a_target_is_a_number_of_milliseconds(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="target_itl_ms"):
         EngineConfig("x", target_itl_ms=wrong)

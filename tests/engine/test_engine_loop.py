@@ -139,6 +139,25 @@ def test_a_loop_that_puts_a_step_off_can_be_closed(monkeypatch: pytest.MonkeyPat
     rig.assert_empty()
 
 
+def test_a_step_that_ends_long_before_its_predicted_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was compiled once may make such steps seem hundreds of times as long as they are."""
+    rig, reader, asked, over = Rig(late=1), Reader(), threading.Event(), threading.Event()
+
+    def spare_seconds() -> float:
+        if over.is_set():
+            return 0.0
+        asked.set()
+        return 10.0 * WAIT
+
+    monkeypatch.setattr(rig.engine, "spare_seconds", spare_seconds)
+    loop = EngineLoop(rig.engine, reader, max_samples=100)
+    loop.submit(rig.engine.prepare([1], FIVE), "one")
+    assert asked.wait(WAIT)
+    over.set()
+    reader.wait_for_end("one")
+    assert loop.close()
+
+
 def test_an_engine_with_a_target_says_how_long_a_step_may_be_put_off() -> None:
     rig = Rig(late=1)
     rig.add([1], max_tokens=30, ignore_eos=True)
