@@ -79,16 +79,18 @@ class PagedKVBackend(SegmentedAttnBackend):
                 return f'{cls.__name__} has no kernels for latent attention (variant "mla"); use "triton" or "torch"'
             if not latent and spec.v_head_dim != spec.head_dim:
                 return f"head_dim is {spec.head_dim} and v_head_dim {spec.v_head_dim}; {cls.__name__} takes equal ones"
+            if reason := objection(cls.provider, device.type):
+                return reason
             if cls.head_dims and spec.dtype.itemsize != 2:
                 return f"the KV cache is {spec.dtype}, it takes bfloat16 and float16"
             if cls.head_dims and spec.head_dim not in cls.head_dims:
                 return f"head_dim is {spec.head_dim}, it takes {', '.join(map(str, cls.head_dims))}"
-        if cls.architectures and device.type == "cuda":
+        if specs and cls.architectures and device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
             if major not in cls.architectures:
                 supported = ", ".join(f"sm_{each}x" for each in cls.architectures)
                 return f"the GPU is sm_{major}{minor}, it supports {supported}"
-        return objection(cls.provider, device.type)
+        return None
 
     def _check_places(self, batch: ForwardBatch) -> None:
         """Rows, and the KV slots that the step writes and reads. Waits for the device."""

@@ -82,6 +82,12 @@ def test_libraries_without_latent_attention_say_so(name: str) -> None:
     assert reason is not None and 'no kernels for latent attention (variant "mla"); use "triton" or "torch"' in reason
 
 
+def test_a_library_that_is_not_there_is_named_before_what_it_takes_and_not_without_attention() -> None:
+    other = replace(SPEC, dtype=torch.float32, head_dim=80, v_head_dim=80)
+    assert "runs on cuda only" in (Fa3AttnBackend.objection(torch.device("cpu"), [other]) or "")
+    assert Fa3AttnBackend.objection(torch.device("cpu"), []) is None
+
+
 @pytest.mark.parametrize(("name", "extra"), [("fa3", "sgl"), ("flashinfer", "flashinfer")])
 def test_a_backend_without_its_library_names_what_to_install(name: str, extra: str) -> None:
     with pytest.raises(ProviderNotInstalledError, match=rf"{name}.*pip install 'hybridrt\[{extra}\]'"):
