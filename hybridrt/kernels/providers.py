@@ -157,7 +157,10 @@ def _pick(op: str, device_type: str, name: str | None) -> By:
 
 
 def objection(name: str, device_type: str) -> str | None:
-    """Why a provider cannot serve calls on a device; None if it can."""
+    """Why a provider cannot serve calls on a device; None if it can. Raises ConfigError for one that PROVIDERS does not
+    list: a backend from outside may name any."""
+    if name not in PROVIDERS:
+        raise ConfigError(f"unknown kernel provider {name!r}; known: {', '.join(PROVIDERS)}")
     provider = PROVIDERS[name]
     interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     if device_type not in provider.devices and not interpreted:

@@ -81,6 +81,12 @@ def test_named_provider_that_does_not_fit_is_an_error(monkeypatch):
         providers.register("op", By("cutlass", "math:floor"))
 
 
+def test_a_provider_that_a_backend_from_outside_made_up_is_a_typed_error():
+    with pytest.raises(ConfigError, match="unknown kernel provider 'nonsense'; known: torch") as error:
+        providers.objection("nonsense", "cpu")
+    assert "\n" not in str(error.value)
+
+
 def test_triton_on_cpu_only_under_the_interpreter_and_never_by_itself(monkeypatch):
     import math
 
