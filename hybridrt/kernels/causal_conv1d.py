@@ -69,6 +69,10 @@ def causal_conv1d_varlen(
 def _check_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> None:
+    if intermediate is not None and intermediate.parents is None:
+        raise ConfigError(
+            "windows are stored for trees alone: pass parents, or no intermediate (a chain is rolled back)"
+        )
     check_ring(state.conv, weights.weight.shape[1], x.shape[1] if intermediate is None else 1)
 
 
