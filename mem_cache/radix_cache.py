@@ -17,9 +17,8 @@ takes states in the order of mem_cache/state_worth.py.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
-from types import MappingProxyType
 
 import numpy as np
 
@@ -76,9 +75,11 @@ class RadixCache:
             node = node.parent
         if node.parent is None:
             return PrefixMatch(known=known, retokenised=left, fork=fork)
-        owner, held = self._tail_node(node), self._pages(node)
+        owner = self._tail_node(node)
         tail = None if owner is None else owner.tail if owner is node or not owner.pages else owner.pages[0]
-        return PrefixMatch(node.end, held, node.state, tail, known, node, owner, retokenised=left, fork=fork)
+        return PrefixMatch(
+            node.end, self._pages(node), node.state, tail, known, node, owner, retokenised=left, fork=fork
+        )
 
     def held(self, tokens: np.ndarray, salt: str = "") -> tuple[PrefixMatch, set[int]]:
         """What the tree has of a text, usable or not: its complete pages, to be locked or used, and where its states
@@ -159,7 +160,7 @@ class RadixCache:
         states: Mapping[int, Slot],
         salt: str = "",
         prompt: int | None = None,
-        kinds: Mapping[int, StateKind] = MappingProxyType({}),
+        forks: Collection[int] = (),
     ) -> tuple[CacheEntries, "Node"]:
         """Offers KV and states of a text.
 
@@ -168,13 +169,13 @@ class RadixCache:
             pages: all pages of the text, in order. The tree recognises by their index those that it has already.
             states: slots by the number of tokens whose state they hold.
             prompt: how many of the tokens were a prompt; None: all.
-            kinds: of `states`, those where prompts part and those within an answer.
+            forks: the numbers of tokens, of those in `states`, after which other prompts go on differently.
 
         Returns:
             The entries that the tree takes over (the caller keeps the others), and the deepest node of the text: a root
             (parent None) if the tree keeps nothing of it.
         """
-        root, pages, taken_pages, made = self._root(salt), Slots(pages), Slots(), list[Node]()
+        root, pages, taken_pages, taken_states = self._root(salt), Slots(pages), Slots(), list[Slot]()
         answer = len(tokens) if prompt is None else prompt
         ends = sorted(end for end in states if 0 < end <= len(tokens))
         complete = self.complete(len(tokens))
@@ -184,15 +185,14 @@ class RadixCache:
         for end in reversed(ends):
             node = self._extend(root, tokens[:end], pages, taken_pages, answer)
             if node.state is None:
-                made.append(node)
+                taken_states.append(states[end])
                 whole = end + self.lookahead >= len(tokens)
-                node.kind = kinds.get(end, StateKind.END if whole else StateKind.PROMPT)
+                node.kind = StateKind.FORK if end in forks else StateKind.END if whole else StateKind.PROMPT
                 self._keep_state(node, states[end], pages, taken_pages)
-        for node in reversed(made):
-            self._worths.made(node, tokens[: node.end], salt)
+                self._worths.made(node, tokens[:end], salt)
         self._use(deepest)
         self._prune(deepest)
-        return CacheEntries(taken_pages, [states[node.end] for node in made]), deepest
+        return CacheEntries(taken_pages, taken_states), deepest
 
     def evict(self, num_pages: int, num_states: int, *, new: NewState | None = None) -> CacheEntries:
         """Removes entries that no request reads, up to these numbers, and returns them. `new`: the state that takes the
