@@ -157,11 +157,16 @@ class DecodeWorker:
     def request(self, request_id: str, tokens: Sequence[int], salt: str) -> None:
         self._cancel(request_id)
         pull = _Pull(request_id, int32s(tokens), salt)
-        if self._engine.prefixes.holds(pull.tokens, salt):
-            self._totals.cached += 1
-            self._engine.start(request_id)
-        else:
+        if not self._starts_from_cache(pull):
             self._waiting.append(pull)
+
+    def _starts_from_cache(self, pull: _Pull) -> bool:
+        """Starts a request if nothing of its prompt has to come."""
+        if not self._engine.prefixes.holds(pull.tokens, pull.salt):
+            return False
+        self._totals.cached += 1
+        self._engine.start(pull.request_id)
+        return True
 
     def advance(self) -> None:
         """Frees what the engine needs no longer, reads messages, handles reads that have ended, and sends prompts."""
@@ -343,6 +348,9 @@ class DecodeWorker:
         """Sends prompts, the oldest first, to the worker with the fewest, while the arena has room for their images."""
         while self._waiting:
             pull, name = self._waiting[0], min(self._workers, key=self._load, default=None)
+            if self._starts_from_cache(pull):  # another request has computed the prompt in the meantime
+                self._waiting.popleft()
+                continue
             try:
                 if name is None:
                     raise TransferError("no prefill worker is connected")

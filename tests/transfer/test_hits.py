@@ -78,6 +78,19 @@ def test_a_prompt_that_is_cached_whole_is_not_asked_for(model: Path) -> None:
     assert (counters.fetched, counters.cached) == (1, 1) and prefill.worker.counters().computed == 1
 
 
+def test_a_prompt_that_is_cached_while_it_waits_is_not_asked_for(tmp_path: Path) -> None:
+    """The model has attention alone: nothing is left to ask for, and a worker ends the connection if it is."""
+    path, prompt = write_tiny(tmp_path, OTHERS["attention"], tokenizer=False), [*FIRST, 9]
+    room = Decoder(build(path), {}).side.layout.image_bytes(len(FIRST))
+    prefill, decode = connected(path, transfer_bytes=room)
+    ids = [decode.engine.add_request(prompt, greedy()) for _ in range(2)]
+    run(decode, prefill)
+    assert [decode.tokens(request_id) for request_id in ids] == alone(path, [prompt], greedy()) * 2
+    counters = decode.worker.counters()
+    assert (counters.fetched, counters.cached, counters.computed_here) == (1, 1, 0)
+    assert prefill.worker.counters().refused == 0
+
+
 @pytest.mark.parametrize("steps", sweep([None, 1, 3, 8], 4))
 def test_what_was_cached_may_be_evicted_in_the_meantime(steps: int | None, model: Path) -> None:
     """At any moment: before the image has come it is asked for once more, after that the prompt is computed here."""
