@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
+from tests.support.newer_checkpoints import known
 from tests.support.published_minimax import slopes
 from tests.support.sizes import LENGTH, TOKENS, VOCAB, Make
 
@@ -229,8 +230,13 @@ class Ling25ForCausalLM(nn.Module):
 
 
 def ling25(**changes: Any) -> Make:
-    """One layer of latent attention in two, a dense layer first."""
-    return lambda: (Config(**(FIELDS | changes)), Ling25ForCausalLM)
+    """One layer of latent attention in two, a dense layer first. Its fields are read as those of Ling 3."""
+
+    def make() -> Any:
+        known("BailingHybridConfig")
+        return Config(**(FIELDS | changes)), Ling25ForCausalLM
+
+    return make
 
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
