@@ -15,6 +15,7 @@ from hybridrt.runtime.graph_runner import CudaGraphRecorder, GraphRunner
 from hybridrt.runtime.step import DecodeRow, DecodeRows
 from tests.gpu.rig import DECODING, DEVICE, PRODUCTION, VERIFYING, Rows, changed_entries, pool_tensors, same_bits
 from tests.support.checkpoints import CheckpointStore
+from tests.support.decode_rows import rows_of
 
 pytestmark = PRODUCTION
 LENGTHS = [1 + 7 * i % 40 for i in range(17)]  # more rows than the bucket of 16 holds
@@ -48,7 +49,7 @@ class Twin:
         """The page of each row's last draft, [n] int32. Every page is known already; a graph must cope with hearing of
         one again."""
         size = self.runner.memory_plan.page_size
-        return np.array([self.page(r.row, r.computed + len(r.drafts), size) for r in inputs], np.int32)
+        return np.array([self.page(r.row, r.computed + len(r.drafts), size) for r in rows_of(inputs)], np.int32)
 
     def page(self, row: int, position: int, page_size: int) -> int:
         """The KV page of a position; -1 in a model without attention, whose requests have no pages."""
@@ -79,7 +80,7 @@ class Twin:
         def int32(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
-        found = [*inputs, *[DecodeRow(0, 0, 0)] * padding]
+        found = [*rows_of(inputs), *[DecodeRow(0, 0, 0)] * padding]
         rows, seq_lens = int32([r.row for r in found]), int32([r.computed + tokens for r in found])
         counts = int32([len(r.drafts) for r in found])
         offsets = torch.arange(tokens, dtype=torch.int32, device=device)
@@ -125,7 +126,7 @@ class Twin:
         """Entries that a step of these rows may change. Padding leaves no trace."""
         page_size, rows = self.runner.memory_plan.page_size, set(inputs.rows.tolist())
         pages: set[int] = set()
-        for r in inputs:
+        for r in rows_of(inputs):
             pages |= {self.page(r.row, r.computed + i, page_size) for i in range(len(r.drafts) + 1)}
         slots = {self.rows.slots[row - 1] for row in rows}
         of_rows = ("ring start", "ring length", "ring_values", "ring_keys", "ring_gates", "intermediate_ssm")
