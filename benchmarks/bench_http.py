@@ -10,8 +10,8 @@ gives that rate and leaves the closed loop out. The client is a process of its o
 With `--stamps` it has the time between tokens at each point within the server, too (benchmarks/http_stamps.py).
 
 The output has times, the CPU time of each thread for a token (waiting for a device may count), the share of its time
-that the client computed, and the time from `submit` until the first token is written. The client's time to the first
-token has the connection, the request's parsing and the client itself in addition.
+that the client computed, and the time from `submit` until the first token is written. Each round goes to stderr as it
+ends. The client's time to the first token has the connection, the request's parsing and the client itself in addition.
 """
 
 import argparse
@@ -160,6 +160,7 @@ def compare(
     for _ in range(rounds):
         found["engine"].append(alone(llm, config, concurrency))
         found["http"].append(served(llm, config, concurrency, noting))
+        print(json.dumps({way: each[-1] for way, each in found.items()}), file=sys.stderr, flush=True)
     rows = []
     for way, each in found.items():
         medians = {name: statistics.median(row[name] for row in each) for name in each[0]}
