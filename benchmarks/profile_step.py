@@ -1,7 +1,8 @@
-"""A step as a table: which kernels run, how often, for how long, and how long none runs. Of decode, or of a prefill.
+"""A step as a table: which kernels run, how often, for how long, and how long none runs. Of decode, prefill, or both.
 
 python -m benchmarks.profile_step benchmarks/configs/falcon-h1-7b --batch 32 --trace step.json --picture step.svg
 python -m benchmarks.profile_step benchmarks/configs/falcon-h1-7b --prefill 1x8192,16x2048
+python -m benchmarks.profile_step benchmarks/configs/falcon-h1-7b --mixed 64x320,64x448
 """
 
 import argparse
@@ -14,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.bench_offline import run_until, shapes
 from benchmarks.common import prompts
+from benchmarks.short_prompts import add_chunks, decoding
 from benchmarks.timeline import Span, draw
 from hybridrt import LLM, SamplingParams
 from hybridrt.config import DTYPES
@@ -88,6 +90,14 @@ def profile_decode(llm: LLM, args: argparse.Namespace) -> profile:
     return record(lambda: [llm.engine.step() for _ in range(args.steps)])
 
 
+def profile_mixed(llm: LLM, rows: int, tokens: int, args: argparse.Namespace) -> profile:
+    """`args.steps` steps in which `rows` requests decode and a prompt of `tokens` is computed."""
+    vocab = llm.model_config.vocab_size
+    with decoding(llm, prompts(rows, args.ctx, vocab), 2 * args.steps):
+        add_chunks(llm, prompts(args.steps, tokens, vocab, seed=1))
+        return record(lambda: add_chunks(llm, prompts(args.steps, tokens, vocab, seed=2)))
+
+
 def report(prof: profile, steps: int, args: argparse.Namespace) -> None:
     """Prints the table, and writes what else was asked for."""
     table, spans = kernel_table(prof, steps), device_spans(prof)
@@ -114,6 +124,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--state-mode", default="auto", choices=["auto", "classic", "replay"])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prefill", type=shapes, default=[], help="profile prefills instead, e.g. 1x8192,16x2048")
+    parser.add_argument("--mixed", type=shapes, default=[], help="profile decode rows beside a prompt, e.g. 64x448")
     parser.add_argument("--trace", help="write a chrome trace")
     parser.add_argument("--picture", help="write a timeline of one step (an SVG)")
     return parser.parse_args()
@@ -121,16 +132,20 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    longest = max([args.ctx, *(length for _, length in args.prefill)])
+    longest = max([args.ctx, *(length for _, length in [*args.prefill, *args.mixed])])
+    most = max([args.batch, *(rows + 2 for rows, _ in args.mixed)])
     llm = LLM(
         args.model, load_format="dummy", max_model_len=longest + 512, state_mode=args.state_mode,
-        mamba_ssm_dtype=args.state_dtype, max_running_requests=args.batch, cuda_graph_max_bs=args.batch,
+        mamba_ssm_dtype=args.state_dtype, max_running_requests=most, cuda_graph_max_bs=most,
         prefix_cache=False,
     )  # fmt: skip
     for count, length in args.prefill:
         print(f"prefill {count}x{length}")
         report(profile_prefill(llm, count, length), 1, args)
-    if not args.prefill:
+    for rows, tokens in args.mixed:
+        print(f"{rows} decode rows and a prompt of {tokens}")
+        report(profile_mixed(llm, rows, tokens, args), args.steps, args)
+    if not args.prefill and not args.mixed:
         report(profile_decode(llm, args), args.steps, args)
         print(f"host: {host_ms(llm, 32):.3f} ms of process time a step")
 

@@ -25,23 +25,34 @@ def first_token_ms(llm: LLM, prompt: list[int]) -> float:
     return elapsed * 1e3
 
 
-def mixed_ms(llm: LLM, running: list[list[int]], chunks: list[list[int]]) -> float:
-    """Milliseconds of a step in which all of `running` decode and one of `chunks`, a whole prompt, is computed: the
-    mean of as many steps as there are chunks, each launched before the tokens of the one in front are read."""
+@contextmanager
+def decoding(llm: LLM, running: list[list[int]], steps: int) -> Iterator[None]:
+    """All of `running` decode, for at least `steps` steps inside."""
     engine = llm.engine
-    long = SamplingParams(max_tokens=len(chunks) + 64, temperature=0.0, ignore_eos=True)
+    long = SamplingParams(max_tokens=steps + 64, temperature=0.0, ignore_eos=True)
     ids = [engine.add_request(prompt, long) for prompt in running]
     while min(engine.gained(request) or 0 for request in ids) < 2:
         engine.step()
-    start = time.perf_counter()
-    for chunk in chunks:
-        engine.add_request(chunk, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
-        engine.step()
-    elapsed = time.perf_counter() - start
+    yield
     for request in ids:
         engine.abort(request)
     engine.drain()
-    return elapsed / len(chunks) * 1e3
+
+
+def add_chunks(llm: LLM, chunks: list[list[int]]) -> None:
+    """A step for each of `chunks`, a whole prompt, launched before the tokens of the one in front are read."""
+    for chunk in chunks:
+        llm.engine.add_request(chunk, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
+        llm.engine.step()
+
+
+def mixed_ms(llm: LLM, running: list[list[int]], chunks: list[list[int]]) -> float:
+    """Milliseconds of a step in which all of `running` decode and one of `chunks` is computed: the mean of one step for
+    each chunk."""
+    with decoding(llm, running, len(chunks)):
+        start = time.perf_counter()
+        add_chunks(llm, chunks)
+        return (time.perf_counter() - start) / len(chunks) * 1e3
 
 
 @contextmanager
