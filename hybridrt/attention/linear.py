@@ -161,7 +161,9 @@ class MambaAttnBackendBase(AttentionBackend):
     def fused_step(self, layer: Any, segment: DecodeSegment) -> FusedStep:
         """The conv and the states of a mixer's decode rows."""
         cache = self.layer_cache(layer.layer_id)
-        return FusedStep(self.conv_weights(layer), segment.conv_state(cache), segment.state(cache), segment.ring(cache))
+        weights, nodes = self.conv_weights(layer), segment.conv_windows(cache)
+        states = segment.conv_state(cache), segment.state(cache), segment.ring(cache)
+        return FusedStep(weights, *states, None if nodes is None else nodes.stored)
 
     @staticmethod
     def ring_decay(layer: Any) -> Tensor | None:

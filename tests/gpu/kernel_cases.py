@@ -136,7 +136,6 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
                 what = f"recurrent_gated_delta_rule {mode} {n}"
                 yield what, lambda mode=mode, n=n: kernels.gdn_recurrent(rows(n), mode)
         yield "fold_ring", lambda: kernels.fold(rows(1), kernels.log_decay_gate, None)
-        yield "gdn_gates", lambda: kernels.gdn_gates(config)
         chunk = gdn_of(config).chunk_size
         yield "chunk_gated_delta_rule", lambda: kernels.chunk_gated_delta_rule(Prompts(shapes[0], chunk))
 

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import gdn_of, mamba1_of, mamba2_of
+from benchmarks.common import mamba1_of, mamba2_of
 from hybridrt.config import ModelConfig
 from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.gated_delta_rule import gdn_gates as gdn_gates_op
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.mamba2_common import split_conv_channels
-from hybridrt.kernels.records import GateWeights
 from hybridrt.kernels.state_ring import RingFolds
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import linear_kind, state_shape
@@ -354,8 +352,7 @@ def gdn_tokens(shape: StateShape, tokenwise: Callable[..., list[Tensor]]) -> dic
     heads = shape.temporal[0]
     qkv, a, b = tokenwise(shape.conv_dim, heads, heads)
     q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))
-    g, beta = gdn_gates_op.reference(a, b, GateWeights(**gdn_heads(heads)))
-    return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    return {"q": q, "k": k, "v": v, "g": a, "beta": b} | gdn_heads(heads)
 
 
 def gdn_recurrent(rows: DecodeRows, mode: str) -> Case:
@@ -406,9 +403,3 @@ def kda_recurrent(rows: DecodeRows, mode: str) -> Case:
 def chunk_kda(prompts: Prompts, lower_bound: float | None = None) -> Case:
     args = kda_tokens(prompts.shape, prompts.tokenwise) | prompts.scan_args() | {"lower_bound": lower_bound}
     return Case("chunk_gated_delta_rule", args, {"states": prompts.used_slots}, decode=False)
-
-
-def gdn_gates(config: ModelConfig) -> Case:
-    heads = gdn_of(config).num_v_heads
-    a, b, _ = normal(300, 2 * heads + 5).split([heads, heads, 5], -1)
-    return Case("gdn_gates", {"a": a, "b": b} | gdn_heads(heads), decode=False)
