@@ -31,7 +31,7 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, A_log_ptr, dt_bias_ptr,
     states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, parents_ptr,
     q_s: tl.constexpr, k_s: tl.constexpr, v_s: tl.constexpr, a_s: tl.constexpr, b_s: tl.constexpr,
-    states_ss, stored_sr, stored_st, parents_sb,
+    states_ss: tl.constexpr, stored_s: tl.constexpr, parents_sb: tl.constexpr,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BETA_SCALE: tl.constexpr,
     LOWER_BOUND: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
@@ -53,21 +53,18 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     mask = j_mask[:, None] & i_mask[None, :]
     initial = tl.load(states_ptr + read * states_ss + tile, mask=mask, other=0.0).to(tl.float32)
     state = initial
-    stored = None if stored_ptr is None else stored_ptr + tl.load(rows_ptr + row).to(tl.int64) * stored_sr + tile
+    stored = None if stored_ptr is None else stored_ptr + tl.load(rows_ptr + row).to(tl.int64) * stored_s[0] + tile
     for t in range(T):
         if parents_ptr is not None:
-            state = state_of_parent(parents_ptr + row * parents_sb, stored, stored_st, t, initial, mask)
+            state = state_of_parent(parents_ptr + row * parents_sb, stored, stored_s[1], t, initial, mask)
         a_token = a_ptr + row * a_s[0] + t * a_s[1] + (h * a_s[2] if CHANNELS else h)
         b_token = b_ptr + row * b_s[0] + t * b_s[1] + h
         # One number, or [1, K] where channels of a key have gates of their own.
         g = tl.load(a_token + i, mask=i_mask, other=0.0) if CHANNELS else tl.load(a_token)
         g, beta = g.to(tl.float32), tl.load(b_token).to(tl.float32)
         if A_log_ptr is not None:
-            if CHANNELS:
-                dt_bias = tl.load(dt_bias_ptr + h * K + i, mask=i_mask, other=0.0)
-                g = log_decay(g, tl.load(A_log_ptr + h), dt_bias, LOWER_BOUND)
-            else:
-                g = log_decay(g, tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h))
+            dt_bias = tl.load(dt_bias_ptr + h * K + i, mask=i_mask, other=0.0) if CHANNELS else tl.load(dt_bias_ptr + h)
+            g = log_decay(g, tl.load(A_log_ptr + h), dt_bias, LOWER_BOUND)
             beta = BETA_SCALE * tl.sigmoid(beta)
         if CHANNELS:
             g = g[None, :]
@@ -80,7 +77,7 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + t * (HV * V), result.to(out_ptr.dtype.element_ty), mask=j_mask)
         rounded = state.to(states_ptr.dtype.element_ty)
         if stored_ptr is not None:
-            tl.store(stored + t * stored_st, rounded, mask=mask)
+            tl.store(stored + t * stored_s[1], rounded, mask=mask)
         state = rounded.to(tl.float32)
     if stored_ptr is None:
         tl.store(states_ptr + write * states_ss + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
@@ -110,8 +107,7 @@ def recurrent_gated_delta_rule_triton(
     out, block_v = torch.empty(v.shape, dtype=v.dtype, device=v.device), min(BLOCK_V, triton.next_power_of_2(value_dim))
     _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, block_v)](
         *inputs, out, A_log, dt_bias, states, stored, read_slots, write_slots, rows, parents,
-        *map(strides, inputs), states.stride(0), *((0, 0) if stored is None else stored.stride()[:2]),
-        0 if parents is None else parents.stride(0),
+        *map(strides, inputs), states.stride(0), strides(stored), strides(parents)[0],
         T=v.shape[1], HK=q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
         BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v, BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound,
         CHANNELS=g.ndim > beta.ndim, **pdl(v.device),

@@ -61,19 +61,16 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         c = block * BLOCK_X + tl.arange(0, BLOCK_X)
         mask = c < H * P
         cells = values_row + (c // P) * (W * P) + c % P
-        if TAPS == 0:
-            for t in tl.static_range(T):
-                x = silu(tl.load(source + t * st + c, mask=mask, other=0.0).to(tl.float32))
-                x = x.to(source.dtype.element_ty)
-                tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
-        elif T == 1:
-            x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC)
-            tl.store(cells + (first % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
-        else:
+        if TAPS > 0 and T > 1:
             push_inputs(source + c, st, conv_row, c, mask, position, T, WC)
-            for t in tl.static_range(T):
+        for t in tl.static_range(T):
+            if TAPS == 0:
+                x = silu(tl.load(source + t * st + c, mask=mask, other=0.0).to(tl.float32)).to(source.dtype.element_ty)
+            elif T == 1:
+                x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC)
+            else:
                 x = step_input(source + c, st, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
-                tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
+            tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
     if SECTION != "values" and part < G:
         # The T new B and C of a group, the time steps of its heads, and the scores of everything in the ring.
         dt_row = dt_ptr + b.to(tl.int64) * dt_strides[0]
