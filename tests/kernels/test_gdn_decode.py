@@ -239,6 +239,14 @@ def test_narrow_rings_are_refused():
     assert not layer.conv.any()
 
 
+def test_windows_of_a_chain_are_refused():
+    layer = Layer([7, 39], 2)
+    before, windows = layer.conv.clone(), poisoned(8, 2, layer.channels, TAPS - 1)
+    with pytest.raises(ConfigError, match="for trees alone"):
+        layer.step([0, 0], 2, stored=poisoned(8, 2, *layer.states.shape[1:]), windows=windows, rows=int32(6, 2))
+    assert same_bytes(layer.conv, before)
+
+
 def test_a_fused_step_s_conv_must_end_in_silu():
     layer = Layer([7, 39], 2)
     before = layer.conv.clone(), layer.states.clone()

@@ -250,6 +250,14 @@ def test_narrow_rings_are_refused() -> None:
     assert not layer.conv.any()
 
 
+def test_windows_of_a_chain_are_refused() -> None:
+    layer = Layer([7, 39], 2)
+    before, stored, windows = layer.conv.clone(), poisoned(8, 2, H, P, N), poisoned(8, 2, CHANNELS, K - 1)
+    with pytest.raises(ConfigError, match="for trees alone"):
+        layer.step([0, 0], 2, stored=stored, windows=windows, rows=int32(6, 2))
+    assert same_bytes(layer.conv, before)
+
+
 def test_a_fused_step_s_conv_must_end_in_silu() -> None:
     layer = Layer([7, 39], 2)
     before = layer.conv.clone(), layer.states.clone()

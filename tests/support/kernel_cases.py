@@ -138,10 +138,19 @@ class DecodeRows:
         if mode == "replay":
             of_rows = dict.fromkeys(("values", "keys", "gates"), self.used_rows)
             return args | self.ring(gate), {"states": []} | of_rows
-        if mode == "intermediate":
+        if mode in ("intermediate", "tree"):
             stored = poisoned(self.num_rows + 1, self.tokens, *self.shape.temporal, dtype=self.state_dtype)
-            return args | {"stored": stored}, {"stored": self.used_rows, "states": []}
+            args, pools = args | {"stored": stored}, {"stored": self.used_rows, "states": []}
+            if mode == "intermediate":
+                return args, pools
+            shape = self.num_rows + 1, self.tokens, self.shape.conv_dim, self.shape.conv_kernel - 1
+            args |= {"windows": poisoned(*shape, dtype=torch.bfloat16), "parents": self.parents()}
+            return args, pools | {"windows": self.used_rows}
         return args, {"states": self.used_slots}
+
+    def parents(self) -> Tensor:
+        """A draft tree: each node under the one before the last."""
+        return int32([[max(t - 2, -1) for t in range(self.tokens)]] * self.batch)
 
 
 def time_step_gate(x: Tensor) -> Tensor:
@@ -215,8 +224,8 @@ def lightning_chunk_scan(prompts: "Prompts") -> Case:
 def selective_state_update(config: ModelConfig, rows: DecodeRows, mode: str) -> Case:
     args, pools = rows.state_args(mode, time_step_gate)
     args |= after_conv(config, rows) | rows.slot_args()
-    if mode == "intermediate":  # a tree: each node under the one before the last
-        args["parents"] = int32([[max(t - 2, -1) for t in range(rows.tokens)]] * rows.batch)
+    if mode == "intermediate":
+        args["parents"] = rows.parents()
     return Case("selective_state_update", args, pools)
 
 
@@ -237,8 +246,8 @@ def mamba1_update(config: ModelConfig, rows: DecodeRows, mode: str, tree: bool =
     args |= mamba1_tokens(config, rows.tokenwise) | rows.slot_args()
     weights = torch.rand(2, mamba1_of(config).state_size) + 0.5
     args |= {"B_weight": weights[0], "C_weight": weights[1], "eps": 1e-6}
-    if tree:  # each node under the one before the last
-        args["parents"] = int32([[max(t - 2, -1) for t in range(rows.tokens)]] * rows.batch)
+    if tree:
+        args["parents"] = rows.parents()
     return Case("mamba1_update", args, pools)
 
 
@@ -395,8 +404,8 @@ def kda_decode(rows: DecodeRows, mode: str) -> Case:
 def kda_recurrent(rows: DecodeRows, mode: str) -> Case:
     args, pools = rows.state_args(mode, log_decay_gate)
     args |= kda_tokens(rows.shape, rows.tokenwise) | rows.slot_args()
-    if mode == "intermediate":  # a tree: each node under the one before the last
-        args["parents"] = int32([[max(t - 2, -1) for t in range(rows.tokens)]] * rows.batch)
+    if mode == "intermediate":
+        args["parents"] = rows.parents()
     return Case("recurrent_gated_delta_rule", args, pools)
 
 
