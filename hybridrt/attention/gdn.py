@@ -6,8 +6,8 @@ import torch
 
 from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
-from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from hybridrt.kernels.causal_conv1d import causal_conv1d_varlen
+from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule
 from hybridrt.kernels.gdn_decode import gdn_decode, split_qkv
 from hybridrt.kernels.records import DeltaInputs, GateWeights
 
@@ -22,13 +22,7 @@ class GDNAttnBackend(MambaAttnBackendBase):
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         qkv, a, b = (segment.by_row(inputs[name]) for name in ("mixed_qkv", "a", "b"))
-        if segment.parents is not None:  # the fused kernel does not follow parents
-            conved = causal_conv1d_update(qkv, *self.conv_rows(layer, segment))
-            state = segment.state(self.layer_cache(layer.layer_id))
-            tokens = DeltaInputs(*split_qkv(conved, state.states), a, b)
-            out = recurrent_gated_delta_rule(tokens, state, self.weights(layer))
-        else:
-            out = gdn_decode(qkv, a, b, weights=self.weights(layer), step=self.fused_step(layer, segment))
+        out = gdn_decode(qkv, a, b, weights=self.weights(layer), step=self.fused_step(layer, segment))
         return out.flatten(0, 1).flatten(1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from hybridrt.attention.mamba2 import Mamba2AttnBackend
-from hybridrt.attention.segments import DecodeSegment, ExtendSegment
+from hybridrt.attention.segments import ExtendSegment
 from hybridrt.kernels.records import ConvWeights, SSMWeights
 
 
@@ -28,9 +28,6 @@ class LightningAttnBackend(Mamba2AttnBackend):
     @staticmethod
     def conv_weights(layer: Any) -> ConvWeights:
         return ConvWeights(layer.no_taps)
-
-    def conved_rows(self, layer: Any, segment: DecodeSegment, xBC: torch.Tensor) -> torch.Tensor:
-        return F.silu(xBC)
 
     def conved_chunks(self, layer: Any, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
         return F.silu(xBC)

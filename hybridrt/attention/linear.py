@@ -160,8 +160,8 @@ class MambaAttnBackendBase(AttentionBackend):
 
     def fused_step(self, layer: Any, segment: DecodeSegment) -> FusedStep:
         """The conv and the states of a mixer's decode rows."""
-        cache = self.layer_cache(layer.layer_id)
-        return FusedStep(self.conv_weights(layer), segment.conv_state(cache), segment.state(cache), segment.ring(cache))
+        cache, (weights, conv, nodes) = self.layer_cache(layer.layer_id), self.conv_rows(layer, segment)
+        return FusedStep(weights, conv, segment.state(cache), segment.ring(cache), nodes and nodes.stored)
 
     @staticmethod
     def ring_decay(layer: Any) -> Tensor | None:

@@ -6,13 +6,12 @@ import torch
 
 from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
 from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
+from hybridrt.kernels.causal_conv1d import causal_conv1d_varlen
 from hybridrt.kernels.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba2_in_place import mamba2_in_place
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
 from hybridrt.kernels.records import SSMInputs, SSMWeights
-from hybridrt.kernels.selective_state_update import selective_state_update
 from hybridrt.kernels.views import by_head
 
 
@@ -36,12 +35,6 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
         xBC, dt, gate = segment.by_row(inputs["xBC"]), segment.by_row(inputs["dt"]), None
         if layer.norm is None:
             gate = segment.by_row(inputs["z"]).unflatten(2, (layer.heads, layer.head_dim))
-        if segment.parents is not None:  # the fused kernel does not follow parents
-            conved = self.conved_rows(layer, segment, xBC)
-            state = segment.state(cache)
-            x, B, C = split_conv_channels(conved, state.states.shape)
-            y = selective_state_update(SSMInputs(x, dt, B, C, gate), self.weights(layer), state)
-            return y.flatten(0, 1).flatten(1)
         place = None if out is None else out.view(*dt.shape, layer.head_dim)
         step = self.fused_step(layer, segment)
         y = mamba2_decode(xBC, dt, gate, weights=self.weights(layer), step=step, out=place)
@@ -55,10 +48,6 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
         place = None if out is None else out.view(x.shape)
         tokens = SSMInputs(x, inputs["dt"], B, C, z)
         return mamba2_chunk_scan(tokens, self.weights(layer), state, segment.prompts, out=place).flatten(1)
-
-    def conved_rows(self, layer: Any, segment: DecodeSegment, xBC: torch.Tensor) -> torch.Tensor:
-        """xBC of decode rows behind the conv."""
-        return causal_conv1d_update(xBC, *self.conv_rows(layer, segment))
 
     def conved_chunks(self, layer: Any, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
         """xBC of prompt chunks behind the conv."""

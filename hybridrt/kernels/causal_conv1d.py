@@ -66,9 +66,10 @@ def causal_conv1d_varlen(
     return _activate(out[:-1], activation).masked_fill_(dead[:, None], 0.0).to(x.dtype)
 
 
-def _check_update(
+def check_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> None:
+    """Raises what `causal_conv1d_update` raises."""
     if intermediate is not None and intermediate.parents is None:
         raise ConfigError(
             "windows are stored for trees alone: pass parents, or no intermediate (a chain is rolled back)"
@@ -95,7 +96,7 @@ def _write_window(x: Tensor, window: Tensor, state: ConvState, first: Tensor, le
     write_columns(state.conv, state.write_state_slots, columns, tail)
 
 
-@operation(By("triton"), By("sgl_kernel", priority=5), check=_check_update)
+@operation(By("triton"), By("sgl_kernel", priority=5), check=check_update)
 def causal_conv1d_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:

@@ -24,12 +24,11 @@ from hybridrt.kernels.slots import advance_states, initial_states, pad_mask, wri
 L2_NORM_EPS = 1e-6
 
 
-@operation(By("triton"))
 def gdn_gates(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, Tensor]:
     """g = -exp(A_log) softplus(a + dt_bias) (the log of the decay) and beta = beta_scale sigmoid(b), float32.
 
-    a, b `[..., Hv]` any float dtype. Returns (g, beta) of a's shape. The reference also takes a `[..., Hv, K]` of Kimi
-    Delta Attention, whose safe gate is
+    a, b `[..., Hv]` any float dtype. Returns (g, beta) of a's shape. It also takes a `[..., Hv, K]` of Kimi Delta
+    Attention, whose safe gate is
 
     g = lower_bound sigmoid(exp(A_log) (a + dt_bias)).
     """
@@ -45,7 +44,7 @@ def with_gates(inputs: DeltaInputs, weights: GateWeights | None) -> DeltaInputs:
     """Inputs with g and beta: computed from raw a and b if there are `weights`, else as they are."""
     if weights is None:
         return inputs
-    g, beta = gdn_gates.reference(inputs.g, inputs.beta, weights)
+    g, beta = gdn_gates(inputs.g, inputs.beta, weights)
     return inputs._replace(g=g, beta=beta)
 
 

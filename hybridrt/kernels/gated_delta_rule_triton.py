@@ -1,6 +1,6 @@
-"""Triton kernels of the gates, and of the chunked gated delta rule (Yang et al. 2024, section 3.3) in two launches.
+"""Triton kernels of the chunked gated delta rule (Yang et al. 2024, section 3.3), two launches.
 
-1. `_prepare_kernel`: what depends on the tokens of one chunk alone: the solved triangular system, scores, decays.
+1. `_prepare_kernel`: what depends on one chunk's tokens alone: gates, the solved triangular system, scores, decays.
 2. `_pass_kernel`: walks each row's chunks with a block of the state's columns on the chip; outputs come on the way.
 
 With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q_i|, and S the state before the chunk:
@@ -32,26 +32,13 @@ PREFETCH_BYTES = 213_000  # of chunks on the way to a program; the rest of its 2
 
 
 @triton.jit
-def _gates_kernel(  # type: ignore[no-untyped-def]
-    a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, a_sr, b_sr, HV: tl.constexpr, BETA_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, h = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    mask = h < HV
-    a = tl.load(a_ptr + row * a_sr + h, mask=mask, other=0.0)
-    b = tl.load(b_ptr + row * b_sr + h, mask=mask, other=0.0).to(tl.float32)
-    A_log, dt_bias = tl.load(A_log_ptr + h, mask=mask, other=0.0), tl.load(dt_bias_ptr + h, mask=mask, other=0.0)
-    tl.store(g_ptr + row * HV + h, log_decay(a, A_log, dt_bias), mask=mask)
-    tl.store(beta_ptr + row * HV + h, BETA_SCALE * tl.sigmoid(b), mask=mask)
-
-
-@triton.jit
 def _prepare_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, g_ptr, beta_ptr, ends_ptr, solved_ptr, scores_ptr, factors_ptr, decay_ptr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, ends_ptr, solved_ptr, scores_ptr, factors_ptr, decay_ptr,
     q_strides: tl.constexpr, k_strides: tl.constexpr, g_st: tl.constexpr, beta_st: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, LEVELS: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BETA_SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Grid [value heads, chunks]. Gates are raw where there is an A_log."""
     h, chunk = tl.program_id(0), tl.program_id(1)
     key_head = h // (HV // HK)
     t, i = tl.arange(0, Q), tl.arange(0, BLOCK_K)
@@ -65,10 +52,13 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     k, q = tl.load(k, mask=mask, other=0.0), tl.load(q, mask=mask, other=0.0)
     g = tl.load(g_ptr + first * g_st + t * g_st + h, mask=live, other=0.0)
     beta = tl.load(beta_ptr + first * beta_st + t * beta_st + h, mask=live, other=0.0)
-    log_decay, total = tl.cumsum(g, 0), tl.sum(g, 0)
+    if A_log_ptr is not None:
+        g = tl.where(live, log_decay(g, tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h)), 0.0)
+        beta = BETA_SCALE * tl.sigmoid(beta.to(tl.float32))
+    sums, total = tl.cumsum(g, 0), tl.sum(g, 0)
     k_factor = 1.0 / tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
     q_factor = K**-0.5 / tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS)
-    pair = tl.exp(log_decay[:, None] - log_decay[None, :]) * k_factor[None, :]
+    pair = tl.exp(sums[:, None] - sums[None, :]) * k_factor[None, :]
     r, c = t[:, None], t[None, :]
     place = (chunk.to(tl.int64) * HV + h) * (Q * Q) + r * Q + c
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * pair * q_factor[:, None]
@@ -79,9 +69,9 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     inverse = unit_inverse(tl.where(r > c, A, 0.0).to(dtype), Q, LEVELS, PRECISION)
     tl.store(solved_ptr + place, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
     factors = factors_ptr + (chunk.to(tl.int64) * HV + h) * (3 * Q) + t
-    tl.store(factors, k_factor * tl.exp(log_decay))
-    tl.store(factors + Q, q_factor * tl.exp(log_decay))
-    tl.store(factors + 2 * Q, k_factor * tl.exp(total - log_decay))
+    tl.store(factors, k_factor * tl.exp(sums))
+    tl.store(factors + Q, q_factor * tl.exp(sums))
+    tl.store(factors + 2 * Q, k_factor * tl.exp(total - sums))
     tl.store(decay_ptr + chunk * HV + h, tl.exp(total))
 
 
@@ -166,17 +156,6 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     tl.store(cells + write.to(tl.int64) * states_ss, state.to(states_ptr.dtype.element_ty), mask=inside)
 
 
-def gdn_gates_triton(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, Tensor]:
-    g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
-    heads = a.shape[-1]
-    a, b = a.reshape(-1, heads), b.reshape(-1, heads)
-    _gates_kernel[(a.shape[0],)](
-        a, b, weights.A_log, weights.dt_bias, g, beta, a.stride(0), b.stride(0),
-        HV=heads, BETA_SCALE=weights.beta_scale, BLOCK=triton.next_power_of_2(heads), num_warps=1,
-    )  # fmt: skip
-    return g, beta
-
-
 def chunk_gated_delta_rule_triton(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:
@@ -211,17 +190,17 @@ def _prepare(
 ) -> PreparedChunks:
     """The first launch, for one gate a head."""
     q, k, v, g, beta = inputs
-    if weights is not None:
-        g, beta = gdn_gates_triton(g, beta, weights)
+    A_log, dt_bias, beta_scale, _ = weights or (None, None, 1.0, None)
     chunks, (key_heads, key_dim), value_heads, device = len(plan.seq_idx), k.shape[1:], v.shape[1], v.device
     solved = torch.empty(chunks, value_heads, size, size, dtype=v.dtype, device=device)
     scores = torch.empty_like(solved)
     factors = torch.empty(chunks, value_heads, 3, size, dtype=torch.float32, device=device)
     decay = torch.empty(chunks, value_heads, dtype=torch.float32, device=device)
     _prepare_kernel[value_heads, chunks](
-        q, k, g, beta, plan.cu_chunk_seqlens, solved, scores, factors, decay,
+        q, k, g, beta, A_log, dt_bias, plan.cu_chunk_seqlens, solved, scores, factors, decay,
         strides(q), strides(k), g.stride(0), beta.stride(0), HK=key_heads, HV=value_heads, K=key_dim, Q=size,
-        LEVELS=size.bit_length() - 1, BLOCK_K=block_k, PRECISION=dot_precision(v.dtype), num_warps=4,
+        LEVELS=size.bit_length() - 1, BLOCK_K=block_k, BETA_SCALE=beta_scale, PRECISION=dot_precision(v.dtype),
+        num_warps=4,
     )  # fmt: skip
     return PreparedChunks(q, k, None, v, solved, scores, factors, decay)
 

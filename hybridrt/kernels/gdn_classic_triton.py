@@ -121,7 +121,7 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
 
 def gdn_classic_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
     """`gdn_decode` of one token without a ring."""
-    (weight, bias, _), (conv, read_slots, write_slots, start_positions), (states, *_), _ = step
+    (weight, bias, _), (conv, read_slots, write_slots, start_positions), (states, *_), *_ = step
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)

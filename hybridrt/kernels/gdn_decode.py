@@ -7,7 +7,7 @@ merged projection and ends at the input of the gated norm, in one of three state
 - replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`gdn_replay.py`);
 - intermediate: with `state.intermediate`; the state is read only, and the state after each token stored.
 
-Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and `recurrent_gated_delta_rule`.
+Tokens of a row form a chain; in the mode intermediate they may be the nodes of a draft tree.
 """
 
 from typing import Any
@@ -50,9 +50,9 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
             state ring has gates of heads and the step of channels, or the other way round.
     """
     # The separate operations one after the other
-    conv_weights, conv_state, state, ring = step
-    conved = causal_conv1d_update.reference(qkv, conv_weights, conv_state)
-    inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates.reference(a, b, weights))
+    conv_weights, conv_state, state, ring, _ = step
+    conved = causal_conv1d_update.reference(qkv, conv_weights, conv_state, step.conv_nodes)
+    inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates(a, b, weights))
     if ring is None:
         return recurrent_gated_delta_rule.reference(inputs, state)
     return gdn_replay(inputs, state, ring)

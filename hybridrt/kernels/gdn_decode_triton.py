@@ -1,7 +1,7 @@
-"""Triton kernel of the recurrent gated delta rule, alone and as `gdn_decode` of several tokens without a state ring.
+"""Triton kernel of the recurrent gated delta rule; and `gdn_decode`, of which it does steps of several tokens without a
+state ring, chains and draft trees.
 
-A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T tokens. The programs of a
-key head each compute its q and k. One of them writes their raw inputs to the rings, in columns that none of them reads.
+A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T tokens.
 """
 
 import torch
@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.causal_conv1d_triton import causal_conv1d_update_triton
 from hybridrt.kernels.gdn_classic_triton import gdn_classic_triton
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.gdn_stream_triton import gdn_stream_triton
-from hybridrt.kernels.mamba2_common_triton import L2_EPS, log_decay, push_inputs, state_of_parent, step_input, strides
+from hybridrt.kernels.mamba2_common_triton import L2_EPS, log_decay, state_of_parent, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import DeltaInputs, FusedStep, GateWeights, StateSlots
 
@@ -20,18 +21,19 @@ BLOCK_V = 32
 
 
 @triton.jit
-def _normalized(x):  # type: ignore[no-untyped-def]
+def _normalized(pointers, mask):  # type: ignore[no-untyped-def]
+    x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     return x * (1.0 / tl.sqrt(tl.sum(x * x, 0) + L2_EPS))
 
 
 @triton.jit
 def _recurrent_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr,
-    conv_ptr, states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, positions_ptr, rows_ptr, parents_ptr,
+    q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, out_ptr, A_log_ptr, dt_bias_ptr,
+    states_ptr, stored_ptr, read_slots_ptr, write_slots_ptr, rows_ptr, parents_ptr,
     q_s: tl.constexpr, k_s: tl.constexpr, v_s: tl.constexpr, a_s: tl.constexpr, b_s: tl.constexpr,
-    conv_ss, states_ss, stored_sr, stored_st, parents_sb,
+    states_ss: tl.constexpr, stored_s: tl.constexpr, parents_sb: tl.constexpr,
     T: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    TAPS: tl.constexpr, WC: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BETA_SCALE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BETA_SCALE: tl.constexpr,
     LOWER_BOUND: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
@@ -47,45 +49,27 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
         return
     q, k = q_ptr + row * q_s[0] + key_head * q_s[2] + i, k_ptr + row * k_s[0] + key_head * k_s[2] + i
     v = v_ptr + row * v_s[0] + h * v_s[2] + j
-    q_channel, k_channel, v_channel = key_head * K + i, (HK + key_head) * K + i, 2 * HK * K + h * V + j
-    position, conv_row = 0, conv_ptr
-    if TAPS > 0:
-        position, conv_row = tl.load(positions_ptr + row), conv_ptr + read * conv_ss
-        # This program's share of the raw inputs goes to the conv ring.
-        write_row, moved = conv_ptr + write * conv_ss, read != write
-        push_inputs(v, v_s[1], conv_row, write_row, v_channel, j_mask, position, moved, T, TAPS, WC)
-        if (h % (HV // HK) == 0) & (block == 0):
-            push_inputs(q, q_s[1], conv_row, write_row, q_channel, i_mask, position, moved, T, TAPS, WC)
-            push_inputs(k, k_s[1], conv_row, write_row, k_channel, i_mask, position, moved, T, TAPS, WC)
     tile = h * (V * K) + j[:, None] * K + i[None, :]
     mask = j_mask[:, None] & i_mask[None, :]
     initial = tl.load(states_ptr + read * states_ss + tile, mask=mask, other=0.0).to(tl.float32)
     state = initial
-    stored = None if stored_ptr is None else stored_ptr + tl.load(rows_ptr + row).to(tl.int64) * stored_sr + tile
+    stored = None if stored_ptr is None else stored_ptr + tl.load(rows_ptr + row).to(tl.int64) * stored_s[0] + tile
     for t in range(T):
         if parents_ptr is not None:
-            state = state_of_parent(parents_ptr + row * parents_sb, stored, stored_st, t, initial, mask)
+            state = state_of_parent(parents_ptr + row * parents_sb, stored, stored_s[1], t, initial, mask)
         a_token = a_ptr + row * a_s[0] + t * a_s[1] + (h * a_s[2] if CHANNELS else h)
         b_token = b_ptr + row * b_s[0] + t * b_s[1] + h
         # One number, or [1, K] where channels of a key have gates of their own.
         g = tl.load(a_token + i, mask=i_mask, other=0.0) if CHANNELS else tl.load(a_token)
         g, beta = g.to(tl.float32), tl.load(b_token).to(tl.float32)
         if A_log_ptr is not None:
-            if CHANNELS:
-                dt_bias = tl.load(dt_bias_ptr + h * K + i, mask=i_mask, other=0.0)
-                g = log_decay(g, tl.load(A_log_ptr + h), dt_bias, LOWER_BOUND)
-            else:
-                g = log_decay(g, tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h))
+            dt_bias = tl.load(dt_bias_ptr + h * K + i, mask=i_mask, other=0.0) if CHANNELS else tl.load(dt_bias_ptr + h)
+            g = log_decay(g, tl.load(A_log_ptr + h), dt_bias, LOWER_BOUND)
             beta = BETA_SCALE * tl.sigmoid(beta)
         if CHANNELS:
             g = g[None, :]
-        query = _normalized(
-            step_input(q, q_s[1], conv_row, weight_ptr, bias_ptr, q_channel, i_mask, position, t, TAPS, WC)
-        )
-        key = _normalized(
-            step_input(k, k_s[1], conv_row, weight_ptr, bias_ptr, k_channel, i_mask, position, t, TAPS, WC)
-        )
-        value = step_input(v, v_s[1], conv_row, weight_ptr, bias_ptr, v_channel, j_mask, position, t, TAPS, WC)
+        query, key = _normalized(q + t * q_s[1], i_mask), _normalized(k + t * k_s[1], i_mask)
+        value = tl.load(v + t * v_s[1], mask=j_mask, other=0.0).to(tl.float32)
         state *= tl.exp(g)
         corrected = beta * (value - tl.sum(state * key[None, :], 1))
         state += corrected[:, None] * key[None, :]
@@ -93,7 +77,7 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + t * (HV * V), result.to(out_ptr.dtype.element_ty), mask=j_mask)
         rounded = state.to(states_ptr.dtype.element_ty)
         if stored_ptr is not None:
-            tl.store(stored + t * stored_st, rounded, mask=mask)
+            tl.store(stored + t * stored_s[1], rounded, mask=mask)
         state = rounded.to(tl.float32)
     if stored_ptr is None:
         tl.store(states_ptr + write * states_ss + tile, state.to(states_ptr.dtype.element_ty), mask=mask)
@@ -105,28 +89,26 @@ def gdn_decode_triton(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights
         return gdn_stream_triton(qkv, a, b, weights, step)
     if step.state.intermediate is None and qkv.shape[1] == 1:
         return gdn_classic_triton(qkv, a, b, weights, step)
-    inputs = DeltaInputs(*split_qkv(qkv, step.state.states), a, b)
-    return recurrent_gated_delta_rule_triton(inputs, step.state, weights, step)
+    # Two launches: one kernel would repeat the conv for every tile of the state.
+    conved = causal_conv1d_update_triton(qkv, step.conv_weights, step.conv_state, step.conv_nodes)
+    inputs = DeltaInputs(*split_qkv(conved, step.state.states), a, b)
+    return recurrent_gated_delta_rule_triton(inputs, step.state, weights)
 
 
 def recurrent_gated_delta_rule_triton(
-    inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None, step: FusedStep | None = None
+    inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None
 ) -> Tensor:
-    """`recurrent_gated_delta_rule` in one launch; with a step q, k and v are those in front of its conv."""
+    """`recurrent_gated_delta_rule` in one launch."""
     q, _, v, g, beta = inputs
     states, read_slots, write_slots, intermediate = state
     stored, rows, parents = intermediate or (None, None, None)
-    weight, bias, _ = step.conv_weights if step else (None, None, None)
-    conv, _, _, positions = step.conv_state if step else (None, None, None, None)
     A_log, dt_bias, beta_scale, lower_bound = weights or (None, None, 1.0, None)
     _, value_heads, value_dim, key_dim = states.shape
     out, block_v = torch.empty(v.shape, dtype=v.dtype, device=v.device), min(BLOCK_V, triton.next_power_of_2(value_dim))
     _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, block_v)](
-        *inputs, out, weight, bias, A_log, dt_bias, conv, states, stored, read_slots, write_slots,
-        positions, rows, parents, *map(strides, inputs), 0 if conv is None else conv.stride(0), states.stride(0),
-        *((0, 0) if stored is None else stored.stride()[:2]), 0 if parents is None else parents.stride(0),
+        *inputs, out, A_log, dt_bias, states, stored, read_slots, write_slots, rows, parents,
+        *map(strides, inputs), states.stride(0), strides(stored), strides(parents)[0],
         T=v.shape[1], HK=q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
-        TAPS=0 if weight is None else weight.shape[1], WC=0 if conv is None else conv.shape[2],
         BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v, BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound,
         CHANNELS=g.ndim > beta.ndim, **pdl(v.device),
     )  # fmt: skip

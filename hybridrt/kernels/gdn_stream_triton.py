@@ -30,7 +30,7 @@ from hybridrt.kernels.mamba2_common_triton import (
 )
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.records import FusedStep, GateWeights
-from hybridrt.kernels.state_ring_triton import exact_dot, multiply_state
+from hybridrt.kernels.state_ring_triton import exact_dot, multiply_state, products
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     vector_mask = token_mask[:, None] & k_mask[None, :]
     tl.store(vectors, new_keys, mask=vector_mask)
     tl.store(vectors + T * K, queries, mask=vector_mask)
-    new_by_key, new_by_query = _products(new_keys, new_keys, PRECISION), _products(new_keys, queries, PRECISION)
+    new_by_key, new_by_query = products(new_keys, new_keys, PRECISION), products(new_keys, queries, PRECISION)
 
     i = tl.arange(0, BLOCK_H)
     h, h_mask = part * (HV // HK) + i, i < HV // HK
@@ -87,7 +87,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     dt_bias = tl.load(dt_bias_ptr + h, mask=h_mask, other=0.0)
     new_cells = keys_row + ((start + length + t_all) % W)[:, None] * K + k[None, :]
     tl.store(new_cells, new_keys.to(keys_ptr.dtype.element_ty), mask=vector_mask)
-    old_by_key, old_by_query = _products(old_keys, new_keys, PRECISION), _products(old_keys, queries, PRECISION)
+    old_by_key, old_by_query = products(old_keys, new_keys, PRECISION), products(old_keys, queries, PRECISION)
     # History: the log of what is left at its end of the state in the pool, and of each entry, for every head.
     gates_row = gates_ptr + row * gates_sr + h * W
     seen, later = h_mask[:, None] & (w < length)[None, :], h_mask[:, None] & (w + 1 < length)[None, :]
@@ -123,16 +123,6 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _products(a, b, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """a [M, K] b^T [K, T] in float32; b is one row, or at least 16."""
-    if b.shape[0] == 1:
-        out = tl.sum(a.to(tl.float32) * b.to(tl.float32), axis=1)[:, None]
-    else:
-        out = tl.dot(a, tl.trans(b), input_precision=PRECISION)
-    return out
-
-
-@triton.jit
 def _stream_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, weight_ptr, bias_ptr, out_ptr, conv_ptr, states_ptr, values_ptr,
     vectors_ptr, scores_ptr, decays_ptr, betas_ptr,
@@ -162,7 +152,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     if T == 1:
         raw = conv_one_token(source, conv_row, weight_ptr, bias_ptr, channel, live, position, TAPS, WC).to(tl.float32)
     else:
-        push_inputs(source, st, conv_row, conv_row, channel, live, position, False, T, TAPS, WC)
+        push_inputs(source, st, conv_row, channel, live, position, T, WC)
         raw = step_input(source, st, conv_row, weight_ptr, bias_ptr, channel, live, position, 0, TAPS, WC)
     begin(PDL)
     out = out_ptr + b * (T * HV * V) + h * V + v
@@ -234,7 +224,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
 
 def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
     """`gdn_decode` with a state ring."""
-    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring = step
+    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring, _ = step
     assert ring is not None
     batch, tokens, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape

@@ -22,13 +22,11 @@ import triton.language as tl
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.delta_chunks_triton import PreparedChunks, unit_inverse
-from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
 from hybridrt.kernels.launch import dot_precision
-from hybridrt.kernels.mamba2_common_triton import log_decay, strides
+from hybridrt.kernels.mamba2_common_triton import L2_EPS, log_decay, strides
 from hybridrt.kernels.records import DeltaInputs, GateWeights
 
 COLUMNS = 32  # of a key that a program takes at a time
-_EPS = tl.constexpr(L2_NORM_EPS)
 
 
 @triton.jit
@@ -108,7 +106,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(q_ptr + t[:, None] * q_strides[0] + i[None, :], mask=mask, other=0.0).to(tl.float32)
         k_norm += tl.sum(k * k, 1)
         q_norm += tl.sum(q * q, 1)
-    k_factor, q_factor = tl.rsqrt(k_norm + _EPS)[:, None], tl.rsqrt(q_norm + _EPS)[:, None] * K**-0.5
+    k_factor, q_factor = tl.rsqrt(k_norm + L2_EPS)[:, None], tl.rsqrt(q_norm + L2_EPS)[:, None] * K**-0.5
 
     # No entry is above 1, where float16 is as fine as TF32 and its products twice as fast.
     dtype: tl.constexpr = tl.float32 if k_ptr.dtype.element_ty == tl.float32 else tl.float16

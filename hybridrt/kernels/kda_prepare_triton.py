@@ -14,12 +14,9 @@ the model's dtype they would depend on how tokens are grouped into steps.
 import triton
 import triton.language as tl
 
-from hybridrt.kernels.gated_delta_rule import L2_NORM_EPS
-from hybridrt.kernels.mamba2_common_triton import conv_tokens, log_decay
+from hybridrt.kernels.mamba2_common_triton import L2_EPS, conv_tokens, log_decay
 from hybridrt.kernels.pdl_triton import begin_in_turn
 from hybridrt.kernels.state_ring_triton import decays_of_channels
-
-_EPS = tl.constexpr(L2_NORM_EPS)
 
 
 @triton.jit
@@ -61,14 +58,14 @@ def prepare_channels(  # type: ignore[no-untyped-def]
     raw = conv_tokens(
         source, st, conv_row, weight_ptr, bias_ptr, (HK + h) * K + k, k_mask, position, t_all, T, TAPS, WC
     ).to(tl.float32)
-    new_keys = (raw * tl.rsqrt(tl.sum(raw * raw, axis=1) + _EPS)[:, None]).to(keys_ptr.dtype.element_ty)
+    new_keys = (raw * tl.rsqrt(tl.sum(raw * raw, axis=1) + L2_EPS)[:, None]).to(keys_ptr.dtype.element_ty)
     new_cells = keys_row + ((start + length + t_all) % W)[:, None] * K + k[None, :]
     tl.store(new_cells, new_keys, mask=token_mask[:, None] & k_mask[None, :])
     new_keys = new_keys.to(tl.float32)
     queries = conv_tokens(
         source, st, conv_row, weight_ptr, bias_ptr, h * K + k, k_mask, position, t_all, T, TAPS, WC
     ).to(tl.float32)
-    queries *= (tl.rsqrt(tl.sum(queries * queries, axis=1) + _EPS) * (K**-0.5))[:, None]
+    queries *= (tl.rsqrt(tl.sum(queries * queries, axis=1) + L2_EPS) * (K**-0.5))[:, None]
 
     A_log, dt_bias = tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h * K + k, mask=k_mask, other=0.0)
     fresh = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)  # the step's keys up to token t, with what is left of them

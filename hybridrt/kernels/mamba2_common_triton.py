@@ -1,8 +1,4 @@
-"""Device functions that the Mamba-2 step kernels share.
-
-Inputs of a step come either from tensors that went through the conv already (TAPS == 0) or from the raw projection and
-the conv ring (TAPS == K taps).
-"""
+"""Device functions that the step kernels share, those of the conv over raw inputs and a ring of them among others."""
 
 import triton
 import triton.language as tl
@@ -79,23 +75,19 @@ def step_input(  # type: ignore[no-untyped-def]
     source, stride_t: tl.constexpr, conv_row, weight_ptr, bias_ptr, channel, mask, position,
     t, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
-    """Input of token t in float32: `source` + t * stride_t itself, or its conv and SiLU rounded to its dtype.
+    """Conv and SiLU of token t, rounded to the input's dtype, in float32.
 
     `channel` indexes conv ring, weight and bias; `conv_row` points at the ring [C, WC] of the row's slot.
     """
-    if TAPS == 0:
-        out = tl.load(source + t * stride_t, mask=mask, other=0.0).to(tl.float32)
-    else:
-        out = bias_of(bias_ptr, channel, mask)
-        for k in tl.static_range(TAPS):
-            tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
-            token = t + k - (TAPS - 1) + tl.zeros(channel.shape, tl.int32)
-            p = position + token
-            new = tl.load(source + token * stride_t, mask=mask & (token >= 0), other=0.0)
-            old = tl.load(conv_row + channel * WC + (p & (WC - 1)), mask=mask & (token < 0) & (p >= 0), other=0.0)
-            out += tap * (new.to(tl.float32) + old.to(tl.float32))
-        out = silu(out).to(source.dtype.element_ty).to(tl.float32)
-    return out
+    out = bias_of(bias_ptr, channel, mask)
+    for k in tl.static_range(TAPS):
+        tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
+        token = t + k - (TAPS - 1) + tl.zeros(channel.shape, tl.int32)
+        p = position + token
+        new = tl.load(source + token * stride_t, mask=mask & (token >= 0), other=0.0)
+        old = tl.load(conv_row + channel * WC + (p & (WC - 1)), mask=mask & (token < 0) & (p >= 0), other=0.0)
+        out += tap * (new.to(tl.float32) + old.to(tl.float32))
+    return silu(out).to(source.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -144,7 +136,7 @@ def conv_of_operands(  # type: ignore[no-untyped-def]
 def push_operands(  # type: ignore[no-untyped-def]
     new, ring, write_row, channel, mask, position, moved, TAPS: tl.constexpr, WC: tl.constexpr
 ):
-    """`push_inputs` of a single token."""
+    """`push_inputs` of a single token; if the row `moved`, with the K - 1 inputs before it."""
     if moved:
         w = tl.arange(0, WC)
         age = (position - w) & (WC - 1)
@@ -179,7 +171,7 @@ def conv_tokens(  # type: ignore[no-untyped-def]
         out = conv_one_token(source + channel, conv_row, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC)
         out = out[None, :]
     else:
-        push_inputs(source + channel, stride_t, conv_row, conv_row, channel, mask, position, False, T, TAPS, WC)
+        push_inputs(source + channel, stride_t, conv_row, channel, mask, position, T, WC)
         total = tl.zeros([t.shape[0], channel.shape[0]], tl.float32) + bias_of(bias_ptr, channel, mask)[None, :]
         for k in tl.static_range(TAPS):
             tap = tl.load(weight_ptr + channel * TAPS + k, mask=mask, other=0.0).to(tl.float32)
@@ -197,19 +189,13 @@ def conv_tokens(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def push_inputs(  # type: ignore[no-untyped-def]
-    source, stride_t: tl.constexpr, read_row, write_row, channel, mask, position, copy_history,
-    T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
-):  # fmt: skip
-    """Writes the T raw inputs to the conv ring `write_row`, and the K - 1 before them if it is not `read_row`.
+    source, stride_t: tl.constexpr, conv_row, channel, mask, position, T: tl.constexpr, WC: tl.constexpr
+):
+    """Writes the T raw inputs to the conv ring `conv_row`.
 
     The columns written are not among those that any program of the step reads, so programs need no order.
     """
-    ring = write_row + channel * WC
+    ring = conv_row + channel * WC
     for t in range(T):
         value = tl.load(source + t * stride_t, mask=mask, other=0.0)
         tl.store(ring + ((position + t) & (WC - 1)), value, mask=mask)
-    if copy_history:
-        for k in tl.static_range(1, TAPS):
-            p = position - k + tl.zeros(channel.shape, tl.int32)
-            value = tl.load(read_row + channel * WC + (p & (WC - 1)), mask=mask & (p >= 0), other=0.0)
-            tl.store(ring + (p & (WC - 1)), value, mask=mask)

@@ -7,7 +7,7 @@ layer without a conv gives weights without taps, and conv rings without channels
 - replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`mamba2_replay.py`);
 - intermediate: with `state.intermediate`; the state is read only, and the state after each token stored.
 
-Tokens of a row form a chain; draft trees go through `causal_conv1d_update` and `selective_state_update`.
+Tokens of a row form a chain; in the mode intermediate they may be the nodes of a draft tree.
 """
 
 from typing import Any
@@ -46,9 +46,9 @@ def mamba2_decode(
         ConfigError: the conv ring or the state ring is too narrow for T tokens, or the conv does not end in SiLU.
     """
     # The separate operations one after the other
-    conv_weights, conv_state, state, ring = step
+    conv_weights, conv_state, state, ring, _ = step
     taps = conv_weights.weight.shape[1]
-    conved = causal_conv1d_update.reference(xBC, conv_weights, conv_state) if taps else F.silu(xBC)
+    conved = causal_conv1d_update.reference(xBC, conv_weights, conv_state, step.conv_nodes) if taps else F.silu(xBC)
     x, B, C = split_conv_channels(conved, state.states.shape)
     tokens = SSMInputs(x, dt, B, C, z)
     if ring is None:

@@ -17,7 +17,7 @@ def mamba2_decode_triton(
     if step.ring is not None:
         return replay_decode_triton(xBC, dt, z, weights, step, out)
     # Two launches: one kernel would repeat the conv for every tile of the state, which costs more than a launch.
-    taps = step.conv_weights.weight.shape[1]
-    conved = causal_conv1d_update_triton(xBC, step.conv_weights, step.conv_state) if taps else F.silu(xBC)
+    conv, taps = (step.conv_weights, step.conv_state, step.conv_nodes), step.conv_weights.weight.shape[1]
+    conved = causal_conv1d_update_triton(xBC, *conv) if taps else F.silu(xBC)
     x, B, C = split_conv_channels(conved, step.state.states.shape)
     return selective_state_update_triton(SSMInputs(x, dt, B, C, z), weights, step.state, out)

@@ -26,7 +26,7 @@ from hybridrt.kernels.mamba2_common_triton import (
 )
 from hybridrt.kernels.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.records import FusedStep, SSMWeights
-from hybridrt.kernels.state_ring_triton import exact_dot, multiply_state
+from hybridrt.kernels.state_ring_triton import exact_dot, multiply_state, products
 
 
 @triton.jit
@@ -61,19 +61,16 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         c = block * BLOCK_X + tl.arange(0, BLOCK_X)
         mask = c < H * P
         cells = values_row + (c // P) * (W * P) + c % P
-        if TAPS == 0:
-            for t in tl.static_range(T):
-                x = silu(tl.load(source + t * st + c, mask=mask, other=0.0).to(tl.float32))
-                x = x.to(source.dtype.element_ty)
-                tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
-        elif T == 1:
-            x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC)
-            tl.store(cells + (first % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
-        else:
-            push_inputs(source + c, st, conv_row, conv_row, c, mask, position, False, T, TAPS, WC)
-            for t in tl.static_range(T):
+        if TAPS > 0 and T > 1:
+            push_inputs(source + c, st, conv_row, c, mask, position, T, WC)
+        for t in tl.static_range(T):
+            if TAPS == 0:
+                x = silu(tl.load(source + t * st + c, mask=mask, other=0.0).to(tl.float32)).to(source.dtype.element_ty)
+            elif T == 1:
+                x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC)
+            else:
                 x = step_input(source + c, st, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
-                tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
+            tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
     if SECTION != "values" and part < G:
         # The T new B and C of a group, the time steps of its heads, and the scores of everything in the ring.
         dt_row = dt_ptr + b.to(tl.int64) * dt_strides[0]
@@ -113,12 +110,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         tl.store(keys_row + new_column[:, None] * N + n[None, :], new_keys, mask=token_mask)
         queries_rows = queries_ptr + ((b * T + t_all) * G + part).to(tl.int64) * N
         tl.store(queries_rows[:, None] + n[None, :], queries, mask=token_mask)
-        if T > 1:
-            old_products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-            new_products = tl.dot(new_keys, tl.trans(queries), input_precision=PRECISION)
-        else:
-            old_products = tl.sum(keys.to(tl.float32) * queries.to(tl.float32), axis=1)[:, None]
-            new_products = tl.sum(new_keys.to(tl.float32) * queries.to(tl.float32), axis=1)[:, None]
+        old_products, new_products = products(keys, queries, PRECISION), products(new_keys, queries, PRECISION)
 
         since = tl.zeros([BLOCK_H], tl.float32)
         fresh = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
@@ -216,7 +208,7 @@ def replay_decode_triton(
     xBC: Tensor, dt: Tensor, z: Tensor | None, weights: SSMWeights, step: FusedStep, out: Tensor | None = None
 ) -> Tensor:
     """`mamba2_decode` with a state ring."""
-    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring = step
+    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring, _ = step
     A, D, dt_bias, dt_limit = weights
     assert ring is not None
     values, keys, gates, rows, start, length = ring

@@ -148,12 +148,21 @@ class FusedStep(NamedTuple):
         conv_weights: with SiLU behind the conv.
         conv_state, state: of the same slots; those read and written are equal with a ring.
         ring: the inputs since the state in the pool, which is a checkpoint then.
+        windows: of a draft tree, which `state.intermediate` describes: [R+1, T, C, K-1], the raw conv inputs that end
+            at each node. None for a chain.
     """
 
     conv_weights: ConvWeights
     conv_state: ConvState
     state: StateSlots
     ring: StateRing | None = None
+    windows: Tensor | None = None
+
+    @property
+    def conv_nodes(self) -> IntermediateStates | None:
+        """What the conv of a draft tree stores, and where; None for a chain."""
+        tree = self.state.intermediate
+        return None if self.windows is None or tree is None else tree._replace(stored=self.windows)
 
 
 class SavedStates(NamedTuple):

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.causal_conv1d import check_ring
+from hybridrt.kernels.causal_conv1d import check_update
 from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import FusedStep
 from hybridrt.kernels.slots import read_rows, write_rows
@@ -64,10 +64,9 @@ def check_ring_width(width: int, tokens: int) -> None:
 def check_step(inputs: Tensor, step: FusedStep) -> None:
     """Raises ConfigError unless the conv ends in SiLU, and its rings and the state ring, if there is one, take `inputs`
     [B, T, C]."""
-    weight, _, activation = step.conv_weights
-    if activation != "silu":
+    if (activation := step.conv_weights.activation) != "silu":
         raise ConfigError(f"a fused step's conv ends in SiLU, not in {activation!r}")
-    check_ring(step.conv_state.conv, weight.shape[1], inputs.shape[1])
+    check_update(inputs, step.conv_weights, step.conv_state, step.conv_nodes)
     if step.ring is not None:
         check_ring_width(step.ring.gates.shape[2], inputs.shape[1])
 

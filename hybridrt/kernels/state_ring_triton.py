@@ -129,6 +129,16 @@ def exact_dot(a, b):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def products(a, b, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a [M, K] b^T [K, T] in float32; b is one row, or at least 16."""
+    if b.shape[0] == 1:
+        out = tl.sum(a.to(tl.float32) * b.to(tl.float32), axis=1)[:, None]
+    else:
+        out = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    return out
+
+
+@triton.jit
 def multiply_state(state, vectors, acc):  # type: ignore[no-untyped-def]
     """acc + state [P, N] times vectors [T, N]; element by element, to be summed over N at the end, where T is 1."""
     if vectors.shape[0] == 1:

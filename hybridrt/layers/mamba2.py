@@ -62,8 +62,8 @@ class Mamba2Mixer(nn.Module):
             self.norm = GatedRMSNorm(self.width, eps, group_size=group, norm_before_gate=before, build=build)
 
     def forward(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` unless there
-        is a draft tree or a norm follows."""
+        """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` unless
+        a norm follows."""
         z, xBC, dt = projected.split_with_sizes(self.sizes, dim=-1)
         place = out if self.norm is None else z.new_empty(z.shape)
         backend = batch.attn_backend.route(self)

@@ -81,6 +81,7 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
     config = model_config(name)
     shapes = [state_shape(linear) for linear in config.linear.values()]
     modes = [("classic", 1), ("replay", 1), ("replay", 4), ("intermediate", 4)]
+    trees = [*modes, ("tree", 4)]
 
     def rows(tokens: int) -> DecodeRows:
         return DecodeRows(shapes[0], tokens)
@@ -99,9 +100,9 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         chunk = mamba1_of(config).chunk_size
         yield "selective_scan", lambda: kernels.selective_scan(config, Prompts(shapes[0], chunk))
     if "mamba2" in config.linear:
-        for mode, n in modes:
+        for mode, n in trees:
             yield f"mamba2_decode {mode} {n}", lambda mode=mode, n=n: kernels.mamba2_decode(config, rows(n), mode)
-            if mode != "replay":
+            if mode not in ("replay", "tree"):
                 make = lambda mode=mode, n=n: kernels.selective_state_update(config, rows(n), mode)  # noqa: E731
                 yield f"selective_state_update {mode} {n}", make
         yield "fold_ring", lambda: kernels.fold(rows(1), kernels.time_step_gate, kernels.mamba2_heads(config)["A"])
@@ -119,9 +120,9 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "mamba2_chunk_scan", lambda: kernels.lightning_chunk_scan(Prompts(shapes[0], 128))
         yield "mamba2_chunk_scan few tokens", lambda: kernels.lightning_chunk_scan(Prompts(shapes[0], 128, lengths=FEW))
     if "kda" in config.linear:
-        for mode, n in modes:
+        for mode, n in trees:
             yield f"gdn_decode {mode} {n}", lambda mode=mode, n=n: kernels.kda_decode(rows(n), mode)
-            if mode != "replay":
+            if mode not in ("replay", "tree"):
                 what = f"recurrent_gated_delta_rule {mode} {n}"
                 yield what, lambda mode=mode, n=n: kernels.kda_recurrent(rows(n), mode)
         yield "fold_ring", lambda: kernels.fold(rows(1), kernels.log_decay_gate, None)
@@ -130,13 +131,12 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
             chunk = kda_of(config).chunk_size
             yield what, lambda bound=bound, chunk=chunk: kernels.chunk_kda(Prompts(shapes[0], chunk), bound)
     if "gdn" in config.linear:
-        for mode, n in modes:
+        for mode, n in trees:
             yield f"gdn_decode {mode} {n}", lambda mode=mode, n=n: kernels.gdn_decode(rows(n), mode)
-            if mode != "replay":
+            if mode not in ("replay", "tree"):
                 what = f"recurrent_gated_delta_rule {mode} {n}"
                 yield what, lambda mode=mode, n=n: kernels.gdn_recurrent(rows(n), mode)
         yield "fold_ring", lambda: kernels.fold(rows(1), kernels.log_decay_gate, None)
-        yield "gdn_gates", lambda: kernels.gdn_gates(config)
         chunk = gdn_of(config).chunk_size
         yield "chunk_gated_delta_rule", lambda: kernels.chunk_gated_delta_rule(Prompts(shapes[0], chunk))
 

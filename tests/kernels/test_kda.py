@@ -38,7 +38,7 @@ def raw_tokens(*lead: int, key_dim: int = KEY_DIM, value_dim: int = VALUE_DIM, d
 
 
 def with_gates(tokens: Tokens, weights: GateWeights) -> Tokens:
-    return Tokens(tokens.q, tokens.k, tokens.v, *gdn_gates.reference(tokens.g, tokens.beta, weights))
+    return Tokens(tokens.q, tokens.k, tokens.v, *gdn_gates(tokens.g, tokens.beta, weights))
 
 
 def make_states(slots: int = 40, dtype: torch.dtype = torch.float32, value_dim: int = VALUE_DIM) -> Tensor:
@@ -188,7 +188,7 @@ class Layer:
     def expected(self, row: int, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
         qkv, a, b = self.split(self.merged[row])
         conved = conv_loop(qkv, self.weight, torch.zeros(self.channels))
-        tokens = Tokens(*split_qkv(conved, self.states), *gdn_gates.reference(a, b, self.gates))
+        tokens = Tokens(*split_qkv(conved, self.states), *gdn_gates(a, b, self.gates))
         return slow_delta_rule(torch.zeros(self.states.shape[1:]) if initial is None else initial.clone(), tokens)
 
 

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import gdn_of, mamba1_of, mamba2_of
+from benchmarks.common import mamba1_of, mamba2_of
 from hybridrt.config import ModelConfig
 from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.gated_delta_rule import gdn_gates as gdn_gates_op
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.mamba2_common import split_conv_channels
-from hybridrt.kernels.records import GateWeights
 from hybridrt.kernels.state_ring import RingFolds
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import linear_kind, state_shape
@@ -140,10 +138,19 @@ class DecodeRows:
         if mode == "replay":
             of_rows = dict.fromkeys(("values", "keys", "gates"), self.used_rows)
             return args | self.ring(gate), {"states": []} | of_rows
-        if mode == "intermediate":
+        if mode in ("intermediate", "tree"):
             stored = poisoned(self.num_rows + 1, self.tokens, *self.shape.temporal, dtype=self.state_dtype)
-            return args | {"stored": stored}, {"stored": self.used_rows, "states": []}
+            args, pools = args | {"stored": stored}, {"stored": self.used_rows, "states": []}
+            if mode == "intermediate":
+                return args, pools
+            shape = self.num_rows + 1, self.tokens, self.shape.conv_dim, self.shape.conv_kernel - 1
+            args |= {"windows": poisoned(*shape, dtype=torch.bfloat16), "parents": self.parents()}
+            return args, pools | {"windows": self.used_rows}
         return args, {"states": self.used_slots}
+
+    def parents(self) -> Tensor:
+        """A draft tree: each node under the one before the last."""
+        return int32([[max(t - 2, -1) for t in range(self.tokens)]] * self.batch)
 
 
 def time_step_gate(x: Tensor) -> Tensor:
@@ -217,8 +224,8 @@ def lightning_chunk_scan(prompts: "Prompts") -> Case:
 def selective_state_update(config: ModelConfig, rows: DecodeRows, mode: str) -> Case:
     args, pools = rows.state_args(mode, time_step_gate)
     args |= after_conv(config, rows) | rows.slot_args()
-    if mode == "intermediate":  # a tree: each node under the one before the last
-        args["parents"] = int32([[max(t - 2, -1) for t in range(rows.tokens)]] * rows.batch)
+    if mode == "intermediate":
+        args["parents"] = rows.parents()
     return Case("selective_state_update", args, pools)
 
 
@@ -239,8 +246,8 @@ def mamba1_update(config: ModelConfig, rows: DecodeRows, mode: str, tree: bool =
     args |= mamba1_tokens(config, rows.tokenwise) | rows.slot_args()
     weights = torch.rand(2, mamba1_of(config).state_size) + 0.5
     args |= {"B_weight": weights[0], "C_weight": weights[1], "eps": 1e-6}
-    if tree:  # each node under the one before the last
-        args["parents"] = int32([[max(t - 2, -1) for t in range(rows.tokens)]] * rows.batch)
+    if tree:
+        args["parents"] = rows.parents()
     return Case("mamba1_update", args, pools)
 
 
@@ -354,8 +361,7 @@ def gdn_tokens(shape: StateShape, tokenwise: Callable[..., list[Tensor]]) -> dic
     heads = shape.temporal[0]
     qkv, a, b = tokenwise(shape.conv_dim, heads, heads)
     q, k, v = split_qkv(qkv, torch.empty(1, *shape.temporal, device="meta"))
-    g, beta = gdn_gates_op.reference(a, b, GateWeights(**gdn_heads(heads)))
-    return {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    return {"q": q, "k": k, "v": v, "g": a, "beta": b} | gdn_heads(heads)
 
 
 def gdn_recurrent(rows: DecodeRows, mode: str) -> Case:
@@ -398,17 +404,11 @@ def kda_decode(rows: DecodeRows, mode: str) -> Case:
 def kda_recurrent(rows: DecodeRows, mode: str) -> Case:
     args, pools = rows.state_args(mode, log_decay_gate)
     args |= kda_tokens(rows.shape, rows.tokenwise) | rows.slot_args()
-    if mode == "intermediate":  # a tree: each node under the one before the last
-        args["parents"] = int32([[max(t - 2, -1) for t in range(rows.tokens)]] * rows.batch)
+    if mode == "intermediate":
+        args["parents"] = rows.parents()
     return Case("recurrent_gated_delta_rule", args, pools)
 
 
 def chunk_kda(prompts: Prompts, lower_bound: float | None = None) -> Case:
     args = kda_tokens(prompts.shape, prompts.tokenwise) | prompts.scan_args() | {"lower_bound": lower_bound}
     return Case("chunk_gated_delta_rule", args, {"states": prompts.used_slots}, decode=False)
-
-
-def gdn_gates(config: ModelConfig) -> Case:
-    heads = gdn_of(config).num_v_heads
-    a, b, _ = normal(300, 2 * heads + 5).split([heads, heads, 5], -1)
-    return Case("gdn_gates", {"a": a, "b": b} | gdn_heads(heads), decode=False)

@@ -184,10 +184,9 @@ def delta_net() -> Cases:
         yield from delta_net_step(batch, 1, "classic", torch.bfloat16)
     for rows, length in ((1, 8192), (16, 2048)):
         gate, heads = meta(rows * length, VALUE_HEADS), f32(VALUE_HEADS)
-        yield "gdn_gates", {"a": gate, "b": gate, "A_log": heads, "dt_bias": heads}
         q, v = meta(rows * length, KEY_HEADS, DIM), meta(rows * length, VALUE_HEADS, DIM)
-        g = f32(rows * length, VALUE_HEADS)
-        inputs = {"q": q, "k": q, "v": v, "g": g, "beta": g, "states": f32(300, VALUE_HEADS, DIM, DIM)}
+        inputs = {"q": q, "k": q, "v": v, "g": gate, "beta": gate, "states": f32(300, VALUE_HEADS, DIM, DIM)}
+        inputs |= {"A_log": heads, "dt_bias": heads}
         yield "chunk_gated_delta_rule", inputs | prompts(rows, length, 64)
 
 

@@ -83,9 +83,9 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     yield "mamba1_update", mamba1(B, T) | SLOT_ARGS, norms | inner | parents
     yield "selective_scan", mamba1(TOKENS) | PROMPTS, {}
     gates = {"a": meta(B, T, H), "b": meta(B, T, H), "A_log": f32(H), "dt_bias": f32(H)}
-    yield "gdn_gates", gates, {}
     qkv = {"qkv": meta(B, T, 2 * G * N + H * P), "states": f32(SLOTS, H, P, N)} | conv(2 * G * N + H * P) | step | gates
-    yield "gdn_decode", qkv, {"bias": meta(2 * G * N + H * P)} | stored
+    nodes = {"windows": meta(SLOTS, T, 2 * G * N + H * P, K - 1)} | parents
+    yield "gdn_decode", qkv, {"bias": meta(2 * G * N + H * P)} | stored | nodes
     yield "gdn_decode", qkv | {"qkv": qkv["qkv"][:, :1]}, {"bias": meta(2 * G * N + H * P)}
     yield "gdn_decode", qkv | RING | CURSORS, {"bias": meta(2 * G * N + H * P)}
     per_head = {"A_log": f32(H), "dt_bias": f32(H)}

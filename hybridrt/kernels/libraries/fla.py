@@ -8,7 +8,7 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_chunk_gated_d
 from fla.ops.kda import chunk_kda
 from torch import Tensor
 
-from hybridrt.kernels.gated_delta_rule import gdn_gates
+from hybridrt.kernels.gated_delta_rule import with_gates
 from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
 from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
@@ -19,11 +19,10 @@ def chunk_gated_delta_rule(
     """`chunk_gated_delta_rule`; its chunks start with the row, wherever the prefix ended."""
     (states, read_slots, write_slots, _), (query_start_loc, has_initial_state, plan, _) = state, prompts
     v, real = inputs.v, plan.num_tokens
-    options = gate_arguments(weights) if _by_channel(inputs) else {}
-    if weights is not None and not options:
-        g, beta = gdn_gates(inputs.g, inputs.beta, weights)
-        inputs = inputs._replace(g=g, beta=beta)
-    chunks = chunk_kda if _by_channel(inputs) else fla_chunk_gated_delta_rule
+    if inputs.g.ndim > inputs.beta.ndim:
+        chunks, options = chunk_kda, gate_arguments(weights)
+    else:
+        chunks, options, inputs = fla_chunk_gated_delta_rule, {}, with_gates(inputs, weights)
     y, after = chunks(
         *(t[None, :real].contiguous() for t in inputs),
         initial_state=initial_states(states, read_slots, has_initial_state), output_final_state=True,
@@ -34,10 +33,6 @@ def chunk_gated_delta_rule(
     out = v.new_zeros(v.shape)
     out[:real] = y[0]
     return out.masked_fill(~live_tokens(read_slots, query_start_loc, v.shape[0])[:, None, None], 0.0)
-
-
-def _by_channel(inputs: DeltaInputs) -> bool:
-    return inputs.g.ndim > inputs.beta.ndim
 
 
 def gate_arguments(weights: GateWeights | None) -> dict[str, Any]:
