@@ -6,7 +6,8 @@ The model, the backend, the graphs and the sampler are replaced by doubles that 
 of the host: `launch` packs the step and keeps the books of the pools, `rest` schedules, consumes and hands out outputs.
 Each figure is the median over steps in which all requests decode, on a CPU, in milliseconds. Rows with "text" have a
 tokenizer. Rows that begin with "prefill" are of steps that admit and prefill prompts. Rows that begin with "prefix" are
-of the prefix cache: what it adds to one prompt, the least of all repeats.
+of the prefix cache: what it adds to one prompt, the least of all repeats. Rows that begin with "tree" are of its radix
+tree alone, with many states.
 """
 
 import argparse
@@ -21,10 +22,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.common import environment, save, settle
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
+from hybridrt.mem_cache.radix_cache import RadixCache
+from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.runtime.build import ASSETS
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.interrupts import Interrupts
@@ -201,6 +205,28 @@ def measure_prefix(page_size: int, length: int, repeats: int) -> dict[str, Any]:
     return found
 
 
+def measure_tree(page_size: int, length: int, count: int, repeats: int) -> dict[str, Any]:
+    """Least times over `repeats` new trees: of inserting a text of `length` tokens with `count` states, evenly spaced,
+    of matching a prompt that goes on from it, and of inserting that prompt with one more state."""
+    tokens = np.random.default_rng(0).integers(3, VOCAB, length + 16, np.int32)
+    handles = [Slot(i, 0) for i in range(length + count + 18)]
+    pages = Slots(handles[: -(-length // page_size) + 16])
+    states = {length * i // count: handles[-i] for i in range(1, count + 1)}
+    found: dict[str, Any] = {"what": f"tree of {length} tokens, pages of {page_size}, {count} states"}
+    for _ in range(repeats):
+        tree, times = RadixCache(page_size, True), dict[str, list[float]]()
+        with ExitStack() as stack:
+            for name in ("insert", "match"):
+                stack.enter_context(clock(tree, name, times.setdefault(name, [])))
+            tree.insert(tokens[:length], pages, states)
+            tree.match(tokens)
+            tree.insert(tokens, pages, {len(tokens): handles[-count - 1]})
+        (new, behind), (match,) = times["insert"], times["match"]
+        for name, seconds in (("insert ms", new), ("match ms", match), ("insert behind ms", behind)):
+            found[name] = min(found.get(name, math.inf), seconds * 1e3)
+    return found
+
+
 def show_prefix(row: dict[str, Any]) -> dict[str, Any]:
     print(row["what"], *(f"{name[:-3]} {ms:.3f}" for name, ms in row.items() if name != "what"), sep="  ", flush=True)
     return row
@@ -228,6 +254,11 @@ def main() -> None:
     ]
     rows += [show(measure_prefill(prompts, length, args.steps)) for prompts, length in ((1, 2048), (4, 2048))]
     rows += [show_prefix(measure_prefix(page_size, 32_000, args.steps)) for page_size in (1, 16, 64)]
+    rows += [
+        show_prefix(measure_tree(page_size, 32_000, count, args.steps))
+        for page_size in (1, 16)
+        for count in (0, 3, 35, 1872)
+    ]
     if args.name:
         print(save(args.name, rows))
 

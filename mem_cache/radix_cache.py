@@ -175,24 +175,24 @@ class RadixCache:
             The entries that the tree takes over (the caller keeps the others), and the deepest node of the text: a root
             (parent None) if the tree keeps nothing of it.
         """
-        root, pages, taken_pages, taken_states = self._root(salt), Slots(pages), Slots(), list[Slot]()
+        pages, taken_pages = Slots(pages), Slots()
         answer = len(tokens) if prompt is None else prompt
         ends = sorted(end for end in states if 0 < end <= len(tokens))
         complete = self.complete(len(tokens))
         last = max(complete * self.page_size + self.lookahead if complete else 0, ends[-1] if ends else 0)
+        path = [self._root(salt)]
+        for end in (*ends, last):
+            path.append(self._extend(path[-1], tokens[:end], pages, taken_pages, answer))
+        deepest, made = path[-1], [node for node in path[1:-1] if node.state is None]
         # The deepest node first: one of its pages may hold the tail of a state above.
-        deepest = self._extend(root, tokens[:last], pages, taken_pages, answer)
-        for end in reversed(ends):
-            node = self._extend(root, tokens[:end], pages, taken_pages, answer)
-            if node.state is None:
-                taken_states.append(states[end])
-                whole = end + self.lookahead >= len(tokens)
-                node.kind = StateKind.FORK if end in forks else StateKind.END if whole else StateKind.PROMPT
-                self._keep_state(node, states[end], pages, taken_pages)
-                self._worths.made(node, tokens[:end], salt)
+        for node in reversed(made):
+            whole = node.end + self.lookahead >= len(tokens)
+            node.kind = StateKind.FORK if node.end in forks else StateKind.END if whole else StateKind.PROMPT
+            self._keep_state(node, states[node.end], pages, taken_pages)
+        self._worths.made(made, tokens, salt)
         self._use(deepest)
         self._prune(deepest)
-        return CacheEntries(taken_pages, taken_states), deepest
+        return CacheEntries(taken_pages, [node.state for node in made if node.state is not None]), deepest
 
     def evict(self, num_pages: int, num_states: int, *, new: NewState | None = None) -> CacheEntries:
         """Removes entries that no request reads, up to these numbers, and returns them. `new`: the state that takes the

@@ -18,7 +18,7 @@ else each conversation would lose its state to the next one before its own next 
 """
 
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -116,22 +116,33 @@ class StateWorths:
             self._heap = [(self.of(n), next(self._order), n) for n in self._states if has_idle_state(n)]
             heapq.heapify(self._heap)
 
-    def made(self, node: Node, tokens: np.ndarray, salt: str) -> None:
-        """A node has got a state, that after `tokens` [n] int32. Waiting requests that go on from there await it."""
-        self._states[node] = None
-        node.base, node.hits, node.passed = self.inflation, 0, False
-        self.classes[node.kind].made += 1
-        before = state_before(node)
-        if before is not None and before.hits == 1 and before.kind is not StateKind.FORK:
-            before.passed = True
-            self.enlist(before)
-        self.enlist(node)
-        below = list(node.children.values())
-        while below:  # the next states further down save less now
-            step = below.pop()
-            self.enlist(step)
-            below += step.children.values() if step.state is None else ()
-        for arrival in self.waiting.behind(tokens, salt):
+    def made(self, nodes: Sequence[Node], tokens: np.ndarray, salt: str) -> None:
+        """Nodes of one path have got states, the highest first. Waiting requests that go on from there await them.
+
+        Args:
+            tokens: [n] int32, those of the path and maybe more.
+        """
+        for node in nodes:
+            self._states[node] = None
+            node.base, node.hits, node.passed = self.inflation, 0, False
+            self.classes[node.kind].made += 1
+            before = state_before(node)
+            if before is not None and before.hits == 1 and before.kind is not StateKind.FORK:
+                before.passed = True
+                self.enlist(before)
+            self.enlist(node)
+            below = list(node.children.values())
+            while below:  # the next states further down save less now
+                step = below.pop()
+                self.enlist(step)
+                below += step.children.values() if step.state is None else ()
+        behind = self.waiting.behind_each([tokens[: node.end] for node in nodes], salt)
+        for node, arrivals in reversed(list(zip(nodes, behind))):  # a request awaits the deepest
+            self._expected(node, arrivals)
+
+    def _expected(self, node: Node, arrivals: Collection[int]) -> None:
+        """These waiting requests go on from a node that has got a state."""
+        for arrival in arrivals:
             now = self._awaited.get(arrival)
             if now is None or now.end < node.end:
                 self.forget(arrival)

@@ -1,6 +1,6 @@
 """Which prompts wait for admission: the next uses of cached states that are known."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -34,12 +34,22 @@ class WaitingTexts:
 
     def behind(self, tokens: np.ndarray, salt: str) -> set[int]:
         """Arrivals of the prompts that begin with `tokens` [n] int32 and are longer."""
+        return self._going_on(tokens, salt, self._texts)
+
+    def behind_each(self, beginnings: Iterable[np.ndarray], salt: str) -> Iterator[set[int]]:
+        """`behind` of the beginnings of one text, each longer than the one before."""
+        found: Collection[int] = self._texts
+        for tokens in beginnings:
+            yield (found := self._going_on(tokens, salt, found))
+
+    def _going_on(self, tokens: np.ndarray, salt: str, arrivals: Collection[int]) -> set[int]:
+        """`behind`, of some arrivals."""
         size = len(tokens)
-        last = tokens[-1]
+        last = tokens[-1] if arrivals else None
         return {
             arrival
-            for arrival, text in self._texts.items()
-            if len(text.tokens) > size
+            for arrival in arrivals
+            if len((text := self._texts[arrival]).tokens) > size
             and text.tokens[size - 1] == last
             and text.salt == salt
             and np.array_equal(text.tokens[:size], tokens)

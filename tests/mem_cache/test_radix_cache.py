@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrt.mem_cache import radix_cache
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
@@ -192,6 +193,43 @@ def play(ledger: Ledger, data: st.DataObject) -> None:
         ledger.tree.unlock(match)
     ledger.evict(10**6, 10**6)
     assert not ledger.pages and not ledger.states and not list(ledger.tree.nodes())
+
+
+@pytest.mark.parametrize(("page_size", "lookahead"), [(0, 0), (1, 0), (2, 1), (4, 0), (4, 1)])
+@given(
+    offers=st.lists(st.tuples(TEXTS, st.sets(st.integers(1, 14), min_size=1), st.integers(0, 4)), max_size=8),
+    asked=st.lists(TEXTS, max_size=8),
+)
+def test_all_states_at_once_are_as_one_after_the_other(
+    page_size: int, lookahead: int, offers: list[tuple[Text, set[int], int]], asked: list[Text]
+) -> None:
+    """Some pages are evicted behind each text: what is left of its last edge is no whole one."""
+    at_once, one_by_one = Ledger(page_size, True, lookahead), Ledger(page_size, True, lookahead)
+    for text, positions, gone in offers:
+        at_once.offer(text, tuple(positions))
+        for position in sorted(positions, reverse=True):
+            one_by_one.offer(text, (position,))
+        for ledger in (at_once, one_by_one):
+            ledger.evict(gone, 0)
+            ledger.check()
+        for held in ("pages", "states"):
+            assert sorted(getattr(at_once, held).values()) == sorted(getattr(one_by_one, held).values())
+    for prompt in asked:
+        for ledger in (at_once, one_by_one):
+            ledger.check_match(prompt)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_many_states_are_inserted_in_one_walk(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`known`: the tree has the text, with other states."""
+    ledger, compared = Ledger(1, True), list[int]()
+    text = tuple(range(400))
+    if known:
+        ledger.offer(text, tuple(range(2, 400, 4)))
+    monkeypatch.setattr(radix_cache, "in_common", lambda a, b: compared.append(len(b)) or in_common(a, b))
+    ledger.offer(text, tuple(range(4, 401, 4)))
+    assert len(compared) <= 200 and sum(compared) <= 800
+    ledger.check()
 
 
 def offered(ledger: Ledger) -> Iterator[int]:

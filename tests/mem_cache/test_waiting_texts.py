@@ -27,6 +27,13 @@ def test_prompts_that_go_on_from_a_text() -> None:
     assert texts.behind(array(1, 2, 3), "a") == set() and len(texts) == 3
 
 
+def test_prompts_that_go_on_from_each_beginning_of_a_text() -> None:
+    texts = waiting()
+    beginnings = [array(1, 2, 3, 4, 5)[:n] for n in (1, 2, 3, 4, 5)]
+    for salt in "abc":
+        assert list(texts.behind_each(beginnings, salt)) == [texts.behind(tokens, salt) for tokens in beginnings]
+
+
 def test_where_the_nearest_prompts_leave_a_text() -> None:
     texts = waiting()
     assert list(texts.partings(array(1, 2, 3, 7), "a")) == [3, 2, 3]
