@@ -48,14 +48,15 @@ def run(kept: Recordings, key: Hashable, step: Doubling) -> torch.Tensor:
 
 
 def answers(path: Path, mode: str, cuda_graph: bool) -> list[list[int]]:
-    """Of requests alone, together, of unequal lengths, greedy and drawn."""
+    """Of requests alone, together, of unequal lengths, greedy and drawn. Two of them fill their rings of recent inputs
+    beside each other, and one goes on alone."""
     with LLM(
         str(path), device="cpu", dtype="float32", load_format="dummy", max_model_len=96, max_running_requests=4,
         page_size=4, state_mode=mode, prefix_cache=False, cuda_graph=cuda_graph,
     ) as llm:  # fmt: skip
-        greedy = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (20, 30, 16)]
-        drawn = SamplingParams(max_tokens=20, temperature=1.0, seed=3, ignore_eos=True)
-        outputs = llm.generate(PROMPTS[:1], greedy[0]) + llm.generate(PROMPTS, greedy)
+        greedy = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in (18, 23, 8)]
+        drawn = SamplingParams(max_tokens=5, temperature=1.0, seed=3, ignore_eos=True)
+        outputs = llm.generate(PROMPTS[:1], greedy[2]) + llm.generate(PROMPTS, greedy)
         outputs += llm.generate(PROMPTS, drawn) + llm.generate(PROMPTS[1:2], drawn)
     return [output.token_ids for output in outputs]
 
