@@ -32,7 +32,8 @@ def random_tokens(generator: torch.Generator, count: int) -> list[int]:
 def reference_states(checkpoint: Checkpoint, known: dict[int, list[int]]) -> dict[int, dict[str, Tensor]]:
     """Of the same rows, decoded one token at a time."""
     plain = ByHand(checkpoint.path)
-    plain.admit(*known)
+    if known:
+        plain.admit(*known)
     for position in range(max(map(len, known.values()), default=0)):
         plain.decode(*(Row(row, position, k[position : position + 1]) for row, k in known.items() if position < len(k)))
     return {row: plain.state(row, len(tokens)) for row, tokens in known.items()}
