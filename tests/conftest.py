@@ -16,6 +16,7 @@ import pytest
 import torch
 
 os.environ.setdefault("HYBRIDRT_COMPILE_WORKERS", "0")  # tiny models need few kernels, and tests start many
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: idle threads spin on others' cores
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -68,6 +69,18 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if whole and config.option.numprocesses is None and not torch.cuda.is_available():
         config.option.numprocesses = 2
         config.option.dist = "worksteal"  # neighbours share fixtures, so each process begins with half of the list
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What a sweep leaves to the slow level runs there with programs in a shuffled order, and in their own order in the
+    soak level: it would be the same computation twice."""
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        own = [mark for mark in item.own_markers if mark.name != "slow"]
+        if spec is not None and spec.params.get("provider") == "triton" and len(own) < len(item.own_markers):
+            item.own_markers[:] = own
+            item.add_marker("soak")
 
 
 def pytest_collection_finish() -> None:

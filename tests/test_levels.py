@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.conftest import pytest_cmdline_main
-from tests.support.levels import sweep
+from tests.conftest import pytest_cmdline_main, pytest_collection_modifyitems
+from tests.support.levels import drawn, sweep
 
 Source = pytest.Config.ArgsSource
 
@@ -42,3 +42,28 @@ def test_what_a_sweep_leaves_out_is_slow() -> None:
     assert [each.values for each in found] == [(1,), (2,), (3,), (4,), (5,)]
     assert [bool(each.marks) for each in found] == [False, True, False, True, False]
     assert {mark.name for each in found for mark in each.marks} == {"slow"}
+    marks = [[mark.name for mark in each.marks] for each in sweep(range(5), 2, 3)]
+    assert marks == [[], ["slow"], [], ["soak"], ["soak"]]
+
+
+def test_each_level_draws_more() -> None:
+    found = [(each.values, [mark.name for mark in each.marks]) for each in drawn("abc", 2, 4, 10)]
+    slow, soak = ([((name, count), [mark]) for name in "abc"] for count, mark in ((10, "slow"), (30, "soak")))
+    assert found == [(("a", 4), []), (("c", 4), []), *slow, *soak]
+
+
+@pytest.mark.parametrize(
+    ("provider", "mark", "wanted"),
+    [
+        ("triton", "slow", ["soak"]), ("triton-shuffled", "slow", ["slow"]), ("torch", "slow", ["slow"]),
+        ("triton", "gpu", ["gpu"]),
+    ],
+)  # fmt: skip
+def test_kernels_of_the_slow_level_run_in_a_shuffled_order_alone(
+    provider: str, mark: str, wanted: list[str], request: pytest.FixtureRequest
+) -> None:
+    item = pytest.Function.from_parent(request.node.parent, name="one", callobj=lambda: None)
+    item.callspec = SimpleNamespace(params={"provider": provider})  # type: ignore[assignment]
+    item.add_marker(mark)
+    pytest_collection_modifyitems([item])
+    assert [each.name for each in item.own_markers] == wanted

@@ -70,12 +70,12 @@ def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pyte
 def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointStore) -> None:
     """Arrivals one after the other, chunks of 7 tokens, and KV for one or two requests out of three."""
     checkpoint = checkpoints[name]
-    config: dict[str, Any] = {"page_size": 4, "max_model_len": 112, "max_running_requests": 3}
+    config: dict[str, Any] = {"page_size": 4, "max_model_len": 88, "max_running_requests": 3}
     config["state_mode"] = state_modes(name)[-1]
     window = json.loads((checkpoint.path / "config.json").read_text()).get("sliding_window")
-    pages = PageDemand(4, window).least(112) + 1 if window else 30
+    pages = PageDemand(4, window).least(88) + 1 if window else 24
     session = Session(checkpoint.path, budget_bytes=budget(checkpoint.path, rows=3, pages=pages, **config), **config)
-    samples = session.run(requests(*LENGTHS), chunk=7, gap=3)
+    samples = session.run(requests(*LENGTHS, steps=40), chunk=7, gap=3)
     assert session.num_mixed() > 0
     if session.runner.model_config.full_attention_layer_ids:
         assert sum(sample.retractions for sample in samples) > 0

@@ -54,7 +54,9 @@ def address(served: Served) -> tuple[str, int]:
     return host, int(port)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [100, pytest.param(400, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)]
+)
 def test_streams_at_once_lose_no_token(count: int, served: Served) -> None:
     async def main() -> list[bytes]:
         return await asyncio.gather(*(fetch(address(served), seed) for seed in range(count)))

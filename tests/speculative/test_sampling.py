@@ -24,7 +24,7 @@ from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.support.checkpoints import falcon, nemotron, write
 from tests.support.flat import flat
-from tests.support.levels import sweep
+from tests.support.levels import drawn
 from tests.support.mtp_oracle import write_with_head
 from tests.support.speculation import Ask, AtRandom, Rig
 
@@ -127,8 +127,7 @@ def rig_and_drafter(models: Models, method: str, mode: str) -> tuple[Rig, Drafte
     return rig, AdaptiveDrafter(inner, 3, patience=1)
 
 
-@pytest.mark.parametrize("draws", sweep([DRAWS // 4, DRAWS], 2))
-@pytest.mark.parametrize(("method", "mode", "filters"), sweep(CASES, 5))
+@pytest.mark.parametrize(("method", "mode", "filters", "draws"), drawn(CASES, 5, DRAWS // 4, DRAWS // 2))
 def test_joint_distribution_of_three_tokens(method: str, mode: str, filters: int, draws: int, models: Models) -> None:
     common: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True, "n": 500, **FILTERS[filters]}
     params = [SamplingParams(seed=i, **common) for i in range(draws // 500)]
@@ -186,7 +185,9 @@ def test_chi_square_notices_a_small_bias(models: Models) -> None:
     outcomes = list(wanted)
     for share, beyond in ((0.0, False), (0.1, True)):
         p = torch.tensor([(1 - share) * wanted[o] + share * wanted[*o[:2], (o[2] + 1) % VOCAB] for o in outcomes])
-        counts = torch.multinomial(p, DRAWS, replacement=True, generator=generator).bincount(minlength=len(outcomes))
+        counts = torch.multinomial(p, DRAWS // 2, replacement=True, generator=generator).bincount(
+            minlength=len(outcomes)
+        )
         statistic, limit = chi_square(dict(zip(outcomes, counts.tolist())), wanted)
         assert (statistic > limit) == beyond
 

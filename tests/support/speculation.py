@@ -91,6 +91,7 @@ class Rig:
         same = ("device", "max_model_len", "page_size", "speculative", "state_mode", "prefix_cache", "host_cache_bytes")
         common = {name: getattr(self.config, name) for name in same}
         self.cached, self.hosted, self.grid = cache_slots is not None, False, PAGE
+        self._futures = dict[str, dict[Key, Sample]]()
         spare = cache_slots or 0
         self.split = TensorParallelExecutor(self.config, ranks=ranks) if ranks else None
         if self.split is not None:
@@ -147,9 +148,12 @@ class Rig:
         return found
 
     def futures(self, asks: Sequence[Ask]) -> dict[Key, Sample]:
-        """The samples of all requests as they would be without speculation, aborts and stops."""
+        """The samples of all requests as they would be without speculation, aborts and stops. The same requests are run
+        once: many drafters and modes are compared with one model."""
         forever = [Ask(a.prompt, replace(a.params, stop_token_ids=(), stop=())) for a in asks]
-        return self.run(forever)
+        if (key := repr(forever)) not in self._futures:
+            self._futures[key] = self.run(forever)
+        return self._futures[key]
 
     def tied(self, ask: Ask, place: int) -> bool:
         """Whether the two likeliest tokens at `place` of a greedy output are as likely as each other, but for rounding:
