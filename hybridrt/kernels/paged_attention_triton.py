@@ -15,7 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
-from hybridrt.kernels.launch import arrival_counters, dot_precision, multiprocessors
+from hybridrt.kernels.launch import (
+    H200_SHARED_MEMORY,
+    arrival_counters,
+    dot_precision,
+    multiprocessors,
+    shared_memory,
+)
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import AttentionRows, PagedKV
 
@@ -27,6 +33,7 @@ LONG_CONTEXT = 4096  # positions that one program may have to walk where the dev
 # many parts. With few rows it may have MAX_SPLITS. The further ones gain nothing before each of FEW_SPLITS has some
 # blocks, because their parts take time to join. Programs of wide heads, which load more at once, need half as many.
 FEW_SPLITS, MAX_SPLITS = 64, 256
+FEW_LATENT = 2  # so many parts of a row of latent vectors are joined by the last of their programs, not by a launch
 PARTS_AT_ONCE = 64  # that `_combine_kernel` loads together
 
 
@@ -96,6 +103,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if ROPE > 0:
+        pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
+        slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
     for block in range(first, end):
         pos = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
         in_context = pos < keys
@@ -116,7 +126,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             visible &= depth[:, None] - key_depth[None, :] < WINDOW
         # One step of the online softmax. `in_context` guards the loads: nothing is read at other positions. `visible`
         # guards the scores: other keys get no weight.
-        slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
+        if ROPE == 0:
+            slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
         base = (slot * HKV + kv_head) * (D + ROPE)
         key_mask = in_context[:, None] & (d < D)[None, :]
         k = tl.load(k_ptr + base[:, None] + d[None, :], mask=key_mask, other=0.0).to(q.dtype)
@@ -125,6 +136,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             rope_mask = in_context[:, None] & (r < ROPE)[None, :]
             k_rope = tl.load(k_ptr + base[:, None] + D + r[None, :], mask=rope_mask, other=0.0).to(q.dtype)
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
+            # The slots of the next block: with them here, the compiler has two blocks of keys on their way.
+            pos += BLOCK_N
+            slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
         scores = tl.where(visible, scores * scale_log2, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # A row that has seen nothing yet keeps -inf; 0 in its place keeps the differences from being NaN.
@@ -281,10 +295,10 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> t
     that one row would keep the others waiting; two warps each are enough then. With fewer, a key's wait for the slot
     that its address needs decides, and short tiles, four of them under way, beat long ones. Tiles of many query rows
     and of wide heads are bound by registers instead.
-
-    Not measured yet: latent vectors, whose parts of 32 heads weigh as much as 64 keys. They are split less.
     """
-    device, latent = multiprocessors(q.device), tile["BLOCK_D"] > 256
+    device = multiprocessors(q.device)
+    if tile["BLOCK_D"] > 256:
+        return _walk_latent(max(device // programs, 1), max_context, tile["BLOCK_N"], q)
     bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= device
     pipeline = {"num_stages": 2}
     if not bound and filled:
@@ -292,15 +306,26 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> t
     elif not bound:
         pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 4}
     blocks = triton.cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
-    joined = filled and (latent or not bound)
+    joined = filled and not bound
     if joined:
         wanted = max((2 * device + programs // 2) // programs, triton.cdiv(max_context, LONG_CONTEXT))
         few, least = 1, triton.cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
     else:
-        wanted = triton.cdiv((2 if latent else PROGRAMS_PER_MULTIPROCESSOR) * device, programs)
-        few, least = 1 if latent else FEW_SPLITS, 4
+        wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * device, programs)
+        few, least = FEW_SPLITS, 4
     most = FEW_SPLITS if joined else MAX_SPLITS if tile["BLOCK_D"] <= 128 else MAX_SPLITS // 2
     return pipeline | {"SPLITS": max(1, min(wanted, blocks, most)), "FEW": few, "LEAST": least}, joined
+
+
+def _walk_latent(room: int, max_context: int, block_n: int, q: Tensor) -> tuple[dict[str, int], bool]:
+    """`_walk` of latent vectors. A program takes a multiprocessor's shared memory for itself: the device has room for
+    `room` programs of each."""
+    stages = {"num_stages": 3 if shared_memory(q.device) >= H200_SHARED_MEMORY else 2}
+    blocks, joined = triton.cdiv(max_context, block_n), room <= FEW_LATENT
+    if not joined:
+        return stages | {"SPLITS": min(room, blocks, MAX_SPLITS // 2), "FEW": 1, "LEAST": 1}, False
+    splits = min(max(room, triton.cdiv(max_context, LONG_CONTEXT)), blocks, FEW_SPLITS)
+    return stages | {"SPLITS": splits, "FEW": room, "LEAST": triton.cdiv(LONG_CONTEXT, block_n)}, True
 
 
 def rope_block(rope: int) -> int:
