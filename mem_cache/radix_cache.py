@@ -17,8 +17,9 @@ takes states in the order of mem_cache/state_worth.py.
 """
 
 import heapq
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
+from types import MappingProxyType
 
 import numpy as np
 
@@ -75,11 +76,9 @@ class RadixCache:
             node = node.parent
         if node.parent is None:
             return PrefixMatch(known=known, retokenised=left, fork=fork)
-        owner = self._tail_node(node)
+        owner, held = self._tail_node(node), self._pages(node)
         tail = None if owner is None else owner.tail if owner is node or not owner.pages else owner.pages[0]
-        return PrefixMatch(
-            node.end, self._pages(node), node.state, tail, known, node, owner, retokenised=left, fork=fork
-        )
+        return PrefixMatch(node.end, held, node.state, tail, known, node, owner, retokenised=left, fork=fork)
 
     def held(self, tokens: np.ndarray, salt: str = "") -> tuple[PrefixMatch, set[int]]:
         """What the tree has of a text, usable or not: its complete pages, to be locked or used, and where its states
@@ -160,7 +159,7 @@ class RadixCache:
         states: Mapping[int, Slot],
         salt: str = "",
         prompt: int | None = None,
-        forks: Collection[int] = (),
+        kinds: Mapping[int, StateKind] = MappingProxyType({}),
     ) -> tuple[CacheEntries, "Node"]:
         """Offers KV and states of a text.
 
@@ -169,7 +168,7 @@ class RadixCache:
             pages: all pages of the text, in order. The tree recognises by their index those that it has already.
             states: slots by the number of tokens whose state they hold.
             prompt: how many of the tokens were a prompt; None: all.
-            forks: the numbers of tokens, of those in `states`, after which other prompts go on differently.
+            kinds: of `states`, those where prompts part and those within an answer.
 
         Returns:
             The entries that the tree takes over (the caller keeps the others), and the deepest node of the text: a root
@@ -187,7 +186,7 @@ class RadixCache:
         # The deepest node first: one of its pages may hold the tail of a state above.
         for node in reversed(made):
             whole = node.end + self.lookahead >= len(tokens)
-            node.kind = StateKind.FORK if node.end in forks else StateKind.END if whole else StateKind.PROMPT
+            node.kind = kinds.get(node.end, StateKind.END if whole else StateKind.PROMPT)
             self._keep_state(node, states[node.end], pages, taken_pages)
         self._worths.made(made, tokens, salt)
         self._use(deepest)

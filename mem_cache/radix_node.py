@@ -10,10 +10,11 @@ from hybridrt.mem_cache.slots import Slot, Slots
 
 
 class StateKind(Enum):
-    """Where in a text a state is: at the end of its prompt (on the grid), at the end of all of it, or where prompts
-    part. States of one kind are used about equally often."""
+    """Where in a text a state is: at the end of its prompt (on the grid), at the end of all of it, where prompts
+    part, or within an answer, left while it was decoded. States of one kind are used about equally often. One within an
+    answer becomes one of a prompt when a prompt needs it."""
 
-    PROMPT, END, FORK = range(3)
+    PROMPT, END, FORK, ANSWER = range(4)
 
 
 @dataclass(eq=False, slots=True)
@@ -85,8 +86,12 @@ def in_common(a: np.ndarray, b: np.ndarray) -> int:
 def left_answer(node: Node, known: int, asked: int) -> int:
     """How many tokens of a cached answer a prompt misses: it shares at least one token of the answer, and differs from
     it after `known` tokens."""
-    ends = [edge.end for edge in _edges_behind(node, known) if edge.answer < known]
-    return min(max(ends, default=known), asked) - known
+    edges, end = [edge for edge in _edges_behind(node, known) if edge.answer < known], known
+    while edges:
+        edge = edges.pop()
+        end = max(end, edge.end)
+        edges += (child for child in edge.children.values() if child.answer == edge.answer)
+    return min(end, asked) - known
 
 
 def leaves_prompt(node: Node, known: int) -> bool:
