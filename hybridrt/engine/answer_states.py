@@ -14,6 +14,7 @@ from hybridrt.mem_cache.slots import Slot
 from hybridrt.runtime.step import DecodeRows, Snapshot
 
 STEPS = 4  # one state may be copied in so many steps
+SPREAD = 32  # a gap between states is longer by one place on the grid for each so many places before it
 AT_ONCE = 4  # states that a step may copy, if the steps before it have copied none
 
 
@@ -67,7 +68,8 @@ class AnswerStates:
             return
         places, rows = decode.computed // grid, decode.rows
         since = places - self._last[rows]
-        due = (since > 0).nonzero()[0]
+        # Gaps that grow with the text keep its nodes in the tree few: inserting walks them once for each state.
+        due = (since > places // SPREAD).nonzero()[0]
         for i in due[np.argsort(-since[due], kind="stable")][: self._budget // STEPS].tolist():
             self._last[rows[i]] = places[i]
             self._budget -= STEPS

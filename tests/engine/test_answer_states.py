@@ -210,3 +210,24 @@ def test_a_slot_that_is_being_copied_to_main_memory_is_not_written_before() -> N
     plan = StepPlan(snapshots=[Snapshot(1, 1, 5)])
     tier.seal(plan)
     assert plan.after_copies == tier.last_ticket == 1
+
+
+def test_a_long_answer_leaves_few_states():
+    from types import SimpleNamespace
+
+    from hybridrt.engine.answer_states import AnswerStates
+
+    class NumberedSlot(int):
+        @property
+        def index(self):
+            return int(self)
+
+    answers, saves = AnswerStates(1), {}
+    request = SimpleNamespace(
+        row=SimpleNamespace(index=1), state_slot=SimpleNamespace(index=1), saves=saves, prefill_end=100
+    )
+    answers.begin(request, 16)
+    for computed in range(100, 32000):
+        decode = SimpleNamespace(rows=np.array([1]), computed=np.array([computed], np.int32))
+        answers.leave(decode, [(request, 1)], 16, lambda fresh, place=computed: NumberedSlot(place))
+    assert 50 < len(saves) < 200
