@@ -68,9 +68,8 @@ class RadixCache:
             if not pages:
                 return PrefixMatch(known=known, retokenised=left)
             found = self._covering(node, pages)
-            return PrefixMatch(
-                pages * self.page_size, self._pages(found)[:pages], known=known, node=found, retokenised=left
-            )
+            held = self._pages(found)[:pages]
+            return PrefixMatch(pages * self.page_size, held, known=known, node=found, retokenised=left)
         fork = known if leaves_prompt(node, known) else 0
         while node.parent is not None and (node.state is None or node.end > min(known, limit)):
             node = node.parent
@@ -190,7 +189,7 @@ class RadixCache:
             self._keep_state(node, states[node.end], pages, taken_pages)
         self._worths.made(made, tokens, salt)
         self._use(deepest)
-        self._prune(deepest)
+        self._prune(deepest, kept=deepest)
         return CacheEntries(taken_pages, [node.state for node in made if node.state is not None]), deepest
 
     def evict(self, num_pages: int, num_states: int, *, new: NewState | None = None) -> CacheEntries:
@@ -204,6 +203,15 @@ class RadixCache:
                 self._worths.inflation = max(self._worths.inflation, self._worths.of(node))
             self._drop_state(node, pages, states)
             self._prune(node)
+        return CacheEntries(pages, states)
+
+    def thin(self, node: Node, most: int) -> CacheEntries:
+        """Removes the states within answers on the path of a node, but for the deepest `most`, and returns them."""
+        within = [step for step in node.path if step.state is not None and step.kind is StateKind.ANSWER]
+        pages, states = Slots(), list[Slot]()
+        for step in within[most:]:
+            self._drop_state(step, pages, states)
+            self._prune(step, kept=node)
         return CacheEntries(pages, states)
 
     def supersede(self, match: PrefixMatch) -> Slot | None:
@@ -298,21 +306,12 @@ class RadixCache:
 
     def _split(self, node: Node, at: int) -> Node:
         """Cuts an edge after `at` tokens; returns the upper node."""
-        assert node.parent is not None
         kept = node.state or node.tail or node.readers or node.children
         if not kept and self.complete(node.start) + len(node.pages) <= self.complete(node.start + at):
             node.tokens = node.tokens[:at].copy()  # nothing would be left below
             return node
-        node.parent.children[node.first] = upper = Node(
-            node.tokens[:at], node.start, node.parent, used=node.used, answer=node.answer, first=node.first
-        )
-        held = self.complete(upper.end) - self.complete(node.start)
-        upper.pages, node.pages = node.pages[:held], node.pages[held:]
-        node.tokens, node.start, node.parent = node.tokens[at:], upper.end, upper
-        node.first = int(node.tokens[0])
-        upper.children[node.first] = node
         self._size += 1
-        return upper
+        return node.cut(at, self.complete(node.start + at) - self.complete(node.start))
 
     def _keep_state(self, node: Node, state: Slot, pages: Slots, taken: Slots) -> None:
         node.state = state
@@ -354,11 +353,8 @@ class RadixCache:
             pages.extend(leaf.pages.cut(max(min(own, wanted - len(pages)), 0)))
         while leaf.pages and len(pages) < wanted:
             self._let_go(leaf, first + len(leaf.pages) - 1, leaf.pages.cut(1)[0], pages)
-        if leaf.pages:
-            end = (first + len(leaf.pages)) * self.page_size + self.lookahead
-            leaf.tokens = leaf.tokens[: end - leaf.start].copy()
-        else:
-            leaf.tokens = leaf.tokens[:0]
+        end = (first + len(leaf.pages)) * self.page_size + self.lookahead if leaf.pages else leaf.start
+        leaf.tokens = leaf.tokens[: end - leaf.start].copy()
         # With recurrent layers the rest of the leaf has no state after it, so no request can use it: evict it next.
         leaf.used = 0 if self.recurrent else leaf.used
         self._prune(leaf)
@@ -387,8 +383,8 @@ class RadixCache:
                 return
         pages.append(page)
 
-    def _prune(self, node: Node) -> None:
-        """Removes nodes that keep nothing, from a node upwards."""
+    def _prune(self, node: Node, kept: Node | None = None) -> None:
+        """Removes nodes that keep nothing, from a node upwards; `kept`: not this one, if something is below."""
         while node.parent is not None and not (node.children or node.pages or node.state or node.tail or node.readers):
             parent, node.parent = node.parent, None
             del parent.children[node.first]
@@ -396,4 +392,7 @@ class RadixCache:
             node = parent
         if node.parent is None and not node.children:
             self._roots.pop(node.salt, None)
+        # Without recurrent layers the tokens above may have been used later than those below.
+        if self.recurrent and node is not kept and node.join():
+            self._size -= 1
         self._enlist(node)

@@ -74,6 +74,30 @@ class Node:
             yield node
             node = node.parent
 
+    def cut(self, at: int, held: int) -> "Node":
+        """Cuts the edge after `at` tokens, within which `held` of its pages become complete. Returns the upper node."""
+        assert self.parent is not None
+        upper = Node(self.tokens[:at], self.start, self.parent, used=self.used, answer=self.answer, first=self.first)
+        self.parent.children[self.first] = upper
+        upper.pages, self.pages = self.pages[:held], self.pages[held:]
+        self.tokens, self.start, self.parent = self.tokens[at:], upper.end, upper
+        self.first = int(self.tokens[0])
+        upper.children[self.first] = self
+        return upper
+
+    def join(self) -> bool:
+        """Joins the edge of a node that is needed no longer with the one behind it, if there is one alone. True if that
+        was done: the node is out of the tree then."""
+        if self.parent is None or self.state or self.tail or self.readers or len(self.children) != 1:
+            return False
+        (below,) = self.children.values()
+        if below.answer != self.answer:
+            return False
+        below.tokens, below.pages = np.concatenate((self.tokens, below.tokens)), Slots(self.pages, below.pages)
+        below.start, below.parent, below.first = self.start, self.parent, self.first
+        self.parent.children[self.first], self.parent = below, None
+        return True
+
 
 def in_common(a: np.ndarray, b: np.ndarray) -> int:
     """How many first elements of both are equal."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from hybridrt.engine.answer_states import AnswerStates
+from hybridrt.engine.answer_states import MOST, AnswerStates
 from hybridrt.engine.host_tier import HostTier
 from hybridrt.engine.request import Request
 from hybridrt.engine.window_pages import WindowPages
@@ -264,11 +264,9 @@ class PrefixStore:
         """Frees so many entries that no request reads, or all there are; `new` as in RadixCache.evict."""
         self._slots.free(given_up := self.answers.give_up(states))
         states -= len(given_up)
-        gone = self.tree.evict(0 if self.windows else pages, states, new=new)
-        self._pages.evict(gone.pages)
-        self._slots.evict(gone.states)
+        gone = self._evicted(self.tree.evict(0 if self.windows else pages, states, new=new))
         if self.windows is not None:
-            freed = self.windows.drop(gone.states)
+            freed = self.windows.drop(gone)
             while freed < pages and (gone := self.tree.evict(0, 1)).states:
                 self._slots.evict(gone.states)
                 freed += self.windows.drop(gone.states)
@@ -340,6 +338,7 @@ class PrefixStore:
         taken, node = self.tree.insert(ids, request.pages, states, salt, len(request.prompt), kinds)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
+        self._evicted(self.tree.thin(node, MOST))
         if self.tier is not None:
             # The state in a slot of the request is whole once the cache has taken it, and its ring is folded.
             kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers}
@@ -357,17 +356,21 @@ class PrefixStore:
         arrivals = self.tree.waiting.behind(request.ids[:place], request.params.cache_salt or "")
         return self._spare_slot(NewState(place - request.prefix.length, arrivals))
 
-    def _slot_within(self, fresh: int) -> Slot | None:
+    def _slot_within(self, request: Request, fresh: int) -> Slot | None:
         """A slot for a state within an answer: one that is free, or that of another such state, whose request has ended
         or, if there is none, still runs; but not one of the latest `fresh`."""
-        spare = self._slots.num_free - self._reserved_slots()
-        if not spare:
-            gone = self.tree.evict(0, 1, new=NewState(0))
-            self._pages.evict(gone.pages)
-            self._slots.evict(gone.states)
-            if not gone.states and len(self.answers) > fresh:
-                self._slots.free(self.answers.give_up(1))
+        if len(request.saves) >= MOST:
+            self._slots.free(self.answers.spread(request, self.grid))
+        if self._slots.num_free <= self._reserved_slots() and not self._evicted(self.tree.evict(0, 1, new=NewState(0))):
+            gone = self.answers.spread(request, self.grid)
+            self._slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
         return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
+
+    def _evicted(self, gone: CacheEntries) -> Sequence[Slot]:
+        """What the tree has given up is free. Returns the slots."""
+        self._pages.evict(gone.pages)
+        self._slots.evict(gone.states)
+        return gone.states
 
     def _superseded(self, request: Request) -> Slot | None:
         """The slot of the state that a request has started from, if no other request will use that. The step that
