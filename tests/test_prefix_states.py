@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine import host_fetches
+from hybridrt.engine import answer_states, host_fetches
 from hybridrt.mem_cache.prefix_cache import CacheCounts
 from hybridrt.runtime.step import Snapshot, StepPlan
 from hybridrt.sampling_params import SamplingParams
@@ -212,8 +212,11 @@ def test_a_donated_slot_may_hold_a_state_within_an_answer_in_the_same_step(
 
 @pytest.mark.parametrize("mode", ["classic", "replay"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_history_that_leaves_an_answer_starts_within_it(bench: Bench, mode: str, overlap: bool) -> None:
+def test_a_history_that_leaves_an_answer_starts_within_it(
+    bench: Bench, mode: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 14 tokens behind a prompt of 5 it keeps 9; the states are after 8 and 12 of all, the prompt's after 4."""
+    monkeypatch.setattr(answer_states, "FIRST", 1)
     first = Turn(5, False, 14, False, 0, None)
     history = [*TEXT[:5], *bench.tokens_alone(first)[:9], 7]
     session, found = bench.session(mode), {}

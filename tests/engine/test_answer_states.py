@@ -234,6 +234,13 @@ def test_a_request_holds_few_states(rows: int) -> None:
     assert MOST * (rows == 1) <= most <= MOST
 
 
+def test_accepted_drafts_count() -> None:
+    """A step passes a place by 3 tokens at most, and the state is left before the next step."""
+    rig = rig_of(drafts=3, grid=16)
+    rig.finish(PROMPT, max_tokens=200, ignore_eos=True, seed=1)
+    assert len(states(rig)) > 8 and all(place % 16 <= 3 for place in states(rig))
+
+
 def test_states_within_all_answers_of_a_text_are_few() -> None:
     """The oldest are given up, and with them the nodes that later turns would walk through."""
     rig, text = rig_of(slots=200), [*PROMPT]
