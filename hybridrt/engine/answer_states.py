@@ -59,7 +59,7 @@ class AnswerStates:
             rows: the step's requests, those of `decode` first.
             take: gives a slot for a state of a request, after so many others of the same step, if there is one.
         """
-        self._budget, left = min(self._budget + 1, STEPS * AT_ONCE), list[Snapshot]()
+        self._budget, left = self._budget + 1, list[Snapshot]()
         for i in self._due(decode) if self._ahead <= 0 and self._budget >= STEPS else ():
             self._budget -= STEPS
             request, row, length = rows[i][0], decode.rows[i], int(decode.computed[i])
@@ -76,6 +76,7 @@ class AnswerStates:
     def _due(self, decode: DecodeRows) -> Collection[int]:
         """The rows that are at the place of their next state or have passed it, by their numbers. If they are too many,
         those go first that have passed it most; the others wait for a later step."""
+        self._budget = min(self._budget, STEPS * AT_ONCE)
         ahead = self._due_at[decode.rows] - decode.computed
         due = (ahead <= 0).nonzero()[0]
         if not len(due):

@@ -267,9 +267,8 @@ class PrefixStore:
         gone = self._evicted(self.tree.evict(0 if self.windows else pages, states, new=new))
         if self.windows is not None:
             freed = self.windows.drop(gone)
-            while freed < pages and (gone := self.tree.evict(0, 1)).states:
-                self._slots.evict(gone.states)
-                freed += self.windows.drop(gone.states)
+            while freed < pages and (gone := self._evicted(self.tree.evict(0, 1))):
+                freed += self.windows.drop(gone)
 
     def reset(self) -> bool:
         """Frees all entries that no request reads. True if none is left."""
