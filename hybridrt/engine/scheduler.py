@@ -114,7 +114,7 @@ class Scheduler:
             since = self.waiting[0].metrics.arrival_time if self.waiting else None
             budget = self._target.budget(tokens, decode, since)
         self._schedule_prefill(step, prefilling, budget)
-        if not self._coordinator.seal(step.plan, step.rows) and not step.rows:
+        if not self._coordinator.seal(step.plan) and not step.rows:
             return None
         if self._constrained:
             sampling = (request for request, max_new in step.rows if max_new)
