@@ -178,7 +178,8 @@ def test_a_thousand_replays_are_alike(name: str, state_mode: str, dtype: str, ch
 def test_garbage_outlives_a_capture() -> None:
     """A graph that becomes garbage while another is captured, as that of an engine let go, is not destroyed then."""
     x = torch.zeros(4, device=DEVICE)
-    old: list[Any] = [CudaGraphRecorder()(lambda: x.add_(1)) for _ in range(2)]
+    add: Any = lambda: x.add_(1)  # noqa: E731
+    old: list[Any] = [CudaGraphRecorder()(add) for _ in range(2)]
     kept: list[list[int]] = []
 
     def step() -> None:

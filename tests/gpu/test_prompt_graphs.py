@@ -34,7 +34,7 @@ class Steps:
         self.before = self.snapshot()
         self.logits: list[Tensor] = []
         sampler: Any = self.runner.sampler
-        self.runner.sampler = lambda logits, *more: (self.logits.append(logits.clone()), sampler(logits, *more))[1]  # type: ignore[assignment]
+        self.runner.sampler = lambda logits, *more: (self.logits.append(logits.clone()), sampler(logits, *more))[1]  # type: ignore[assignment,func-returns-value]
 
     def snapshot(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.tensors.items()}
