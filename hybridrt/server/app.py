@@ -132,12 +132,12 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        """The text of token ids, special tokens left out."""
+        """The text of token ids, special tokens included."""
         service.check_model(body.model)
         vocab = service.llm.llm.model_config.vocab_size
         if max(body.tokens, default=0) >= vocab:
             raise APIError(400, f"tokens holds {max(body.tokens)}; the vocabulary ends at {vocab - 1}", "tokens")
-        return {"prompt": await service.llm.in_thread(service.tokenizer.decode, body.tokens)}
+        return {"prompt": await service.llm.in_thread(service.tokenizer.decode, body.tokens, False)}
 
 
 def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:

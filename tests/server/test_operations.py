@@ -51,6 +51,8 @@ def test_tokenize_and_detokenize(served: Served) -> None:
     assert got["tokens"] == tokenizer.encode(text) and got["count"] == len(got["tokens"])
     assert got["max_model_len"] == 256 and len(got["token_strs"]) == got["count"]
     assert served.post("/detokenize", {"tokens": got["tokens"]}).json() == {"prompt": text}
+    special = tokenizer.hf.convert_ids_to_tokens(0)
+    assert served.post("/detokenize", {"tokens": [0, *got["tokens"]]}).json() == {"prompt": special + text}
     messages = [{"role": "user", "content": "Hi"}]
     rendered = served.service.chat.render(read_conversation(messages))
     assert served.post("/tokenize", {"messages": messages}).json()["tokens"] == tokenizer.encode_bare(rendered)
