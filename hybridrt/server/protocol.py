@@ -62,8 +62,8 @@ def tag_of(default: str | None = None) -> Callable[[Any], str]:
 class StreamOptions(Body):
     """What a stream tells besides text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class JSONSchema(Body):

@@ -155,6 +155,15 @@ def test_what_changes_nothing_is_taken(served: Served) -> None:
         assert answer.status_code == 200 and answer.json()["model"] == "tested", answer.text
 
 
+def test_defaults_of_vllm_are_taken(served: Served) -> None:
+    """Clients that send every field of vLLM's requests send these."""
+    chat = {"messages": USER, "max_tokens": 1, "logprobs": False, "top_logprobs": 0}
+    assert served.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"] is None
+    options = {"include_usage": None, "continuous_usage_stats": None}
+    answer = served.post("/v1/chat/completions", chat | {"stream": True, "stream_options": options})
+    assert answer.status_code == 200 and all("usage" not in chunk for chunk in chunks(answer.text))
+
+
 def test_one_prompt_of_several_is_aborted_alone(served: Served) -> None:
     body = {"prompt": [[5], [6]], "max_tokens": 40, "ignore_eos": True, "request_id": "two", "return_token_ids": True}
 
