@@ -20,7 +20,7 @@ from hybridrt.server.protocol import AbortRequest, ChatRequest, CompletionReques
 from hybridrt.server.respond import respond
 from hybridrt.server.response_protocol import ResponseRequest
 from hybridrt.server.responses import RESPONSE_NAMES, start_response
-from hybridrt.server.service import ID_PREFIXES, Service
+from hybridrt.server.service import ID_PREFIXES, Service, refuse_fields
 from hybridrt.server.structured import own_names
 from hybridrt.server.tracing import Tracing
 from hybridrt.version import __version__
@@ -120,6 +120,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a prompt, or of a conversation in the chat template."""
         service.check_model(body.model)
+        refuse_fields(body.model_extra or {})
         if (body.prompt is None) == (body.messages is None):
             raise APIError(400, "pass prompt or messages, and one of them alone", "prompt")
         if body.messages is not None:

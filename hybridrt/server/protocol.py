@@ -202,6 +202,7 @@ class ChatRequest(ChatFields, Sampling):
 class TokenizeRequest(ChatFields, Body):
     """/tokenize: a prompt, or a conversation."""
 
+    model_config = ConfigDict(strict=True, extra="allow")  # kept, to refuse those that would change the tokens
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True

@@ -67,6 +67,7 @@ def test_tokenize_and_detokenize(served: Served) -> None:
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user"}]}, "prompt"),
         ("/tokenize", {"messages": [{"role": "judge"}]}, "messages"),
         ("/tokenize", {"prompt": "x" * 10**6}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user"}], "chat_template": "{{ 1 }}"}, "chat_template"),
         ("/detokenize", {"tokens": [10**7]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": "5"}, "tokens"),
