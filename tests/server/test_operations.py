@@ -211,4 +211,9 @@ def test_keys_come_from_the_command_line_a_file_or_a_variable(tmp_path: Any, mon
     ):
         with pytest.raises(ConfigError, match=text):
             read_api_keys(keys, name)
+    for blank in ("", " \n"):
+        monkeypatch.setenv("HYBRIDRT_API_KEY", blank)
+        assert read_api_keys(["zero"], None) == ("zero",)
+        with pytest.raises(ConfigError, match="HYBRIDRT_API_KEY is set and holds no key"):
+            read_api_keys(None, None)
     assert "one-key" not in repr(ServerConfig(api_keys=("one-key",))), "a key is not shown"
