@@ -38,6 +38,7 @@ def test_probes_version_and_load(served: Served) -> None:
     with served.http() as client:
         assert client.get("/health").status_code == client.get("/ready").status_code == 200
         assert {client.head(path).status_code for path in ("/health", "/ready", "/metrics")} == {200}
+        assert client.get("/metrics").headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         assert client.get("/version").json() == {"version": hybridrt.__version__}
         assert client.get("/load").json() == {"server_load": 0, "running": 0, "waiting": 0}
         assert "/v1/completions" in client.get("/openapi.json").json()["paths"]
