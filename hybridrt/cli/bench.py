@@ -23,7 +23,7 @@ _KINDS = ("time_to_first_token_ms", "inter_token_latency_ms", "time_per_output_t
 
 @dataclass(frozen=True)
 class LoadOptions(Overrides):
-    """Fields of WorkloadConfig, and how results are shown."""
+    """Fields of WorkloadConfig, and how many requests run at a time."""
 
     panel: ClassVar = "Load"
     data: str | None = setting("Prompts.", "random", "random|shared-prefix|FILE")
@@ -36,12 +36,16 @@ class LoadOptions(Overrides):
     rate: float | None = setting(
         "Requests a second, a Poisson process; inf: all at once.", "at once, or the trace's", "X"
     )
+    concurrency: int | None = setting("At most so many at a time.", "no limit", "N")
     vocab: int | None = setting("Token ids are below.", "1000", "N")
     workload_seed: int | None = setting("Of prompts, lengths and arrivals.", "0", "N")
 
     def workload(self) -> WorkloadConfig:
-        """What the requests look like."""
+        """What the requests look like. Raises ConfigError if one of them could not be."""
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
         given = self.given()
+        given.pop("concurrency", None)
         if "workload_seed" in given:
             given["seed"] = given.pop("workload_seed")
         return WorkloadConfig(**given)
@@ -52,7 +56,6 @@ class ResultOptions:
     """What is done with the times."""
 
     panel: ClassVar = "Results"
-    concurrency: int | None = setting("At most so many at a time.", "no limit", "N")
     slo_ttft: float | None = setting("Goodput: milliseconds to the first token at most.", "any", "MS")
     slo_tpot: float | None = setting("Goodput: mean milliseconds between tokens at most.", "any", "MS")
     slo_e2e: float | None = setting("Goodput: milliseconds of a request at most.", "any", "MS")
@@ -72,8 +75,6 @@ class ResultOptions:
             ConfigError: a limit is no limit, or a result could not be written.
             ProviderNotInstalledError: there is no matplotlib for the picture.
         """
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
         for name in ("slo_ttft", "slo_tpot", "slo_e2e"):
             limit = getattr(self, name)
             if limit is not None and not limit > 0:
@@ -92,7 +93,7 @@ class ResultOptions:
             EngineError: every request failed.
             typer.Exit: with 130, after an interrupted run.
         """
-        found = {**facts, "workload": _plain(asdict(load)), "concurrency": self.concurrency}
+        found = {**facts, "workload": _plain(asdict(load))}
         found |= {"interrupted": len(timings) < planned} | summary(timings, self.goal())
         text = json.dumps(found, indent=2)
         if self.output is not None:
@@ -155,9 +156,10 @@ def serve(
     work = make_work(workload)
     target = Target(url, model or OpenAIServer(url, api_key).first_model(), api_key, _object(extra_body))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        found = runner.run(run_load(target, work, results.concurrency))
+        found = runner.run(run_load(target, work, load.concurrency))
     client = {"client_cpu_share": found.client_cpu_share, "client_loop": found.client_loop}
-    results.show(found.timings, len(work), workload, url=url, model=target.model, **client)
+    facts = {"url": url, "model": target.model, "concurrency": load.concurrency}
+    results.show(found.timings, len(work), workload, **facts, **client)
 
 
 def offline(
@@ -179,8 +181,8 @@ def offline(
     with LLM(str(resolve_model_path(model)), **engine.given(), **speculation.given(model)) as llm:
         # The first steps compile. After Ctrl-C there, nothing has ended.
         timings = run_engine(llm, work[:1], 1, temperature=temperature)
-        timings = timings and run_engine(llm, work, results.concurrency, temperature=temperature)
-    results.show(timings, len(work), workload, model=model)
+        timings = timings and run_engine(llm, work, load.concurrency, temperature=temperature)
+    results.show(timings, len(work), workload, model=model, concurrency=load.concurrency)
 
 
 def _object(text: str | None) -> dict[str, Any] | None:

@@ -33,8 +33,8 @@ class Answer(Reply):
         for request_id, prepared in deltas.requests.items():
             self._places |= {(request_id, k): len(self._places) + k for k in range(prepared.params.n)}
         options = body.stream_options
-        self._usage_at_end = options is not None and options.include_usage
-        self._usage_always = self._usage_at_end and options is not None and options.continuous_usage_stats
+        self._usage_at_end = options is not None and bool(options.include_usage)
+        self._usage_always = self._usage_at_end and options is not None and bool(options.continuous_usage_stats)
         self._wants_tokens = bool(body.return_token_ids)
         # What all chunks of a stream have in common is encoded once.
         self._before = b'data: %b,"choices":' % encode(self._head(self.chunk_kind))[:-1]

@@ -20,7 +20,7 @@ from hybridrt.server.protocol import AbortRequest, ChatRequest, CompletionReques
 from hybridrt.server.respond import respond
 from hybridrt.server.response_protocol import ResponseRequest
 from hybridrt.server.responses import RESPONSE_NAMES, start_response
-from hybridrt.server.service import ID_PREFIXES, Service
+from hybridrt.server.service import ID_PREFIXES, Service, refuse_fields
 from hybridrt.server.structured import own_names
 from hybridrt.server.tracing import Tracing
 from hybridrt.version import __version__
@@ -120,6 +120,7 @@ def _add_text(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Token ids of a prompt, or of a conversation in the chat template."""
         service.check_model(body.model)
+        refuse_fields(body.model_extra or {})
         if (body.prompt is None) == (body.messages is None):
             raise APIError(400, "pass prompt or messages, and one of them alone", "prompt")
         if body.messages is not None:
@@ -132,12 +133,20 @@ def _add_text(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        """The text of token ids, special tokens left out."""
+        """The text of token ids, special tokens included."""
         service.check_model(body.model)
         vocab = service.llm.llm.model_config.vocab_size
         if max(body.tokens, default=0) >= vocab:
             raise APIError(400, f"tokens holds {max(body.tokens)}; the vocabulary ends at {vocab - 1}", "tokens")
-        return {"prompt": await service.llm.in_thread(service.tokenizer.decode, body.tokens)}
+        return {"prompt": await service.llm.in_thread(service.tokenizer.decode, body.tokens, False)}
+
+
+def _refuse_page(request: Request, allowed: tuple[str, ...]) -> None:
+    """Raises APIError for a request that a browser sends for a page of another origin. Where there is a JSON body, its
+    content type makes browsers ask before they send it."""
+    origin = request.headers.get("origin")
+    if origin is not None and origin not in allowed and "*" not in allowed:
+        raise APIError(403, "pages of this origin may not call: serve with --allowed-origin")
 
 
 def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
@@ -164,8 +173,7 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
     async def load() -> dict[str, int]:
         """Samples: all that have not ended, those that run, and those that wait."""
         counters = service.llm.llm.engine.counters()
-        unfinished = service.llm.unfinished
-        return {"server_load": unfinished, "running": counters.running, "waiting": counters.waiting}
+        return {"server_load": service.llm.unfinished, "running": counters.running, "waiting": counters.waiting}
 
     @app.post("/abort")
     async def abort(body: AbortRequest) -> dict[str, bool]:
@@ -174,8 +182,9 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return {"aborted": any([service.llm.abort(name) for name in names])}
 
     @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> dict[str, bool]:
+    async def reset_prefix_cache(request: Request) -> dict[str, bool]:
         """Forgets cached prefixes that no running request reads. True: none is left."""
+        _refuse_page(request, service.config.allowed_origins)
         return {"reset": await service.llm.in_thread(service.llm.llm.reset_prefix_cache)}
 
     @app.get("/metrics", response_class=Response)

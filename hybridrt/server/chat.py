@@ -183,7 +183,7 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
 
 
 def _params(service: Service, body: ChatRequest) -> SamplingParams:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:  # clients of vLLM send its default, 0
         raise APIError(400, "top_logprobs goes with logprobs: set logprobs to true", "top_logprobs")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     # None: as many as the model has room for.

@@ -129,7 +129,8 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
     batch = [await service.llm.prepare(await _bare(service, p, params) if bare else p, params) for p in prompts]
     echoes = None
     if body.echo:
-        texts = [p if isinstance(p, str) else service.tokenizer.decode(list(p)) for p in prompts]  # type: ignore[arg-type]
+        # Of ids every token is shown, special ones too: offsets of log-probabilities count all of them.
+        texts = [p if isinstance(p, str) else service.tokenizer.decode(list(p), False) for p in prompts]  # type: ignore[arg-type]
         echoes = [text for text in texts for _ in range(params.n)]
     name, deltas = service.submit(batch, "cmpl-", body, scope)
     return CompletionAnswer(service, name, deltas, body, echoes=echoes, scored=scored, echo_alone=echo_alone)

@@ -112,7 +112,8 @@ def read_api_keys(keys: list[str] | None, file: str | None) -> tuple[str, ...]:
     """API keys from the command line, else from the lines of a file, else from the variable HYBRIDRT_API_KEY.
 
     Raises:
-        ConfigError: both are given, or the file cannot be read or holds none.
+        ConfigError: both are given, or the file cannot be read, or it or the variable holds none: whoever names a place
+            for keys does not want a server without any.
     """
     if keys and file:
         raise ConfigError("API keys are given twice, by themselves and as a file; pass one of the two")
@@ -123,6 +124,8 @@ def read_api_keys(keys: list[str] | None, file: str | None) -> tuple[str, ...]:
             raise ConfigError(f"the file of API keys, {file}, cannot be read: {e}") from e
         if not keys:
             raise ConfigError(f"the file of API keys, {file}, holds none; write one a line")
-    if not keys:
-        keys = os.environ.get(API_KEY_VARIABLE, "").split()
-    return tuple(keys)
+    if not keys and (text := os.environ.get(API_KEY_VARIABLE)) is not None:
+        keys = text.split()
+        if not keys:
+            raise ConfigError(f"the variable {API_KEY_VARIABLE} is set and holds no key; set it to one, or unset it")
+    return tuple(keys or ())

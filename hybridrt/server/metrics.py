@@ -7,14 +7,15 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from hybridrt.engine.async_llm import AsyncLLM
 from hybridrt.engine.engine_loop import StepMessage
 from hybridrt.engine.outputs import Delta, EngineCounters
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+# Every reader takes this version. prometheus_client's latest, 1.0.0, is for those that ask for it: it has names of any
+# characters, and there are none here.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 # vLLM's buckets, in seconds.

@@ -62,8 +62,8 @@ def tag_of(default: str | None = None) -> Callable[[Any], str]:
 class StreamOptions(Body):
     """What a stream tells besides text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class JSONSchema(Body):
@@ -202,6 +202,7 @@ class ChatRequest(ChatFields, Sampling):
 class TokenizeRequest(ChatFields, Body):
     """/tokenize: a prompt, or a conversation."""
 
+    model_config = ConfigDict(strict=True, extra="allow")  # kept, to refuse those that would change the tokens
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True

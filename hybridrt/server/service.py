@@ -165,7 +165,7 @@ def record(scope: Scope, **facts: Any) -> None:
     scope.setdefault(RECORD, {}).update(facts)
 
 
-# Fields of OpenAI's and vLLM's requests that would change an output, and that this server does not know.
+# Fields of OpenAI's, vLLM's and SGLang's requests that would change an output, and that this server does not know.
 UNSUPPORTED = {
     "use_beam_search": "use n for several samples",
     "guided_decoding_backend": "there is one",
@@ -183,6 +183,13 @@ UNSUPPORTED = {
     "repetition_detection": "leave it out",
     "logits_processors": "logit_bias, bad_words and allowed_token_ids change logits",
     "watermarking": "leave it out",
+    "regex": "use guided_regex",
+    "ebnf": "use guided_grammar",
+    "json_schema": "use response_format or guided_json",
+    "stop_regex": "stop takes strings",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "custom_logit_processor": "logit_bias, bad_words and allowed_token_ids change logits",
+    "lora_path": "there are no adapters",
 }
 # Values of these that change nothing.
 _NEUTRAL: tuple[Any, ...] = (None, [], {}, False, 0, "left", ["text"])
@@ -193,6 +200,11 @@ def refuse_unsupported(body: Sampling) -> None:
     same for options of a stream that is none."""
     if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
         raise APIError(400, "stream_options goes with stream: set stream to true", "stream_options")
-    for name in UNSUPPORTED.keys() & (body.model_extra or {}).keys():
-        if (body.model_extra or {})[name] not in _NEUTRAL:
+    refuse_fields(body.model_extra or {})
+
+
+def refuse_fields(given: dict[str, Any]) -> None:
+    """Raises APIError for one of UNSUPPORTED among the fields that a body has and its endpoint does not list."""
+    for name in UNSUPPORTED.keys() & given.keys():
+        if given[name] not in _NEUTRAL:
             raise APIError(400, f"{name} is not supported: {UNSUPPORTED[name]}", name, "unsupported")

@@ -46,6 +46,11 @@ def test_options_stand_under_what_they_set(command: list[str], groups: dict[str,
         assert {option[2:].removeprefix("no-").rstrip("s") for option in shown[title]} >= plural, title
 
 
+@pytest.mark.parametrize("kind", ["serve", "offline"])
+def test_what_makes_a_load_stands_together(kind: str) -> None:
+    assert {"--rate", "--concurrency", "--requests"} <= panels("bench", kind)["Load"]
+
+
 def hybridrt(home: Path, *arguments: str, **environment: str) -> str:
     variables = os.environ | {"HOME": str(home)} | environment
     return subprocess.run([*COMMAND, *arguments], env=variables, capture_output=True, text=True, check=True).stdout

@@ -192,6 +192,13 @@ def test_pages_of_allowed_origins_alone_may_call(locked: Served, served: Served)
     assert allowed(served, "https://page.example") is None, "off by default"
 
 
+def test_pages_of_other_origins_do_not_reset_the_cache(locked: Served) -> None:
+    """A browser sends a request without a body for any page, and only then keeps the answer from it."""
+    for origin, status in (("https://page.example", 200), ("https://other.example", 403), ("null", 403)):
+        with locked.http() as client:
+            assert client.post("/reset_prefix_cache", headers=KEY | {"origin": origin}).status_code == status, origin
+
+
 def test_pages_of_allowed_origins_read_errors_and_request_ids(locked: Served) -> None:
     """A browser hides an answer without these headers, its status too."""
     origin = {"origin": "https://page.example"}

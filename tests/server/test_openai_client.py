@@ -99,6 +99,10 @@ def test_echo(served: Served) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == PROMPT + want
     ids = served.llm.tokenizer.encode(PROMPT)  # type: ignore[union-attr]
     assert client.completions.create(model="tested", prompt=ids, seed=7, echo=True).choices[0].text == PROMPT + want
+    (choice,) = client.completions.create(model="tested", prompt=[0, *ids], seed=7, echo=True, logprobs=0).choices
+    assert choice.logprobs is not None and choice.logprobs.tokens is not None
+    assert "".join(choice.logprobs.tokens).startswith(choice.text), "special tokens are shown, as offsets count them"
+    assert choice.text.startswith(served.llm.tokenizer.hf.convert_ids_to_tokens(0) + PROMPT)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stream", [False, True])

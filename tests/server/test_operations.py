@@ -38,6 +38,7 @@ def test_probes_version_and_load(served: Served) -> None:
     with served.http() as client:
         assert client.get("/health").status_code == client.get("/ready").status_code == 200
         assert {client.head(path).status_code for path in ("/health", "/ready", "/metrics")} == {200}
+        assert client.get("/metrics").headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         assert client.get("/version").json() == {"version": hybridrt.__version__}
         assert client.get("/load").json() == {"server_load": 0, "running": 0, "waiting": 0}
         assert "/v1/completions" in client.get("/openapi.json").json()["paths"]
@@ -51,6 +52,8 @@ def test_tokenize_and_detokenize(served: Served) -> None:
     assert got["tokens"] == tokenizer.encode(text) and got["count"] == len(got["tokens"])
     assert got["max_model_len"] == 256 and len(got["token_strs"]) == got["count"]
     assert served.post("/detokenize", {"tokens": got["tokens"]}).json() == {"prompt": text}
+    special = tokenizer.hf.convert_ids_to_tokens(0)
+    assert served.post("/detokenize", {"tokens": [0, *got["tokens"]]}).json() == {"prompt": special + text}
     messages = [{"role": "user", "content": "Hi"}]
     rendered = served.service.chat.render(read_conversation(messages))
     assert served.post("/tokenize", {"messages": messages}).json()["tokens"] == tokenizer.encode_bare(rendered)
@@ -65,6 +68,7 @@ def test_tokenize_and_detokenize(served: Served) -> None:
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user"}]}, "prompt"),
         ("/tokenize", {"messages": [{"role": "judge"}]}, "messages"),
         ("/tokenize", {"prompt": "x" * 10**6}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user"}], "chat_template": "{{ 1 }}"}, "chat_template"),
         ("/detokenize", {"tokens": [10**7]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {"tokens": "5"}, "tokens"),
@@ -208,4 +212,9 @@ def test_keys_come_from_the_command_line_a_file_or_a_variable(tmp_path: Any, mon
     ):
         with pytest.raises(ConfigError, match=text):
             read_api_keys(keys, name)
+    for blank in ("", " \n"):
+        monkeypatch.setenv("HYBRIDRT_API_KEY", blank)
+        assert read_api_keys(["zero"], None) == ("zero",)
+        with pytest.raises(ConfigError, match="HYBRIDRT_API_KEY is set and holds no key"):
+            read_api_keys(None, None)
     assert "one-key" not in repr(ServerConfig(api_keys=("one-key",))), "a key is not shown"

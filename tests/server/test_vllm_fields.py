@@ -136,10 +136,12 @@ def test_prompts_without_special_tokens(served: Served, monkeypatch: pytest.Monk
     [
         ("prompt_embeds", "AAAA"), ("logprob_token_ids", [5]), ("truncation_side", "right"), ("watermarking", True),
         ("repetition_detection", {"max_pattern_size": 3}), ("logits_processors", ["x"]), ("use_beam_search", True),
-        ("modalities", ["text", "audio"]),
+        ("modalities", ["text", "audio"]), ("regex", "a+"), ("ebnf", "root ::= 'a'"), ("json_schema", "{}"),
+        ("stop_regex", "a+"), ("no_stop_trim", True), ("custom_logit_processor", "x"), ("lora_path", "x"),
     ],
 )  # fmt: skip
 def test_what_would_change_the_output_is_refused_by_name(name: str, value: Any, served: Served) -> None:
+    """Fields of vLLM and of SGLang."""
     error = served.post("/v1/completions", ASK | {name: value}).json()["error"]
     assert (error["param"], error["code"]) == (name, "unsupported")
 
@@ -148,11 +150,20 @@ def test_what_changes_nothing_is_taken(served: Served) -> None:
     neutral = {
         "length_penalty": 1.0, "modalities": ["text"], "truncation_side": "left", "prompt_embeds": None, "model": "",
         "spaces_between_special_tokens": True, "service_tier": "auto", "metadata": {"a": "b"}, "store": True,
-        "kv_transfer_params": None, "vllm_xargs": {}, "stream_options": {},
+        "kv_transfer_params": None, "vllm_xargs": {}, "stream_options": {}, "regex": None, "lora_path": None,
     }  # fmt: skip
     for path, body in (("/v1/completions", ASK), ("/v1/chat/completions", {"messages": USER, "max_tokens": 1})):
         answer = served.post(path, body | neutral)
         assert answer.status_code == 200 and answer.json()["model"] == "tested", answer.text
+
+
+def test_defaults_of_vllm_are_taken(served: Served) -> None:
+    """Clients that send every field of vLLM's requests send these."""
+    chat = {"messages": USER, "max_tokens": 1, "logprobs": False, "top_logprobs": 0}
+    assert served.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"] is None
+    options = {"include_usage": None, "continuous_usage_stats": None}
+    answer = served.post("/v1/chat/completions", chat | {"stream": True, "stream_options": options})
+    assert answer.status_code == 200 and all("usage" not in chunk for chunk in chunks(answer.text))
 
 
 def test_one_prompt_of_several_is_aborted_alone(served: Served) -> None:
