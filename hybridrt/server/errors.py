@@ -125,8 +125,8 @@ def _as_field_error(error: RequestValidationError) -> APIError:
         return APIError(400, "the body is no JSON")
     if found["loc"] == ("body",):
         return APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
-    field = _path(found["loc"])
-    return APIError(400, f"{field}: {found['msg']}" if field else str(found["msg"]), field or None)
+    field, message = _path(found["loc"]), found["msg"].removeprefix("Value error, ")
+    return APIError(400, f"{field}: {message}" if field else message, field or None)
 
 
 def _path(place: tuple[str | int, ...]) -> str:

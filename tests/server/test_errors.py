@@ -58,6 +58,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage", "valid boolean"),
     ({"request_id": "a b"}, "request_id", "pattern"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
+    ({"logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, "logit_bias", "logit_bias: it has 2000 entries; pass at"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "integers >= 0 from the vocabulary"),
     ({"logit_bias": {"1000000": 1}}, "logit_bias", "the vocabulary ends at"),
     ({"min_tokens": 5}, "min_tokens", "at most max_tokens, 2"),
