@@ -122,10 +122,11 @@ class StateWorths:
         Args:
             tokens: [n] int32, those of the path and maybe more.
         """
-        for node in nodes:
+        for node in nodes:  # all are counted before any is worth something: a class's share depends on them
             self._states[node] = None
             node.base, node.hits, node.passed = self.inflation, 0, False
             self.classes[node.kind].made += 1
+        for node in nodes:
             before = state_before(node)
             if before is not None and before.hits == 1 and before.kind is not StateKind.FORK:
                 before.passed = True

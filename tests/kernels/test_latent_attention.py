@@ -1,6 +1,8 @@
 """Latent attention against a loop over tokens and heads that follows its definition: keys and values of each head are
 made from the latent vectors, and a query meets them one by one."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -83,12 +85,24 @@ def test_decode_of_ragged_rows(dtype, tokens):
             close(out[b, t], latents.attend(q[b, t], b, range(length - tokens + t + 1)), dtype)
 
 
-@pytest.mark.parametrize("multiprocessors", sweep([1, 30], 2))
-def test_trees_over_contexts_split_among_programs(monkeypatch, small_tiles, multiprocessors):
-    """Padding drafts are not read, and a repeated call gives the same bits."""
-    from hybridrt.kernels import paged_attention_triton
+@pytest.fixture
+def latent_walk(monkeypatch):
+    """Programs walk contexts as those of wide vectors do, on a device of so many multiprocessors."""
+    from hybridrt.kernels import paged_attention_triton as module
 
-    monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda device: multiprocessors)
+    def walk_on(multiprocessors):
+        def walk(programs, max_context, tile, q):
+            return module._walk_latent(max(multiprocessors // programs, 1), max_context, tile["BLOCK_N"], q)
+
+        monkeypatch.setattr(module, "_walk", walk)
+
+    return walk_on
+
+
+@pytest.mark.parametrize("multiprocessors", sweep([8, 1, 30], 2))
+def test_trees_over_contexts_split_among_programs(latent_walk, small_tiles, multiprocessors):
+    """In two parts, one or six. Padding drafts are not read, and a repeated call gives the same bits."""
+    latent_walk(multiprocessors)
     lengths, tokens, drafts = [70, 8], 7, [6, 4]
     latents, q = Latents(lengths), torch.randn(2, tokens, HEADS, NOPE + ROPE)
     mask = torch.ones(2, tokens, tokens, dtype=torch.bool).tril()
@@ -102,6 +116,43 @@ def test_trees_over_contexts_split_among_programs(monkeypatch, small_tiles, mult
             first = length - n - 1
             path = [*range(first), *(first + node for node in range(t + 1) if mask[b, t, node])]
             close(out[b, t], latents.attend(q[b, t], b, path))
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 30])
+def test_table_entries_behind_a_row_are_not_read(provider, latent_walk, monkeypatch, small_tiles, multiprocessors):
+    """The last row ends where the table does: slots that are loaded ahead would come from another tensor's memory."""
+    latent_walk(multiprocessors)
+    latents, places = Latents([20]), list[int]()
+    if provider != "torch":
+        from triton.runtime.interpreter import interpreter_builder as builder
+
+        def noted(load, ptrs, mask, *options):
+            places.extend((ptrs.data[mask.data].astype(int) - latents.table.data_ptr()).ravel() // 4)
+            return load(ptrs, mask, *options)
+
+        monkeypatch.setattr(builder, "create_masked_load", partial(noted, builder.create_masked_load))
+    latents.decode(torch.randn(1, 1, HEADS, NOPE + ROPE), latents.rows, torch.tensor([20], dtype=torch.int32))
+    start = int(latents.rows[0]) * WIDTH
+    read = {place - start for place in places if 0 <= place - start < WIDTH}
+    assert read == (set() if provider == "torch" else set(range(20)))
+
+
+def test_parts_of_a_row_of_wide_vectors():
+    """As many as the device has room for. The last program joins one or two parts, or those of contexts that are so
+    long that one row would keep the others waiting."""
+    from hybridrt.kernels import paged_attention_triton as module
+
+    q, found = torch.empty(1, dtype=torch.bfloat16), {}
+    for programs in (1, 44, 45, 66, 67, 140):
+        for context in (4096, 2**17):
+            walk, joined = module._walk(programs, context, module._tile(32, 512, q), q)
+            found[programs, context] = walk["SPLITS"], joined
+    assert [found[programs, 4096] for programs in (1, 44, 45, 66, 67, 140)] == [
+        (64, False), (3, False), (2, True), (2, True), (1, True), (1, True),
+    ]  # fmt: skip
+    assert [found[programs, 2**17] for programs in (1, 44, 66, 140)] == [
+        (128, False), (3, False), (32, True), (32, True),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("way", "dtype"), [

@@ -206,3 +206,12 @@ def test_a_text_is_in_use_as_long_as_its_request_runs() -> None:
     ledger.offer((9, 0, 0), (3,))
     ledger.evict(0, 1)
     assert tokens_of(ledger) == {(9, 0, 0)}
+
+
+def test_states_that_come_together_are_worth_what_their_number_leaves() -> None:
+    """The first one counts for the share of its class as the last one does."""
+    ledger = Ledger(0, True)
+    ledger.offer((9,) * 6, (6,))  # the end of a text
+    ledger.offer(tuple(range(100, 379)), tuple(range(8, 279, 30)))
+    ledger.evict(0, 1)
+    assert (9,) * 6 in tokens_of(ledger) and min(map(len, tokens_of(ledger) - {(9,) * 6})) == 38
