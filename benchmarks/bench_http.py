@@ -64,6 +64,13 @@ class Device:
         return handle
 
 
+def run_on_double(llm: LLM, seconds: float, prompt_seconds: float) -> None:
+    """Steps take so long, and one is launched beside the running one, as on a GPU."""
+    executor: Any = llm.engine.executor
+    executor.launch = Device(executor, seconds, prompt_seconds).launch
+    llm.engine._max_in_flight = 1
+
+
 class Watch:
     """Sees what a server does: seconds to each first token, and the CPU time of its threads."""
 
@@ -191,9 +198,7 @@ def main() -> None:
         else:
             directory = stack.enter_context(tempfile.TemporaryDirectory())
             llm = stack.enter_context(build(directory, args.streams, 2 * args.prompt, 2 * args.output, text=True))
-            executor: Any = llm.engine.executor
-            executor.launch = Device(executor, args.step_ms / 1000, args.prompt_step_ms / 1000).launch
-            llm.engine._max_in_flight = 1  # as on a GPU
+            run_on_double(llm, args.step_ms / 1000, args.prompt_step_ms / 1000)
         closed = WorkloadConfig(
             requests=4 * args.streams, prompt_tokens=args.prompt, output_tokens=args.output, vocab=VOCAB
         )

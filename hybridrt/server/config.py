@@ -112,8 +112,8 @@ def read_api_keys(keys: list[str] | None, file: str | None) -> tuple[str, ...]:
     """API keys from the command line, else from the lines of a file, else from the variable HYBRIDRT_API_KEY.
 
     Raises:
-        ConfigError: both are given, or the file cannot be read, or it or the variable holds none: whoever names a place
-            for keys does not want a server without any.
+        ConfigError: both are given; or the file cannot be read or holds none; or the variable is set and holds none. A
+            server without keys would be open.
     """
     if keys and file:
         raise ConfigError("API keys are given twice, by themselves and as a file; pass one of the two")

@@ -27,9 +27,7 @@ def test_a_server_and_its_engine_alone_run_the_same_load(
 
     monkeypatch.setattr(bench_http, "figures", note)
     with build(str(tmp_path), STREAMS, 16, 32, text=True) as llm:
-        executor: Any = llm.engine.executor
-        executor.launch = bench_http.Device(executor, STEP, STEP).launch
-        llm.engine._max_in_flight = 1  # as on a GPU
+        bench_http.run_on_double(llm, STEP, STEP)
         rows = bench_http.compare(llm, load, concurrency, 1, False)
     assert done == [(8, 0, sum(work.max_tokens for work in make_work(load)))] * 2
     assert [row["way"] for row in rows] == ["engine", "http"]

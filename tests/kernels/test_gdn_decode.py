@@ -11,6 +11,7 @@ from tests.support.flat import flat
 from tests.support.gdn_loops import Tokens, relative_error, slow_delta_rule
 from tests.support.mamba2_oracle import changed_rows, conv_loop, int32, poisoned, same_bytes
 from tests.support.ring_steps import commit
+from tests.support.step_trees import check_draft_tree, check_windows_of_a_chain
 
 pytestmark = pytest.mark.usefixtures("provider")
 KEY_HEADS, VALUE_HEADS, TAPS = 2, 4, 4
@@ -132,25 +133,13 @@ def test_verify_equals_the_loop_for_each_accepted_length(mode, tokens):
 
 
 def test_a_draft_tree_equals_the_loop_along_each_path(small_blocks):
-    """The conv's ring, too narrow for the nodes, is read alone, and so are the states."""
+    """The conv's ring is too narrow for the nodes."""
+
+    def near(got, want):
+        assert relative_error(got, want) < 1e-5
+
     torch.manual_seed(4)
-    rows, paths = [6, 2], [[0], [0, 1], [0, 2], [0, 2, 3]]
-    layer = Layer([7, 39], 6, conv_width=4)
-    for t in range(2):
-        layer.step([t, t], 1)
-    before = layer.conv.clone(), layer.states.clone()
-    stored, windows = poisoned(8, 4, *layer.states.shape[1:]), poisoned(8, 4, layer.channels, TAPS - 1)
-    tree = {"parents": int32(-1, 0, 0, 2).expand(2, 4).contiguous(), "rows": int32(*rows)}
-    out = layer.step([2, 2], 4, stored=stored, windows=windows, **tree)
-    assert same_bytes(before[0], layer.conv) and same_bytes(before[1], layer.states)
-    merged = layer.merged
-    for node, path in enumerate(paths):
-        layer.merged = merged[:, [0, 1, *(2 + each for each in path)]]
-        for b, row in enumerate(rows):
-            expected, states = layer.expected(b)
-            assert relative_error(out[b, node], expected[-1]) < 1e-5
-            assert relative_error(stored[row, node], states[-1]) < 1e-5
-            assert same_bytes(windows[row, node], layer.conv_tail(b, 2 + len(path)))
+    check_draft_tree(Layer([7, 39], 6, conv_width=4), TAPS, near)
 
 
 @pytest.mark.parametrize(
@@ -240,11 +229,7 @@ def test_narrow_rings_are_refused():
 
 
 def test_windows_of_a_chain_are_refused():
-    layer = Layer([7, 39], 2)
-    before, windows = layer.conv.clone(), poisoned(8, 2, layer.channels, TAPS - 1)
-    with pytest.raises(ConfigError, match="for trees alone"):
-        layer.step([0, 0], 2, stored=poisoned(8, 2, *layer.states.shape[1:]), windows=windows, rows=int32(6, 2))
-    assert same_bytes(layer.conv, before)
+    check_windows_of_a_chain(Layer([7, 39], 2), TAPS)
 
 
 def test_a_fused_step_s_conv_must_end_in_silu():

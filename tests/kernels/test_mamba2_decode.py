@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.mamba2_oracle import (
     scan_loop,
 )
 from tests.support.ring_steps import commit
+from tests.support.step_trees import check_draft_tree, check_windows_of_a_chain
 
 pytestmark = pytest.mark.usefixtures("provider")
 H, P, N, G, K = 4, 3, 5, 2, 4
@@ -145,25 +147,9 @@ def test_verify_equals_loop_for_each_accepted_length(mode: str, tokens: int, pro
 
 
 def test_a_draft_tree_equals_the_loop_along_each_path() -> None:
-    """The conv's ring, too narrow for the nodes, is read alone, and so are the states."""
+    """The conv's ring is too narrow for the nodes."""
     torch.manual_seed(4)
-    rows, paths = [6, 2], [[0], [0, 1], [0, 2], [0, 2, 3]]
-    layer = Layer([7, 39], 6, conv_width=4)
-    for t in range(2):
-        layer.step([t, t], 1)
-    before = layer.conv.clone(), layer.states.clone()
-    stored, windows = poisoned(8, 4, H, P, N), poisoned(8, 4, CHANNELS, K - 1)
-    tree = {"parents": int32(-1, 0, 0, 2).expand(2, 4).contiguous(), "rows": int32(*rows)}
-    out = layer.step([2, 2], 4, stored=stored, windows=windows, **tree)
-    assert same_bytes(before[0], layer.conv) and same_bytes(before[1], layer.states)
-    merged = layer.merged
-    for node, path in enumerate(paths):
-        layer.merged = merged[:, [0, 1, *(2 + each for each in path)]]
-        for b, row in enumerate(rows):
-            expected, states = layer.expected(b)
-            close(out[b, node], expected[-1], 1e-5)
-            close(stored[row, node], states[-1], 1e-5)
-            assert same_bytes(windows[row, node], layer.conv_tail(b, 2 + len(path)))
+    check_draft_tree(Layer([7, 39], 6, conv_width=4), K, partial(close, tolerance=1e-5))
 
 
 @pytest.mark.parametrize("block_t", [1, 16])
@@ -251,11 +237,7 @@ def test_narrow_rings_are_refused() -> None:
 
 
 def test_windows_of_a_chain_are_refused() -> None:
-    layer = Layer([7, 39], 2)
-    before, stored, windows = layer.conv.clone(), poisoned(8, 2, H, P, N), poisoned(8, 2, CHANNELS, K - 1)
-    with pytest.raises(ConfigError, match="for trees alone"):
-        layer.step([0, 0], 2, stored=stored, windows=windows, rows=int32(6, 2))
-    assert same_bytes(layer.conv, before)
+    check_windows_of_a_chain(Layer([7, 39], 2), K)
 
 
 def test_a_fused_step_s_conv_must_end_in_silu() -> None:
