@@ -33,6 +33,7 @@ from hybridrt.runtime.build import (
 )
 from hybridrt.runtime.drafting import DraftMethod, Everywhere
 from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.prompt_columns import PROMPT_ROWS
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan, int32s
 from hybridrt.runtime.step_runner import StepRunner
@@ -187,14 +188,17 @@ class DraftModelDrafter(Drafter):
         self.runner.sampling_table.admit(rows, sections)
 
     def _catch_up(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
-        """Computes the tokens that the state lacks, in chunks; the last chunk of each gives its first draft."""
+        """Computes the tokens that the states lack, in chunks of few rows; the last chunk of each row gives its first
+        draft."""
         launched = []
         for tenant in tenants:
             tenant.chain, tenant.siblings = [], []
+        # With more rows than a graph holds, a step of few tokens takes ten times as long: its kernels go one by one.
+        most = PROMPT_ROWS if self.runner.prompt_graphs else len(tenants)
         while waiting := [t for t in tenants if t.computed < num_tokens(t.request)]:
             plan, self._pending, budget = self._pending, StepPlan(), self._chunk
             sampling = []
-            for tenant in waiting:
+            for tenant in waiting[:most]:
                 request = tenant.request
                 chunk = tokens_between(request, tenant.computed, tenant.computed + budget)
                 if not chunk:

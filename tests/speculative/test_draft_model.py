@@ -1,0 +1,51 @@
+"""The draft model's own steps."""
+
+from pathlib import Path
+
+import pytest
+
+from hybridrt.runtime import prompt_columns
+from hybridrt.runtime.prompt_columns import PROMPT_ROWS
+from hybridrt.runtime.prompt_graphs import PromptGraphs
+from hybridrt.runtime.step import StepPlan
+from hybridrt.sampling_params import SamplingParams
+from hybridrt.speculative.draft_model import DraftModelDrafter
+from tests.speculative.test_schedules import Rigs
+from tests.support.checkpoints import VOCAB
+from tests.support.speculation import Rig
+
+ROWS = PROMPT_ROWS + 2
+
+
+def test_more_rows_than_a_graph_holds_catch_up_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model's prompts of many requests run as graphs, and the requests give the same tokens as without."""
+    monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 6)  # small buckets have room for as many prompts
+    rigs = Rigs(tmp_path)
+    other = str(rigs.path("mamba2", 1))
+    rig = Rig(rigs.path("mamba2"), drafts=3, rows=ROWS, method="draft", draft_model=other)
+    drafter = DraftModelDrafter(rig.config, rig.runner.memory_plan, VOCAB)
+    runner = drafter.runner
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+
+    def answers() -> dict[str, list[int]]:
+        engine, found = rig.engine(drafter), dict[str, list[int]]()
+        for i in range(ROWS):
+            engine.add_request([i, 3, 5, 7 * i % 11], params, str(i))
+        while engine.has_unfinished():
+            for delta in engine.step():
+                assert delta.error is None
+                found.setdefault(delta.request_id, []).extend(delta.token_ids)
+        return found
+
+    wanted = answers()
+    runner.prompt_graphs = graphs = PromptGraphs(
+        model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
+        last_tokens=runner.last_tokens, max_bs=0, max_tokens=48, saves=False, sizes=((0,), (48,)),
+    )  # fmt: skip
+    graphs.capture()
+    replayed, launched, launch = list[int](), list[StepPlan](), runner.launch
+    replay = graphs.replay
+    runner.launch = lambda plan: launched.append(plan) or launch(plan)  # type: ignore[method-assign, func-returns-value]
+    graphs.replay = lambda plan, bucket: replayed.append(len(plan.extend)) or replay(plan, bucket)  # type: ignore[method-assign, func-returns-value]
+    assert answers() == wanted
+    assert replayed[:2] == [PROMPT_ROWS, 2] and len(replayed) == sum(bool(plan.extend) for plan in launched)
