@@ -6,10 +6,15 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 
+from hybridrt.config_json import FLAG, FieldType, check_fields, either, integer, number, one_of
 from hybridrt.errors import ConfigError, DeviceError
 from hybridrt.speculative.registry import load_method
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _or_none(field_type: FieldType) -> FieldType:
+    return either(field_type, FieldType("None", lambda v: v is None))
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class AttentionSpec:
     variant: str = "gqa"
 
     def __post_init__(self) -> None:
-        _one_of("variant of an attention layer", self.variant, ("gqa", "mla"))
+        check_fields(self, {"variant": one_of("gqa", "mla")}, "an attention layer")
 
     @property
     def cache_dims(self) -> tuple[int, ...]:
@@ -105,9 +110,8 @@ class LinearConfig:
     chunk_size: int
 
     def __post_init__(self) -> None:
-        for each in fields(cast(Any, self)):
-            if each.type is int:
-                _in_range(f"{self.kind}: {each.name}", getattr(self, each.name), 1, 2**31 - 1)
+        sizes = (each.name for each in fields(cast(Any, self)) if each.type is int)
+        check_fields(self, dict.fromkeys(sizes, integer(1, 2**31 - 1)), self.kind)
 
 
 Linear = TypeVar("Linear", bound=LinearConfig)
@@ -186,6 +190,15 @@ class ModelConfig:
         return tuple(i for i, spec in enumerate(self.layers) if spec.linear == kind)
 
 
+_SPECULATIVE = {
+    "method": FieldType("the name of a way to draft", lambda v: isinstance(v, str)),
+    "num_draft_tokens": integer(1, 15),
+    "state_mode": one_of("auto", "intermediate", "replay"),
+    "speculative_attention_mode": one_of("prefill", "decode"),
+    "topk": integer(1, 8),
+}
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """Speculative decoding. `num_draft_tokens` drafts are verified with the last sampled token in one step.
@@ -209,12 +222,7 @@ class SpeculativeConfig:
     topk: int = 1
 
     def __post_init__(self) -> None:
-        _one_of("state_mode", self.state_mode, ("auto", "intermediate", "replay"))
-        _one_of("speculative_attention_mode", self.speculative_attention_mode, ("prefill", "decode"))
-        _in_range("num_draft_tokens", self.num_draft_tokens, 1, 15)
-        _in_range("topk", self.topk, 1, 8)
-        if not isinstance(self.method, str):
-            raise ConfigError(f"method is {self.method!r}; it must be the name of a way to draft")
+        check_fields(self, _SPECULATIVE)
         takes_model = load_method(self.method).takes_model
         if takes_model and self.draft_model is None:
             raise ConfigError(
@@ -231,6 +239,27 @@ class SpeculativeConfig:
     def num_verify_tokens(self) -> int:
         """T: tokens verified per request in one step, the root included."""
         return self.num_draft_tokens + 1
+
+
+_PAGE_SIZES = [2**i for i in range(11)]
+_ENGINE = {
+    "dtype": one_of("auto", *DTYPES),
+    "load_format": one_of("auto", "dummy"),
+    "max_model_len": _or_none(integer(2, 2**24)),  # a prompt token and an output token at least
+    **dict.fromkeys(("max_running_requests", "cuda_graph_max_bs"), _or_none(integer(1, 2**24))),
+    "memory_fraction": FieldType("a number between 0 and 1", lambda v: isinstance(v, int | float) and 0 < v < 1),
+    "page_size": FieldType("a power of two from 1 to 1024", lambda v: type(v) is int and v in _PAGE_SIZES),
+    "chunked_prefill_size": integer(1, 2**20),
+    "target_itl_ms": _or_none(either(number(0.1, 1e6), one_of("auto"))),
+    "mamba_ssm_dtype": one_of(*DTYPES),
+    "state_mode": one_of("auto", "classic", "replay"),
+    "speculative": _or_none(FieldType("a SpeculativeConfig", lambda v: isinstance(v, SpeculativeConfig))),
+    "tp_size": integer(1, 64),
+    "transfer_bytes": integer(0, 2**44),
+    "prefix_cache": FLAG,
+    "cache_slots": _or_none(integer(0, 2**24)),
+    "host_cache_bytes": integer(0, 2**48),
+}
 
 
 @dataclass(frozen=True)
@@ -302,38 +331,9 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, ("auto", *DTYPES))
-        _one_of("load_format", self.load_format, ("auto", "dummy"))
-        _one_of("mamba_ssm_dtype", self.mamba_ssm_dtype, tuple(DTYPES))
-        _one_of("state_mode", self.state_mode, ("auto", "classic", "replay"))
-        for name, low, high in (("page_size", 1, 1024), ("chunked_prefill_size", 1, 2**20), ("tp_size", 1, 64)):
-            _in_range(name, getattr(self, name), low, high)
-        _in_range("transfer_bytes", self.transfer_bytes, 0, 2**44)
-        for name in ("max_running_requests", "cuda_graph_max_bs"):
-            if getattr(self, name) is not None:
-                _in_range(name, getattr(self, name), 1, 2**24)
-        if self.max_model_len is not None:
-            _in_range("max_model_len", self.max_model_len, 2, 2**24, ": a prompt token and an output token at least")
-        itl: Any = self.target_itl_ms
-        number = isinstance(itl, int | float) and not isinstance(itl, bool)
-        word = itl is None or (isinstance(itl, str) and itl == "auto")
-        if not word and not (number and 0.1 <= itl <= 1e6):
-            raise ConfigError(
-                f'target_itl_ms is {itl!r}; it must be a number of milliseconds from 0.1 to 1e6, "auto" or None'
-            )
-        if not isinstance(self.prefix_cache, bool):
-            raise ConfigError(f"prefix_cache is {self.prefix_cache!r}; it must be True or False")
-        if self.cache_slots is not None:
-            _in_range("cache_slots", self.cache_slots, 0, 2**24)
-        _in_range("host_cache_bytes", self.host_cache_bytes, 0, 2**48)
+        check_fields(self, _ENGINE)
         if self.host_cache_bytes and not self.prefix_cache:
             raise ConfigError("host_cache_bytes extends the prefix cache, which is off: set prefix_cache=True")
-        if self.page_size & (self.page_size - 1):
-            raise ConfigError(f"page_size is {self.page_size}; it must be a power of two (16 is the default)")
-        if not 0 < self.memory_fraction < 1:
-            raise ConfigError(f"memory_fraction is {self.memory_fraction}; it must lie between 0 and 1 (0.85 default)")
-        if self.speculative is not None and not isinstance(self.speculative, SpeculativeConfig):
-            raise ConfigError(f"speculative is {self.speculative!r}; pass a SpeculativeConfig or None")
 
     @property
     def num_verify_tokens(self) -> int:
@@ -385,13 +385,3 @@ def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.d
 def dtype_name(dtype: torch.dtype) -> str:
     """The name that options take: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
-
-
-def _in_range(name: str, value: object, low: int, high: int, why: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer from {low} to {high}{why}")

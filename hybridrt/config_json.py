@@ -57,13 +57,13 @@ OBJECT = FieldType("an object", lambda v: isinstance(v, Mapping))
 
 
 def check_fields(
-    source: Any, types: Mapping[str, FieldType], file: Path | str, error: type[HybridrtError] = ConfigError
+    source: Any, types: Mapping[str, FieldType], file: Path | str = "", error: type[HybridrtError] = ConfigError
 ) -> None:
     """Compares fields with their types.
 
     Args:
         source: an object with an attribute for each field; or a mapping, whose absent fields are not checked.
-        file: where the fields stand, for the error's text.
+        file: where the fields stand, for the error's text; "" if they are arguments.
 
     Raises:
         error: a field has another type or is out of bounds; names the file, the field and the value.
@@ -73,7 +73,8 @@ def check_fields(
             continue
         value = source[name] if isinstance(source, Mapping) else getattr(source, name, None)
         if not field_type.holds(value):
-            raise error(f"{file}: {name} is {shown(value)}; it must be {field_type.text}")
+            where = f"{file}: " if file else ""
+            raise error(f"{where}{name} is {shown(value)}; it must be {field_type.text}")
 
 
 def read_object(file: Path, error: type[HybridrtError] = ConfigError) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -42,13 +42,12 @@ def read_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, to
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """Where a tensor stands in its file: from byte `start`, `size` bytes. `dtype` is None for one that is not in
-    _DTYPES: safetensors reads it, or says why not."""
+class Entry:
+    """Where a tensor stands in its file: from byte `start`, `size` bytes. `dtype` is safetensors' name of it."""
 
     file: Path
     key: str
-    dtype: torch.dtype | None
+    dtype: str
     shape: tuple[int, ...]
     start: int
     size: int
@@ -60,7 +59,7 @@ def staged_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, 
         waiting: deque[tuple[str, int, Callable[[], torch.Tensor]]] = deque()
         ahead = 0
         for file, keys in shards.items():
-            for entry in sorted(_entries(file, set(keys)), key=lambda entry: entry.start):
+            for entry in sorted(entries_of(file, keys), key=lambda entry: entry.start):
                 waiting.append((entry.key, entry.size, readers.read(entry)))
                 ahead += entry.size
                 while ahead > AHEAD:
@@ -72,8 +71,8 @@ def staged_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, 
             yield key, tensor()
 
 
-def _entries(file: Path, keys: set[str]) -> Iterator[_Entry]:
-    """The tensors of a file that `safe_open` has found to be whole."""
+def entries_of(file: Path, keys: Iterable[str]) -> Iterator[Entry]:
+    """These tensors of a file that `safe_open` (`keys_of`) has found to be whole."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH), "little")
         header: dict[str, Any] = json.loads(opened.read(length))
@@ -81,7 +80,7 @@ def _entries(file: Path, keys: set[str]) -> Iterator[_Entry]:
         told = header[key]
         first, end = told["data_offsets"]
         start = _LENGTH + length + first
-        yield _Entry(file, key, _DTYPES.get(told["dtype"]), tuple(told["shape"]), start, end - first)
+        yield Entry(file, key, told["dtype"], tuple(told["shape"]), start, end - first)
 
 
 class _Readers(AbstractContextManager["_Readers"]):
@@ -99,10 +98,10 @@ class _Readers(AbstractContextManager["_Readers"]):
         self._pool.shutdown(cancel_futures=True)
         self._files.close()
 
-    def read(self, entry: _Entry) -> Callable[[], torch.Tensor]:
+    def read(self, entry: Entry) -> Callable[[], torch.Tensor]:
         """Begins to read a tensor; what it returns waits for it."""
-        dtype = entry.dtype
-        if dtype is None:
+        dtype = _DTYPES.get(entry.dtype)
+        if dtype is None:  # safetensors reads it, or says why not
             return lambda: read_tensor(entry.file, entry.key)
         device = self._device if entry.size >= SMALL else torch.device("cpu")
         flat = torch.empty(entry.size, dtype=torch.uint8, device=device)
@@ -110,7 +109,7 @@ class _Readers(AbstractContextManager["_Readers"]):
         reads = [self._pool.submit(self._block, entry, at, flat[at:end]) for at, end in blocks]
         return lambda: _joined(entry, flat.view(dtype).view(entry.shape), reads)
 
-    def _block(self, entry: _Entry, at: int, into: torch.Tensor) -> None:
+    def _block(self, entry: Entry, at: int, into: torch.Tensor) -> None:
         """In a reader's thread: bytes of a tensor from `at` on."""
         file, start, size = self._file(entry.file), entry.start + at, into.numel()
         if not into.is_cuda:
@@ -138,7 +137,7 @@ class _Readers(AbstractContextManager["_Readers"]):
         return files[path]
 
 
-def _fill(file: int, start: int, into: torch.Tensor, entry: _Entry) -> None:
+def _fill(file: int, start: int, into: torch.Tensor, entry: Entry) -> None:
     """Reads [n] bytes from `start` on into main memory."""
     found: Any = into.numpy()
     view, done = memoryview(found), 0
@@ -150,7 +149,7 @@ def _fill(file: int, start: int, into: torch.Tensor, entry: _Entry) -> None:
         done += read
 
 
-def _joined(entry: _Entry, tensor: torch.Tensor, reads: list[Future[None]]) -> torch.Tensor:
+def _joined(entry: Entry, tensor: torch.Tensor, reads: list[Future[None]]) -> torch.Tensor:
     try:
         for read in reads:
             read.result()
