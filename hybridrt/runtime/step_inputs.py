@@ -134,6 +134,19 @@ def pack_bookkeeping(plan: StepPlan) -> Columns:
     }
 
 
+def pad_bookkeeping(columns: Columns, rows: int, entries: int) -> Columns:
+    """`pack_bookkeeping` of a step without page copies, penalties and rules, with `rows` admissions and `entries`
+    page-table entries. What pads them is of request row 0, slot -1 and page -1: it changes nothing of a request."""
+    padded = dict(columns)
+    of_rows = ("admit_rows", "admit_state_slots", "admit_phases", "seeds", "constants")
+    for name in (*of_rows, "page_rows", "page_indices", "pages"):
+        column, size = columns[name], rows if name in of_rows else entries
+        fill = -1 if name in ("admit_state_slots", "pages") else 0
+        padded[name] = np.full((size, *column.shape[1:]), fill, np.int32)
+        padded[name][: len(column)] = column
+    return padded
+
+
 def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
     return np.concatenate([np.asarray(p, np.int32) for p in parts]) if parts else NO_INTEGERS
 
