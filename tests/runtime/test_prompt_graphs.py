@@ -208,6 +208,38 @@ def test_an_engine_on_graphs_gives_the_same_tokens(name: str, mode: str, checkpo
     assert len(seen) == sum(bool(plan.extend) for plan in session.plans)
 
 
+def test_graphs_change_the_tables(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of steps whose changes a graph has no room for, or that count tokens, are changed before the graph."""
+    monkeypatch.setattr(prompt_columns, "CACHED_PAGES", 0)
+    checkpoint, before = checkpoints["falcon-plain"], list[int]()
+    session = Session(checkpoint.path, page_size=1, cache_slots=6)
+    runner = session.runner
+    runner.prompt_graphs = graphs = PromptGraphs(
+        model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
+        last_tokens=runner.last_tokens, max_bs=3, max_tokens=48, saves=True, sizes=((3,), (16,)),
+        enter_tables=partial(enter_tables, runner.pools, runner.sampling_table),
+    )  # fmt: skip
+    graphs.capture()
+    apply = runner._apply_bookkeeping
+
+    def noted(plan: StepPlan) -> None:
+        before.extend([len(plan.admissions)] * bool(plan.extend))
+        apply(plan)
+
+    monkeypatch.setattr(runner, "_apply_bookkeeping", noted)
+    engine, (text,) = session.engine(chunk=16, prefix_cache=True, grid=4), prompts(40)
+    turns = ((text[:9], {}), (text[:12], {"frequency_penalty": 1e-6}), (text, {}), ([*text[:36], 7], {}))
+    for i, (tokens, more) in enumerate(turns):
+        before.clear()
+        engine.add_request(tokens, replace(greedy(4), **more), str(i))
+        answer = list[int]()
+        while engine.has_unfinished():
+            for out in engine.step():
+                answer += out.token_ids
+        assert answer == checkpoint.logits(tokens, answer).argmax(-1).tolist()
+        assert before == [[], [1], [1], [1]][i], "few pages; penalties; more pages, new ones and cached ones"
+
+
 def run_cached(session: Session, texts: Sequence[list[int]]) -> list[Sample]:
     """Requests that arrive one after the other, on an engine with a prefix cache."""
     engine, samples, step = session.engine(chunk=24, prefix_cache=True, grid=4), [Sample(t) for t in texts], 0
