@@ -114,6 +114,7 @@ class PromptGraphs:
             with stack.calling(splits(len(stack.parts)), self.recorder.split):
                 graph.replay = self.recorder(self._bind(graph), warm)
             self._graphs[bucket] = graph
+        self._graphs = dict(sorted(self._graphs.items(), key=lambda made: sum(made[0])))  # `bucket` takes the first
         self.captured_bytes = free - free_device_bytes(self.model.device)
 
     @property
@@ -123,7 +124,7 @@ class PromptGraphs:
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
         """The captured bucket of the fewest tokens that holds a step (`Bucket.holds`). None: it runs eagerly."""
-        return min((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), key=sum, default=None)
+        return next((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), None)
 
     def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
         """One step up to its logits, in inference mode. The bucket holds it and enters what it changes in tables. The
