@@ -8,7 +8,7 @@ import torch
 from hybridrt.errors import ConfigError, PoolError
 from hybridrt.kernels.causal_conv1d import conv_window
 from hybridrt.kernels.records import IntermediateStates, RowTables
-from hybridrt.kernels.row_tables import enter_rows
+from hybridrt.kernels.row_tables import clear_slots, enter_rows
 from hybridrt.kernels.slots import write_columns
 from hybridrt.kernels.state_commit import commit_conv_window, commit_intermediate
 from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
@@ -131,8 +131,7 @@ class MambaPoolSpec:
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """[L, S+1, ...] as [L, S+1, n], of int64 where that fits: torch fills numbers one by one, wide ones as fast as
-    narrow ones."""
+    """[L, S+1, ...] as [L, S+1, n], of int64 where that fits: wide numbers are filled as fast as narrow ones."""
     flat = tensor.flatten(2)
     return flat.view(torch.int64) if flat.numel() and flat.shape[2] * flat.element_size() % 8 == 0 else flat
 
@@ -195,18 +194,18 @@ class MambaPool:
     # -- moving state between slots and rings ------------------------------------------------------------------
 
     def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
-        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] integers each.
+        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] integers each; slot
+        -1 is padding, whose row keeps what it has.
 
         Args:
             phases: [n] non-negative integers. Rows that advance alike fold in different steps if theirs differ modulo
                 `MambaPoolSpec.phases_apart`; None: 0.
         """
         check_range("rows", rows, self.num_rows + 1)
-        check_range("state_slots", state_slots, self.num_slots + 1)
-        index = state_slots.long()
+        check_range("state_slots", state_slots, self.num_slots + 1, first=-1)
         for _, cache in self.stacks:
             for tensor in (cache.conv, cache.temporal):
-                _as_words(tensor).index_fill_(1, index, 0)
+                clear_slots(_as_words(tensor), state_slots)
         enter_rows(rows, state_slots, phases, self.spec.phases_apart, self.tables)
 
     def donate(self, rows: torch.Tensor) -> torch.Tensor:

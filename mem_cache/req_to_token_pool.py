@@ -43,14 +43,14 @@ class HybridReqToTokenPool:
         return 4 * (-(-max_context // page_size) * page_size + 1)
 
     def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
-        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] integers each; `phases` as
-        in MambaPool.admit. PoolError for a row or a slot that the state pool does not have."""
+        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] integers each; `phases`
+        and padding as in MambaPool.admit. PoolError for a row or a slot that the state pool does not have."""
         if self.mamba_pool is not None:
             self.mamba_pool.admit(rows, state_slots, phases)
 
     def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
-        """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] integers each. A
-        model without attention layers has no table: nothing is written.
+        """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] integers each; a
+        page -1 is padding. A model without attention layers has no table: nothing is written.
 
         Raises:
             PoolError: a row that this pool does not have, or a page behind the last one of a row.

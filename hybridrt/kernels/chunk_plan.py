@@ -44,7 +44,7 @@ def plan_chunks(
     computed: Sequence[int], new: Sequence[int], chunk_size: int, device: torch.device | str = "cpu"
 ) -> ChunkPlan:
     """Plans the chunks of requests with `computed` tokens in their state and `new` ones to add (host integers)."""
-    columns = chunk_columns(np.array(computed, np.int32), np.array(new, np.int32), chunk_size)
+    columns = chunk_columns(computed, new, chunk_size)
     return chunk_plan(dict(zip(columns, _to_device(list(columns.values()), device))), columns, new, chunk_size)
 
 
@@ -58,23 +58,28 @@ def chunk_plan(
     )
 
 
-def chunk_columns(computed: np.ndarray, new: np.ndarray, chunk_size: int) -> dict[str, np.ndarray]:
-    """The tensors of a ChunkPlan by name, as host arrays of int32; `computed` and `new` are [B] int32."""
-    ends = computed + new
-    first = computed // chunk_size
-    counts = np.where(new > 0, -(-ends // chunk_size) - first, 0)
-    before = np.cumsum(counts) - counts
-    request = np.repeat(np.arange(len(new)), counts)
-    number = first[request] + np.arange(len(request)) - before[request]  # of the chunk in its request
-    starts = np.cumsum(new) - new - computed  # of the request's position 0 among the new tokens
-    chunk_ends = starts[request] + np.minimum((number + 1) * chunk_size, ends[request])
-    columns = (
-        np.concatenate(([0], chunk_ends)),
-        request,
-        np.where(counts > 0, before, 0),
-        np.where(counts > 0, before + counts - 1, -1),
-    )
-    return {name: column.astype(np.int32) for name, column in zip(CHUNK_COLUMNS, columns)}
+def chunk_columns(
+    computed: Sequence[int], new: Sequence[int], chunk_size: int, cuts: Sequence[int] | None = None
+) -> dict[str, np.ndarray]:
+    """The tensors of a ChunkPlan by name, as host arrays of int32.
+
+    Args:
+        cuts: for each request a number of its new tokens behind which a chunk ends, too; 0: none.
+    """
+    # A loop, not array operations: most steps have few chunks, and the device waits for this.
+    ends, requests, first_chunks, last_chunks, start = [0], list[int](), list[int](), list[int](), 0
+    for request, (done, length) in enumerate(zip(computed, new)):
+        first = (done // chunk_size + 1) * chunk_size - done
+        stops = [*range(first, length, chunk_size), length] if length else []
+        if cuts is not None and cuts[request] and cuts[request] not in stops:
+            stops = sorted((*stops, cuts[request]))
+        first_chunks.append(len(requests) if stops else 0)
+        ends += [start + stop for stop in stops]
+        requests += [request] * len(stops)
+        last_chunks.append(len(requests) - 1 if stops else -1)
+        start += length
+    columns = (ends, requests, first_chunks, last_chunks)
+    return {name: np.array(column, np.int32) for name, column in zip(CHUNK_COLUMNS, columns)}
 
 
 def most_chunks(rows: int, tokens: int, chunk_size: int) -> int:

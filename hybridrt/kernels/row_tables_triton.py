@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hybridrt.kernels.records import RowTables
 
-BLOCK = 128
+BLOCK, CLEARED = 128, 1024  # rows, and numbers of a slot, that a program takes at a time
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -15,12 +15,13 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < count
+    slot = tl.load(slots_ptr + i, mask=i < count, other=-1)
+    mask = slot >= 0
     row = tl.load(rows_ptr + i, mask=mask, other=0)
     start = tl.zeros([BLOCK], tl.int32)
     if phases_ptr is not None:
         start += (tl.load(phases_ptr + i, mask=mask, other=0) % apart).to(tl.int32)
-    tl.store(state_slots_ptr + row, tl.load(slots_ptr + i, mask=mask).to(tl.int32), mask=mask)
+    tl.store(state_slots_ptr + row, slot.to(tl.int32), mask=mask)
     tl.store(ring_start_ptr + row, start, mask=mask)
     tl.store(ring_length_ptr + row, tl.zeros([BLOCK], tl.int32), mask=mask)
 
@@ -33,7 +34,21 @@ def _pages_kernel(  # type: ignore[no-untyped-def]
     offset = tl.arange(0, BLOCK)
     row, index = tl.load(rows_ptr + i).to(tl.int64), tl.load(indices_ptr + i)
     slots = tl.load(pages_ptr + i) * PAGE + offset
-    tl.store(table_ptr + row * table_sr + index * PAGE + offset, slots.to(tl.int32), mask=offset < PAGE)
+    mask = (offset < PAGE) & (slots >= 0)
+    tl.store(table_ptr + row * table_sr + index * PAGE + offset, slots.to(tl.int32), mask=mask)
+
+
+@triton.jit
+def _clear_kernel(  # type: ignore[no-untyped-def]
+    states_ptr, slots_ptr, states_sl, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid [programs of a slot, layers, slots]. A slot has SIZE numbers."""
+    slot = tl.load(slots_ptr + tl.program_id(2)).to(tl.int64)
+    if slot >= 0:
+        numbers = states_ptr + tl.program_id(1).to(tl.int64) * states_sl + slot * SIZE
+        for start in range(tl.program_id(0) * BLOCK, SIZE, tl.num_programs(0) * BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            tl.store(numbers + i, tl.zeros([BLOCK], states_ptr.dtype.element_ty), mask=i < SIZE)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows_ptr"])
@@ -49,6 +64,16 @@ def enter_rows_triton(rows: Tensor, state_slots: Tensor, phases: Tensor | None, 
     if count := len(rows):
         _rows_kernel[triton.cdiv(count, BLOCK),](
             rows, state_slots, phases, *tables, count, apart, BLOCK=BLOCK, num_warps=4
+        )
+
+
+def clear_slots_triton(states: Tensor, state_slots: Tensor) -> None:
+    """See hybridrt.kernels.row_tables.clear_slots."""
+    layers, _, size = states.shape
+    if states.numel() and len(state_slots):
+        programs = min(triton.cdiv(size, CLEARED), 16)
+        _clear_kernel[programs, layers, len(state_slots)](
+            states, state_slots, states.stride(0), SIZE=size, BLOCK=CLEARED, num_warps=4
         )
 
 

@@ -1,11 +1,13 @@
 """Which steps of a runner become graphs, and their capture."""
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hybridrt.runtime.build import keeps_prefixes, step_widths
 from hybridrt.runtime.graph_runner import GraphRunner, Recorder, make_recorder
 from hybridrt.runtime.prompt_graphs import PromptGraphs
+from hybridrt.runtime.step_batch import enter_tables
 
 if TYPE_CHECKING:
     from hybridrt.runtime.step_runner import StepRunner
@@ -59,6 +61,7 @@ def _capture_prompts(runner: "StepRunner", progress: bool, recorder: Recorder) -
         max_bs=config.cuda_graph_max_bs or runner.memory_plan.num_rows,
         max_tokens=config.chunked_prefill_size,
         saves=keeps_prefixes(config, runner.model_config) and bool(runner.backend.chunk_sizes),
+        enter_tables=partial(enter_tables, runner.pools, runner.sampling_table),
         recorder=recorder,
     )
     graphs.capture(progress)

@@ -14,7 +14,7 @@ import numpy as np
 from hybridrt.kernels.chunk_plan import most_chunks, pad_chunks
 from hybridrt.runtime.saved_states import pack_saved_states
 from hybridrt.runtime.step import DecodeRows, ExtendRow, StepPlan
-from hybridrt.runtime.step_inputs import Columns, chunk_names, pack_batch
+from hybridrt.runtime.step_inputs import Columns, chunk_names, pack_batch, pack_bookkeeping, pad_bookkeeping
 from hybridrt.runtime.step_passes import Run, in_pass, pack_runs, runs_of
 
 # Of a step; larger ones keep a device busy without graphs. Padding costs what tokens cost, unless there are fewer than
@@ -26,6 +26,7 @@ DECODE_ROWS = (0, 32, 64, 128)
 # sizes are lengths that prompts and chunks often have, and count those alone.
 SHARED_TOKENS = 384
 PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts of a bucket, which has room for one in so many tokens
+CACHED_PAGES = 1024  # entries of page tables that a bucket has room for, beside one for each of its tokens
 TAIL = 16  # tokens behind a saved state, in the mean of the prompts: states stand on a grid, usually of 16 tokens
 
 
@@ -48,6 +49,17 @@ class Bucket(NamedTuple):
     def has_room(self, decode_rows: int, prompts: int, tokens: int) -> bool:
         """Whether a step with so many decode rows, prompts, and tokens of prompts fits, if it saves no states."""
         return decode_rows <= self.decode_rows and prompts <= self.prompts and tokens <= self.tokens
+
+    @property
+    def entries(self) -> int:
+        """Most page-table entries that a graph makes."""
+        return CACHED_PAGES + self.decode_rows + self.tokens
+
+    def enters(self, plan: StepPlan) -> bool:
+        """Whether a graph changes the tables as a step says."""
+        admissions, entries = plan.admissions, sum(len(write.pages) for write in plan.page_writes)
+        special = plan.page_copies or any(a.rules is not None or a.params.uses_penalties for a in admissions)
+        return not special and len(admissions) <= self.prompts and entries <= self.entries
 
     def holds(self, plan: StepPlan, saves: "StateSaves") -> bool:
         """Whether a step has prompts, and fits, with the states that it saves within them."""
@@ -77,14 +89,14 @@ class StateSaves(Enum):
 
 
 def pack_padded(plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> Columns:
-    """`pack_batch` of a step, padded. The shapes depend on the other arguments alone.
+    """`pack_bookkeeping` and `pack_batch` of a step, padded. The shapes depend on the other arguments alone.
 
     Args:
         sizes: of chunks.
         seq_len_fill: tokens of a padding row of the decode segment.
     """
     padded = pad_step(plan, bucket, seq_len_fill)
-    columns = pack_batch(padded, 1)
+    columns = pad_bookkeeping(pack_bookkeeping(plan), bucket.prompts, bucket.entries) | pack_batch(padded, 1)
     real = sum(len(row.tokens) for row in plan.extend)
     columns["extend_positions"][real:] = 0  # rotary tables end with the longest request
     columns |= _sampled(plan, columns, bucket)

@@ -6,8 +6,8 @@ chunks, the states that they start from and leave. Kernels get it from there. On
 a graph is captured with one padding row that has all of the bucket's tokens: grids are large enough for whatever step
 is replayed, and programs without work end at once.
 
-Outside of the graph run, before it, the changes of tables (admissions, pages), one copy of the step's integers and the
-planning for its decode rows; after it, sampling. The rest of the planning is recorded (`prepare_in_graph`).
+Outside of the graph run, before it, one copy of the step's integers and the planning for its decode rows; after it,
+sampling. The changes of tables (admissions, pages) and the rest of the planning (`prepare_in_graph`) are recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,6 +63,7 @@ class PromptGraphs:
         max_bs: most decode rows of a bucket; capped by the request rows.
         max_tokens: most prompt tokens of a step: larger buckets are left out.
         saves: steps may save states within their prompts.
+        enter_tables: changes the tables as the sections of `pack_bookkeeping` say; recorded at the head of each graph.
         recorder: how a step is recorded; by the device's kind if None.
         sizes: of the buckets: decode rows and prompt tokens.
     """
@@ -77,11 +78,12 @@ class PromptGraphs:
         max_bs: int,
         max_tokens: int,
         saves: bool,
+        enter_tables: Callable[[Sections], None],
         recorder: Recorder | None = None,
         sizes: tuple[Sequence[int], Sequence[int]] = (DECODE_ROWS, PROMPT_TOKENS),
     ) -> None:
         self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
-        self.poisoned = model.device.type != "cuda"
+        self.enter_tables, self.poisoned = enter_tables, model.device.type != "cuda"
         self.saves = StateSaves.NONE
         if saves:
             self.saves = StateSaves.AT_CHUNKS if backend.saves_at_chunks else StateSaves.SECOND_PASS
@@ -112,6 +114,7 @@ class PromptGraphs:
             with stack.calling(splits(len(stack.parts)), self.recorder.split):
                 graph.replay = self.recorder(self._bind(graph), warm)
             self._graphs[bucket] = graph
+        self._graphs = dict(sorted(self._graphs.items(), key=lambda made: sum(made[0])))  # `bucket` takes the first
         self.captured_bytes = free - free_device_bytes(self.model.device)
 
     @property
@@ -121,11 +124,11 @@ class PromptGraphs:
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
         """The captured bucket of the fewest tokens that holds a step (`Bucket.holds`). None: it runs eagerly."""
-        return min((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), key=sum, default=None)
+        return next((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), None)
 
     def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
-        """One step up to its logits, in inference mode. What it changes in tables has been written. The next replay
-        overwrites the logits."""
+        """One step up to its logits, in inference mode. The bucket holds it and enters what it changes in tables. The
+        next replay overwrites the logits."""
         graph = self._graphs[bucket]
         assert graph.replay is not None
         if self.poisoned:
@@ -186,6 +189,7 @@ class PromptGraphs:
         prompts = TokenInputs(*(part[decoded:] for part in graph.inputs))
 
         def step() -> None:
+            self.enter_tables(sections)
             if decoded:
                 fill_decode(graph.inputs.first(decoded), sections, decoded, None, self.last_tokens, self.pool)
             rows, positions = sections["extend_rows"], sections["extend_positions"]

@@ -218,8 +218,8 @@ class SamplingTable:
         rows = bytearray().join(cls.constants(a.params, a.seed, a.rules) for a in admissions)
         constants = np.frombuffer(rows, np.int32).reshape(-1, _CONSTANTS.size // 4)
         return {
-            "seeds": constants[:, :2].reshape(-1),
-            "constants": constants[:, 2:].reshape(-1),
+            "seeds": constants[:, :2],
+            "constants": constants[:, 2:],
             "penalty_rows": np.array([a.row for a in counted], np.int32),
             "output_tokens": np.array(outputs, np.int32).reshape(-1),
             "prompt_tokens": np.array(prompts, np.int32).reshape(-1),
@@ -228,8 +228,8 @@ class SamplingTable:
 
     def admit(self, rows: Tensor, sections: dict[str, Tensor]) -> None:
         """Stores what `pack` packed, for request rows `rows` [n]."""
-        self._constants[:, rows] = sections["constants"].view(-1, len(FLOATS) + 2).t()
-        self.seeds[rows] = sections["seeds"].view(torch.int64)
+        self._constants[:, rows] = sections["constants"].t()
+        self.seeds[rows] = sections["seeds"].view(torch.int64).squeeze(1)
         if "rules" in sections:
             admit_rules(self.rules, sections)
         counted = sections["penalty_rows"].long()

@@ -1,6 +1,7 @@
 """States that prompts leave behind: at the ends of chunks in one pass, where the backends can do it, else in passes."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -31,18 +32,18 @@ def pack_saved_states(
         extend: each saves one state at most.
         padded_to: chunks of a graph, by chunk size; None: no more than the rows have.
     """
-    ends = int32s(row.saves[0][0] if row.saves else len(row.tokens) for row in extend)
-    slots = int32s(row.saves[0][1] if row.saves else 0 for row in extend)
-    new, computed = int32s(len(row.tokens) for row in extend), int32s(row.computed for row in extend)
-    halves = np.stack((computed, computed + ends), 1).ravel(), np.stack((ends, new - ends), 1).ravel()
-    columns: Columns = {"row_slots": slots, "row_lengths": np.where(slots > 0, ends, 0).astype(np.int32)}
+    computed, new = [row.computed for row in extend], [len(row.tokens) for row in extend]
+    saves = [row.saves[0] if row.saves else (0, 0) for row in extend]
+    lengths, slots = zip(*saves) if saves else ((), ())
+    columns: Columns = {"row_slots": int32s(slots), "row_lengths": int32s(lengths)}
     for size in sizes:
-        plan = chunk_columns(*halves, size)
+        plan = chunk_columns(computed, new, size, lengths)
+        ends = plan["cu_chunk_seqlens"].tolist()
         plan = plan if padded_to is None else pad_chunks(plan, padded_to(size))
-        first, last = (plan[name].reshape(-1, 2) for name in ("first_chunk", "last_chunk"))
         saved = np.zeros(len(plan["seq_idx"]), np.int32)
-        saved[last[slots > 0, 0]] = slots[slots > 0]
-        plan |= {"seq_idx": plan["seq_idx"] // 2, "first_chunk": first[:, 0].copy(), "last_chunk": last.max(1)}
+        for (length, slot), start in zip(saves, accumulate(new, initial=0)):
+            if slot:
+                saved[ends.index(start + length) - 1] = slot
         columns |= {packed: plan[name] for name, packed in chunk_names(size).items()} | {f"saves of {size}": saved}
     return columns
 

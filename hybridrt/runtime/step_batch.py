@@ -1,4 +1,4 @@
-"""The one place where the runtime makes a ForwardBatch: from device views of what `step_inputs` packed."""
+"""What the runtime makes of device views of what `step_inputs` packed: changes of tables, and each ForwardBatch."""
 
 from typing import Any
 
@@ -10,7 +10,22 @@ from hybridrt.kernels.decode_inputs import decode_inputs
 from hybridrt.kernels.draft_tree import tree_mask, tree_positions
 from hybridrt.kernels.records import DecodeRowInputs, TokenInputs
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.runtime.build import Pools
+from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.step_inputs import Sections
+
+
+def enter_tables(pools: Pools, sampling_table: SamplingTable, sections: Sections) -> None:
+    """Writes the admissions and page writes of `pack_bookkeeping` to the device tables, zeroes the admitted state
+    slots, and copies the pages that it names."""
+    table = pools.req_to_token
+    if sections["admit_rows"].numel():
+        table.admit(sections["admit_rows"], sections["admit_state_slots"], sections["admit_phases"])
+        sampling_table.admit(sections["admit_rows"].long(), sections)
+    if sections["pages"].numel():
+        table.write_pages(sections["page_rows"], sections["page_indices"], sections["pages"])
+    if sections["copy_sources"].numel():
+        pools.kv.copy_pages(*(sections[name].long() for name in ("copy_sources", "copy_targets")))
 
 
 def fill_decode(

@@ -17,6 +17,7 @@ from hybridrt.runtime.step import NO_INTEGERS, DecodeRows, ExtendRow, StepPlan, 
 # Each section starts on 16 bytes: Triton compiles a kernel anew for every combination of aligned and unaligned
 # arguments.
 _ALIGNED = 4
+_GAPS = [np.zeros(size, np.int32) for size in range(_ALIGNED)]  # behind columns
 Columns = dict[str, np.ndarray]
 Sections = dict[str, torch.Tensor]
 
@@ -54,7 +55,7 @@ def pack_batch(
         "extend_positions": np.arange(decoded, decoded + new.sum(), dtype=np.int32) + starts,
         **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if following else {}),
         **({"read_state_slots": read_slots} if read_slots.any() else {}),
-        **pack_chunks(computed, new, chunk_sizes),
+        **pack_chunks(computed.tolist(), new.tolist(), chunk_sizes),
     }
 
 
@@ -101,8 +102,8 @@ def chunk_names(size: int) -> dict[str, str]:
     return {name: f"{name} of {size}" for name in CHUNK_COLUMNS}
 
 
-def pack_chunks(computed: np.ndarray, new: np.ndarray, sizes: Iterable[int]) -> Columns:
-    """The tensors of the chunk plans of each of `sizes`, for rows with `computed` tokens and `new` ones, [n] int32."""
+def pack_chunks(computed: Sequence[int], new: Sequence[int], sizes: Iterable[int]) -> Columns:
+    """The tensors of the chunk plans of each of `sizes`, for rows with `computed` tokens and `new` ones."""
     plans = {size: chunk_columns(computed, new, size) for size in sizes}
     return {packed: plans[size][name] for size in plans for name, packed in chunk_names(size).items()}
 
@@ -132,6 +133,19 @@ def pack_bookkeeping(plan: StepPlan) -> Columns:
         "copy_sources": int32s(copy.source for copy in plan.page_copies),
         "copy_targets": int32s(copy.target for copy in plan.page_copies),
     }
+
+
+def pad_bookkeeping(columns: Columns, rows: int, entries: int) -> Columns:
+    """`pack_bookkeeping` of a step without page copies, penalties and rules, with `rows` admissions and `entries`
+    page-table entries. What pads them is of request row 0, slot -1 and page -1: it changes nothing of a request."""
+    padded = dict(columns)
+    of_rows = ("admit_rows", "admit_state_slots", "admit_phases", "seeds", "constants")
+    for name in (*of_rows, "page_rows", "page_indices", "pages"):
+        column, size = columns[name], rows if name in of_rows else entries
+        fill = -1 if name in ("admit_state_slots", "pages") else 0
+        padded[name] = np.full((size, *column.shape[1:]), fill, np.int32)
+        padded[name][: len(column)] = column
+    return padded
 
 
 def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
@@ -173,11 +187,10 @@ class StagingRing:
 
     def copy(self, into: torch.Tensor, columns: Columns) -> None:
         """One copy of all columns into [packed_size] int32."""
-        staging, start = self._staging(into), 0
-        flat = staging.numpy()
+        staging, parts = self._staging(into), list[np.ndarray]()
         for column in columns.values():
-            flat[start : start + column.size] = column.reshape(-1)
-            start += _aligned(column.size)
+            parts += column.reshape(-1), _GAPS[-column.size % _ALIGNED]
+        np.concatenate(parts, out=staging.numpy())
         self._copy(into, staging)
 
     def copy_rows(self, into: torch.Tensor, columns: Columns, padding: Columns, size: int) -> None:

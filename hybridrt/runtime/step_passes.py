@@ -39,12 +39,12 @@ def pack_passes(extend: Sequence[ExtendRow], sizes: Iterable[int]) -> Columns:
 
 def pack_runs(runs: Sequence[Run], number: int, sizes: Iterable[int]) -> Columns:
     """The integers of pass `number`."""
-    position, length = int32s(run.position for run in runs), int32s(run.length for run in runs)
-    starts = np.concatenate(([0], np.cumsum(length))).astype(np.int32)
+    position, length = [run.position for run in runs], [run.length for run in runs]
+    starts = np.cumsum([0, *length], dtype=np.int32)
     tokens = [np.arange(run.token, run.token + run.length, dtype=np.int32) for run in runs] if number else []
     parts = (
         int32s(run.row for run in runs), int32s(run.read for run in runs), int32s(run.write for run in runs),
-        starts, position, np.concatenate(tokens) if tokens else int32s(()),
+        starts, int32s(position), np.concatenate(tokens) if tokens else int32s(()),
     )  # fmt: skip
     parts_by_name = dict(zip(_COLUMNS, parts)) | pack_chunks(position, length, sizes)
     return {in_pass(name, number): part for name, part in parts_by_name.items()}

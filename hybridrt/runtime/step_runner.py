@@ -29,7 +29,7 @@ from hybridrt.runtime.sampler import Accepted, RowRequirements, SampledLines, Sa
 from hybridrt.runtime.saved_states import pack_saves, saved_states
 from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageCopy, PageWrite, StepHandle, StepPlan, int32s
-from hybridrt.runtime.step_batch import fill_decode, make_batch, spec_info_of
+from hybridrt.runtime.step_batch import enter_tables, fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, pack_batch, pack_bookkeeping
 from hybridrt.runtime.step_passes import extend_passes
 
@@ -165,7 +165,9 @@ class StepRunner:
         return None if scored or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
     def _launch_prompts(self, plan: StepPlan, bucket: Bucket) -> LaunchSampling:
-        self._apply_bookkeeping(plan)
+        if not bucket.enters(plan):
+            self._apply_bookkeeping(plan)
+            plan = replace(plan, admissions=[], page_writes=[], page_copies=[])
         assert self.prompt_graphs is not None
         lines = self.prompt_graphs.replay(plan, bucket)
         if not len(lines.rows):
@@ -229,7 +231,7 @@ class StepRunner:
         columns |= pack_batch(plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes)
         columns |= pack_saves(plan.extend, self._chunk_sizes, self.backend.saves_at_chunks)
         sections = self._staging.upload(columns)
-        self._apply_allocations(sections)
+        enter_tables(self.pools, self.sampling_table, sections)
         for arrival in plan.imports:
             self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
         if not plan.decode and not plan.extend:
@@ -294,21 +296,9 @@ class StepRunner:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
     def _apply_bookkeeping(self, plan: StepPlan) -> None:
-        """`_apply_allocations` of a step whose columns hold nothing of them."""
+        """`enter_tables` of a step whose columns hold nothing of them."""
         if plan.admissions or plan.page_writes or plan.page_copies:
-            self._apply_allocations(self._staging.upload(pack_bookkeeping(plan)))
-
-    def _apply_allocations(self, sections: Sections) -> None:
-        """Writes the step's admissions and page writes to the device tables, zeroes the admitted state slots, and
-        copies the pages that the step names."""
-        table = self.pools.req_to_token
-        if sections["admit_rows"].numel():
-            table.admit(sections["admit_rows"], sections["admit_state_slots"], sections["admit_phases"])
-            self.sampling_table.admit(sections["admit_rows"].long(), sections)
-        if sections["pages"].numel():
-            table.write_pages(sections["page_rows"], sections["page_indices"], sections["pages"])
-        if sections["copy_sources"].numel():
-            self.pools.kv.copy_pages(*(sections[name].long() for name in ("copy_sources", "copy_targets")))
+            enter_tables(self.pools, self.sampling_table, self._staging.upload(pack_bookkeeping(plan)))
 
     def _batch(self, plan: StepPlan, columns: Columns, sections: Sections, tokens: int) -> ForwardBatch:
         n, table = len(plan.decode), self.pools.req_to_token

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels.records import RowTables
-from hybridrt.kernels.row_tables import enter_pages, enter_rows, enter_tokens
+from hybridrt.kernels.row_tables import clear_slots, enter_pages, enter_rows, enter_tokens
 
 pytestmark = pytest.mark.usefixtures("provider")
 
@@ -21,6 +21,25 @@ def test_rows(phases: Tensor | None) -> None:
     assert tables.req_to_state_slot.tolist() == [5, 5, 11, 5, 8, 5, 5, 3, 5]
     assert tables.ring_start.tolist() == [5, 5, 0, 5, 0 if phases is None else 2, 5, 5, 0 if phases is None else 7, 5]
     assert tables.ring_length.tolist() == [5, 5, 0, 5, 0, 5, 5, 0, 5]
+
+
+def test_padding_changes_nothing() -> None:
+    tables = RowTables(*torch.full((3, 9), 5, dtype=torch.int32))
+    enter_rows(int32(2, 0, 0), int32(11, -1, -1), int32(7, 0, 0), 16, tables)
+    assert [table.tolist() for table in tables] == [[5, 5, value, *[5] * 6] for value in (11, 7, 0)]
+    pages, states = torch.full((2, 8), 5, dtype=torch.int32), torch.full((2, 3, 4), 5.0)
+    enter_pages(int32(1, 0), int32(1, 0), int32(3, -1), pages, 4)
+    assert pages.tolist() == [[5] * 8, [*[5] * 4, 12, 13, 14, 15]]
+    clear_slots(states, int32(-1, 1, -1))
+    assert states.tolist() == [[[5] * 4, [0] * 4, [5] * 4]] * 2
+
+
+@pytest.mark.parametrize("size", [3, 1024, 5000])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_slots_are_cleared_in_all_layers(size: int, dtype: torch.dtype) -> None:
+    states = torch.full((3, 6, size), 7, dtype=dtype)
+    clear_slots(states, int32(4, 1))
+    assert (states[:, [1, 4]] == 0).all() and (states[:, [0, 2, 3, 5]] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 
@@ -19,9 +20,10 @@ from hybridrt.runtime import prompt_columns
 from hybridrt.runtime.graph_runner import ClosureRecorder, CudaGraphRecorder
 from hybridrt.runtime.prompt_columns import Bucket, StateSaves, pack_padded
 from hybridrt.runtime.prompt_graphs import PromptGraphs, splits
+from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.saved_states import saved_states
 from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
-from hybridrt.runtime.step_batch import fill_decode, make_batch
+from hybridrt.runtime.step_batch import enter_tables, fill_decode, make_batch
 from hybridrt.runtime.step_inputs import chunk_plans
 from hybridrt.runtime.step_passes import extend_passes
 from tests.attention.test_extend_passes import TEXT, check_saved
@@ -56,9 +58,11 @@ def last_tokens() -> Tensor:
 
 
 def runner_of(hand: ByHand, saves: bool, exact: bool = True, sizes: Any = SIZES) -> PromptGraphs:
+    constants = SamplingTable(ROWS, hand.model.config.vocab_size, torch.device("cpu"))
     graphs = PromptGraphs(
         model=hand.model, backend=hand.backend, req_to_token_pool=hand.pools.req_to_token, last_tokens=last_tokens(),
         max_bs=3, max_tokens=48, saves=saves, sizes=sizes,
+        enter_tables=partial(enter_tables, hand.pools, constants),
     )  # fmt: skip
     graphs.exact = exact
     graphs.capture()
@@ -184,6 +188,7 @@ def test_an_engine_on_graphs_gives_the_same_tokens(name: str, mode: str, checkpo
     runner.prompt_graphs = graphs = PromptGraphs(
         model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
         last_tokens=runner.last_tokens, max_bs=3, max_tokens=48, saves=True, sizes=SIZES,
+        enter_tables=partial(enter_tables, runner.pools, runner.sampling_table),
     )  # fmt: skip
     graphs.capture()
     replay = graphs.replay
@@ -201,6 +206,38 @@ def test_an_engine_on_graphs_gives_the_same_tokens(name: str, mode: str, checkpo
     rows = [row for plan, _ in seen for row in plan.extend]
     assert any(row.saves for row in rows) and any(row.read_state_slot for row in rows)
     assert len(seen) == sum(bool(plan.extend) for plan in session.plans)
+
+
+def test_graphs_change_the_tables(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of steps whose changes a graph has no room for, or that count tokens, are changed before the graph."""
+    monkeypatch.setattr(prompt_columns, "CACHED_PAGES", 0)
+    checkpoint, before = checkpoints["falcon-plain"], list[int]()
+    session = Session(checkpoint.path, page_size=1, cache_slots=6)
+    runner = session.runner
+    runner.prompt_graphs = graphs = PromptGraphs(
+        model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
+        last_tokens=runner.last_tokens, max_bs=3, max_tokens=48, saves=True, sizes=((3,), (16,)),
+        enter_tables=partial(enter_tables, runner.pools, runner.sampling_table),
+    )  # fmt: skip
+    graphs.capture()
+    apply = runner._apply_bookkeeping
+
+    def noted(plan: StepPlan) -> None:
+        before.extend([len(plan.admissions)] * bool(plan.extend))
+        apply(plan)
+
+    monkeypatch.setattr(runner, "_apply_bookkeeping", noted)
+    engine, (text,) = session.engine(chunk=16, prefix_cache=True, grid=4), prompts(40)
+    turns = ((text[:9], {}), (text[:12], {"frequency_penalty": 1e-6}), (text, {}), ([*text[:36], 7], {}))
+    for i, (tokens, more) in enumerate(turns):
+        before.clear()
+        engine.add_request(tokens, replace(greedy(4), **more), str(i))
+        answer = list[int]()
+        while engine.has_unfinished():
+            for out in engine.step():
+                answer += out.token_ids
+        assert answer == checkpoint.logits(tokens, answer).argmax(-1).tolist()
+        assert before == [[], [1], [1], [1]][i], "few pages; penalties; more pages, new ones and cached ones"
 
 
 def run_cached(session: Session, texts: Sequence[list[int]]) -> list[Sample]:
@@ -311,7 +348,7 @@ def test_captures_are_split_between_layers(checkpoints: CheckpointStore) -> None
     recorder.split = lambda: calls.append(1)  # type: ignore[method-assign]
     graphs = PromptGraphs(
         model=hand.model, backend=hand.backend, req_to_token_pool=hand.pools.req_to_token, last_tokens=last_tokens(),
-        max_bs=3, max_tokens=48, saves=False, sizes=SIZES, recorder=recorder,
+        max_bs=3, max_tokens=48, saves=False, enter_tables=lambda sections: None, sizes=SIZES, recorder=recorder,
     )  # fmt: skip
     graphs.capture()
     assert len(calls) == len(graphs.buckets) * len(splits(len(hand.model.stack.parts))) > 0
