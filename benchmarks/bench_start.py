@@ -81,14 +81,13 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
     import torch
 
     import hybridrt.engine.llm as llm
-    import hybridrt.hf_config as hf_config
     import hybridrt.runtime.compile_ahead as compile_ahead
     import hybridrt.runtime.model_runner as runner
     from hybridrt.runtime.build import Runtime
 
     for module, name, part in (
         (runner, "load_target", "configuration"), (runner, "plan_ahead", "configuration"),
-        (hf_config, "_transformers_config", "transformers' configuration"), (torch.cuda, "_lazy_init", "CUDA's start"),
+        (torch.cuda, "_lazy_init", "CUDA's start"),
         (torch.cuda, "mem_get_info", "CUDA's context"), (runner, "empty_model", "model without weights"),
         (compile_ahead, "CompileAhead", "starting compilers"), (runner, "build_model", "weights"),
         (compile_ahead.KernelsAhead, "wait_for_start", "waiting for kernels"), (runner, "plan_pools", "memory plan"),

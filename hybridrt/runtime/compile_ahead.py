@@ -86,8 +86,8 @@ class CompileAhead:
         }
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         try:
-            for i in range(workers):
-                self._processes.append(start_child(_WORKER, {"traces": i == 0}, environment, **pipes))
+            for _ in range(workers):
+                self._processes.append(start_child(_WORKER, {}, environment, **pipes))
         except BaseException:
             self.close()
             raise

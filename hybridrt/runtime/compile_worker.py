@@ -28,17 +28,11 @@ from hybridrt.runtime.pretend_gpu import GPUFacts
 LAUNCHER = ("triton", "launcher", "")  # the job of compiling what Triton launches kernels with
 
 
-def main(traces: bool) -> None:
-    """Serves lines of the standard input until it ends.
-
-    Args:
-        traces: this process will be asked to trace: it imports what that takes at once.
-    """
+def main() -> None:
+    """Serves lines of the standard input until it ends."""
     answers = _own_output()
     from hybridrt.runtime import compile_trace  # noqa: F401  # all processes have it ready
 
-    if traces:
-        import transformers  # noqa: F401
     facts = json.loads(sys.stdin.readline() or "null")
     if facts is None:
         return  # the start was over before
