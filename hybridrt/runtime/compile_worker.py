@@ -5,6 +5,7 @@ GPU. `compile_ahead.py` starts it, and talks with it in lines of JSON.
     {"trace": fields of EngineConfig}            {"kernel": [module, name, specialisation]} for each kernel,
                                                  {"started": seconds} behind those of the start, and at the end
                                                  {"problems": [...], "seconds": number}
+    {"key": [file, digest]}                      as in `triton_key.use_key`; before the first of
     {"compile": [module, name, specialisation]}  {"problem": null or text, "seconds": number}
 """
 
@@ -24,6 +25,7 @@ from unittest import mock
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.runtime.pretend_gpu import GPUFacts
+from hybridrt.runtime.triton_key import use_key
 
 LAUNCHER = ("triton", "launcher", "")  # the job of compiling what Triton launches kernels with
 
@@ -40,7 +42,12 @@ def main() -> None:
     worker = _Worker(GPUFacts(**{**gpu, "capability": tuple(gpu["capability"])}), answers)
     for line in sys.stdin:
         request = json.loads(line)
-        worker.trace(request["trace"]) if "trace" in request else worker.compile(*request["compile"])
+        if "trace" in request:
+            worker.trace(request["trace"])
+        elif "key" in request:
+            use_key(*request["key"])
+        else:
+            worker.compile(*request["compile"])
 
 
 def _own_output() -> TextIO:
