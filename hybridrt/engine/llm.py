@@ -33,12 +33,11 @@ from hybridrt.engine.outputs import Delta, RequestOutput, whole_output
 from hybridrt.engine.prompts import Prompt, text_or_ids
 from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.engine.session_file import Session
-from hybridrt.engine.tokenizer import import_ahead, load_tokenizer
+from hybridrt.engine.tokenizer import load_tokenizer
 from hybridrt.errors import EngineError
 from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor, check_world
-from hybridrt.runtime.torchrun import world
 from hybridrt.sampling_params import SamplingParams
 
 
@@ -96,8 +95,6 @@ class LLM:
         del options["self"]
         self.config = EngineConfig(**options | {"model": str(model)})
         check_world(tp_size)
-        if (here := world()) is None or not here.rank:
-            import_ahead(self.config.model)
         progress = _shows_bars()
         self._split = TensorParallelExecutor(self.config, progress=progress) if tp_size > 1 else None
         runner = self._split.runner if self._split else ModelRunner(self.config, progress=progress)

@@ -1,7 +1,5 @@
 """Text to token ids and back."""
 
-import contextlib
-import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -123,23 +121,6 @@ def check_text(prompt: str) -> None:
         ) from e
 
 
-def import_ahead(model: str) -> None:
-    """Begins to import what `load_tokenizer` takes, in a thread, while the model is loaded; nothing for a directory
-    without a tokenizer."""
-    path = Path(model).expanduser()
-    if not path.is_dir() or has_tokenizer(path):
-        threading.Thread(target=_import, daemon=True).start()
-
-
-def _import() -> None:
-    with contextlib.suppress(Exception):  # it fails again, and is raised, where it is needed
-        from transformers import AutoTokenizer  # noqa: F401
-
-
-def has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
-
-
 def load_tokenizer(path: str | Path) -> HFTokenizer | None:
     """The tokenizer of a checkpoint directory, None if it has no tokenizer files. No code of the checkpoint is run.
 
@@ -147,7 +128,7 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
         CheckpointError: the files are there but cannot be read, or only with code of the checkpoint.
     """
     directory = Path(path)
-    if not has_tokenizer(directory):
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer  # slow to import, and useless where token ids go in and come out
 

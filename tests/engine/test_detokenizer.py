@@ -1,10 +1,8 @@
 """Text as tokens come: split characters, stop strings, and what may be shown before the end is known."""
 
-import threading
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridrt import LLM
 from hybridrt.engine.detokenizer import Detokenizer
 from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import HFTokenizer, load_tokenizer
-from hybridrt.errors import CheckpointError, ConfigError
+from hybridrt.errors import CheckpointError
 from hybridrt.runtime.build import ASSETS
 from tests.support.engine_harness import ByteTokenizer
 
@@ -205,27 +202,6 @@ def test_special_tokens_in_a_row_are_not_decoded_again_and_again(monkeypatch: py
     tokens = [*tokenizer.encode("a"), *[end] * 50, *tokenizer.encode(" b")]
     assert feed(Detokenizer(tokenizer, [end]), tokens)[-1] == "a b"
     assert max(lengths) < 20
-
-
-@pytest.mark.parametrize(("files", "rank", "begins"), [(True, "0", True), (False, "0", False), (True, "1", False)])
-def test_the_import_runs_while_the_model_is_loaded(
-    files: bool, rank: str, begins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where there is a tokenizer, and on the rank that has one."""
-    begun = threading.Event()
-
-    def runner(*_: object, **__: object) -> None:
-        raise ConfigError("with it" if begun.wait(20.0 if begins else 0.2) else "without it")
-
-    monkeypatch.setattr("hybridrt.engine.tokenizer._import", begun.set)
-    monkeypatch.setattr("hybridrt.engine.llm.ModelRunner", runner)
-    monkeypatch.setattr("hybridrt.engine.llm.TensorParallelExecutor", runner)
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    if files:
-        (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="with it" if begins else "without it"):
-        LLM(str(tmp_path), tp_size=2)
 
 
 def test_load_tokenizer(tmp_path) -> None:  # type: ignore[no-untyped-def]
