@@ -66,3 +66,23 @@ def test_a_start_without_text_does_not_import_transformers(tmp_path: Path) -> No
     write_tiny(tmp_path, tokenizer=False)
     command = [sys.executable, "-c", START, str(tmp_path)]
     assert subprocess.check_output(command, text=True, cwd=ROOT, stderr=subprocess.PIPE).strip() == "[]"
+
+
+# What a process that finds kernels does on "meta", then what another package may ask of torch's compiler.
+META = """
+import sys, torch
+from hybridrt.runtime.no_dynamo import leave_out_dynamo
+leave_out_dynamo()
+x = torch.empty(4, 6, device="meta")
+(x[1:] - 3).index_fill_(0, torch.zeros(1, dtype=torch.long, device="meta"), 1)
+print(sum(name.startswith("torch._dynamo") for name in sys.modules))
+print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
+import torch._dynamo.config
+print(torch._dynamo.is_compiling(), sum(name.startswith("torch._dynamo") for name in sys.modules) > 20)
+"""
+
+
+def test_operations_without_data_do_without_the_compiler_of_torch() -> None:
+    """Which is there for whoever needs it."""
+    shown = subprocess.check_output([sys.executable, "-c", META], text=True, cwd=ROOT)
+    assert shown.splitlines() == ["1", "[2.0, 2.0]", "False True"]

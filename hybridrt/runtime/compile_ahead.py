@@ -266,7 +266,9 @@ class KernelsAhead:
         self._ahead.begin(gpu)
 
     def wait_for_start(self) -> None:
-        """Returns on all ranks when the kernels that a start needs are compiled."""
+        """Returns on all ranks when the kernels that a start needs are compiled, and Triton has its key."""
+        if self._key is not None:
+            self._key.wait()
         if self._ahead is not None:
             self._ahead.wait_for_start()
         self._tp.minimum(0)

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 from unittest import mock
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.runtime.no_dynamo import leave_out_dynamo
 from hybridrt.runtime.pretend_gpu import GPUFacts
 from hybridrt.runtime.triton_key import use_key
 
@@ -63,6 +64,7 @@ class _Worker:
 
         from hybridrt.runtime.compile_trace import CompilingDriver
 
+        leave_out_dynamo()
         self._gpu, self._answers = gpu, answers
         active: Any = CompilingDriver(gpu.capability)
         driver.set_active(active)

@@ -239,7 +239,7 @@ class GraphRunner:
                 self._upload(NO_ROWS, NO_INTEGERS)
                 self._prepare(bs, 0, None)
                 # A run before the capture takes as long as the capture: the largest step has one.
-                self._replays[bs] = self.recorder(self._bind(bs), warm=bool(self._replays))
+                self._replays[bs] = self.recorder(self._bind(bs), bool(self._replays))
                 self.captured_bytes = free - free_device_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
         self._replays = dict(sorted(self._replays.items()))
