@@ -9,8 +9,10 @@ reads is measured beside it. Kernels that the process compiles by itself are nam
 """
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,7 +55,7 @@ class Clock:
         return timed
 
 
-def measure(model: str, options: dict[str, Any], spawned: float) -> dict[str, Any]:
+def measure(model: str, options: dict[str, Any], spawned: float, profiled: bool) -> dict[str, Any]:
     """In a process of its own: one start. `spawned` is when the process was started, by the wall clock."""
     clock, booted = Clock(), time.time() - spawned
     start = time.perf_counter()
@@ -60,8 +63,9 @@ def measure(model: str, options: dict[str, Any], spawned: float) -> dict[str, An
 
     clock.parts = {"interpreter": booted, "import hybridrt": time.perf_counter() - start}
     compiled = _watch(clock)
-    start = time.perf_counter()
-    llm = clock.time("rest", LLM)(model, **options)
+    start, profile = time.perf_counter(), cProfile.Profile()
+    with profile if profiled else nullcontext():
+        llm = clock.time("rest", LLM)(model, **options)
     built = time.perf_counter() - start
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))
     clock.parts["first token"] = time.perf_counter() - start - built
@@ -70,6 +74,8 @@ def measure(model: str, options: dict[str, Any], spawned: float) -> dict[str, An
     prompts = llm.engine.executor.prompt_graphs
     graphs += len(prompts._graphs) if prompts else 0
     children = clock.results.get("waiting for the rest")
+    if profiled:
+        pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(45).sort_stats("cumtime").print_stats(70)
     return {
         "parts": clock.parts, "from LLM()": total, "compiled here": dict(compiled), "graphs": graphs,
         "compiled by children": asdict(children) if children else None,
@@ -81,14 +87,13 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
     import torch
 
     import hybridrt.engine.llm as llm
-    import hybridrt.hf_config as hf_config
     import hybridrt.runtime.compile_ahead as compile_ahead
     import hybridrt.runtime.model_runner as runner
     from hybridrt.runtime.build import Runtime
 
     for module, name, part in (
         (runner, "load_target", "configuration"), (runner, "plan_ahead", "configuration"),
-        (hf_config, "_transformers_config", "transformers' configuration"), (torch.cuda, "_lazy_init", "CUDA's start"),
+        (torch.cuda, "_lazy_init", "CUDA's start"),
         (torch.cuda, "mem_get_info", "CUDA's context"), (runner, "empty_model", "model without weights"),
         (compile_ahead, "CompileAhead", "starting compilers"), (runner, "build_model", "weights"),
         (compile_ahead.KernelsAhead, "wait_for_start", "waiting for kernels"), (runner, "plan_pools", "memory plan"),
@@ -136,19 +141,23 @@ def _watch_graphs(clock: Clock) -> None:
     torch.cuda.synchronize = clock.time("waiting for the device", torch.cuda.synchronize)
 
 
-def run(args: argparse.Namespace, model: Path, cache: Path, workers: str | None) -> dict[str, Any]:
+def run(
+    args: argparse.Namespace, model: Path, cache: Path, workers: str | None, profiled: bool = False
+) -> dict[str, Any]:
     """One start in a fresh process."""
     variables = {**os.environ, "TRITON_CACHE_DIR": str(cache)}
     if workers is not None:
         variables["HYBRIDRT_COMPILE_WORKERS"] = workers
     if args.checkpoint:
         forget(model)
-    child = {"model": str(model), "options": args.options, "spawned": time.time()}
+    child = {"model": str(model), "options": args.options, "spawned": time.time(), "profiled": profiled}
     command = [sys.executable, "-m", "benchmarks.bench_start", "--child", json.dumps(child)]
     out = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, timeout=args.timeout, check=False)
     lines = [line for line in out.stdout.splitlines() if line.startswith(RESULT)]
     if not lines:
         raise SystemExit(f"a start failed with status {out.returncode}")
+    if profiled:
+        print(out.stdout.partition(RESULT)[0])
     found: dict[str, Any] = json.loads(lines[-1].removeprefix(RESULT))
     return found
 
@@ -222,6 +231,7 @@ def parse() -> argparse.Namespace:
         "--options", type=json.loads, default={}, help="of LLM, as JSON: '{\"max_running_requests\": 8}'"
     )
     parser.add_argument("--serial", action="store_true", help="also a start that compiles in one process")
+    parser.add_argument("--profile", action="store_true", help="also where a start with a full cache spends its time")
     parser.add_argument("--repeats", type=int, default=1, help="of the warm start")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a start may take")
     parser.add_argument("--name", help="write benchmarks/results/NAME.json")
@@ -255,6 +265,8 @@ def main() -> None:
         for name, cache, workers in starts:
             rows[name] = run(args, model, cache, workers)
             show(name, rows[name])
+        if args.profile:
+            show("full cache, profiled", run(args, model, folders[0], None, profiled=True))
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)

@@ -35,7 +35,7 @@ EPSILON = number(0.0, 1.0)
 OFF = either(NULL, FALSE)
 DT_LIMIT = list_of(either(number(0.0, 1e6), FieldType("infinity", lambda v: v == float("inf"))), 2)
 
-# Of attention and Gated Delta Nets of Qwen, which transformers does not read: only these values have a meaning here.
+# Of attention and Gated Delta Nets of Qwen, which no model reads: only these values have a meaning here.
 OUTPUT_GATES: FieldTypes = {
     "attn_output_gate": either(NULL, TRUE),
     "output_gate_type": either(NULL, one_of("silu", "swish")),
@@ -44,12 +44,11 @@ EOS: FieldTypes = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), l
 # What the architecture is found by. The other fields are checked after it: advice about them is wrong where the model
 # runs in no case.
 NAMES: FieldTypes = {"architectures": either(NULL, list_of(TEXT)), "model_type": TEXT}
-# Fields that are checked before transformers reads the file: it builds lists from some, this package reads the others.
+# Fields that are checked before the others: lists are built from some, and all families have them.
 RAW: FieldTypes = {
     **NAMES,
     "per_layer_config": FieldType("absent: no architecture here takes one", lambda v: not v),
     "num_hidden_layers": either(NULL, LAYERS),
-    "num_labels": either(NULL, integer(0, MAX_SIZE)),
     **dict.fromkeys(("dtype", "torch_dtype"), either(NULL, one_of(*DTYPES))),
     "quantization_config": FieldType("absent: use the unquantised checkpoint that it was made from", lambda v: not v),
     "tie_word_embeddings": FLAG,
@@ -65,7 +64,12 @@ ROPE: FieldTypes = {
     **dict.fromkeys(("long_factor", "short_factor"), either(NULL, list_of(MULTIPLIER))),
 }
 
-COMMON: FieldTypes = {"vocab_size": integer(1, 2**24), "hidden_size": SIZE, "tie_word_embeddings": FLAG}
+COMMON: FieldTypes = {
+    "vocab_size": integer(1, 2**24),
+    "hidden_size": SIZE,
+    "num_hidden_layers": LAYERS,
+    "tie_word_embeddings": FLAG,
+}
 ATTENTION: FieldTypes = {
     "num_attention_heads": SIZE,
     "num_key_value_heads": SIZE,

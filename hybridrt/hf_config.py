@@ -11,8 +11,9 @@ from typing import Any
 from hybridrt.config import DTYPES, AttentionConfig, ModelConfig
 from hybridrt.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, NAMES, RAW, ROPE
 from hybridrt.config_json import NULL, check_fields, either, integer, read_object
-from hybridrt.errors import ConfigError, UnsupportedModelError, reason, shown
+from hybridrt.errors import ConfigError, UnsupportedModelError, shown
 from hybridrt.families.base import Family, FamilyFields, check_experts, routed_experts
+from hybridrt.families.reading import read_fields
 from hybridrt.families.registry import family_of
 from hybridrt.kinds.registry import state_shape
 
@@ -35,7 +36,7 @@ def read_model_config(path: Path) -> ModelConfig:
     images = _image_tokens(raw, family, file)
     raw = _text_part(raw, family, file)
     raw = family.rewrite(raw, file) if family.rewrite else raw
-    hf = family.read(raw, file) if family.read else _transformers_config(path, raw, family)
+    hf = family.read(raw, file) if family.read else read_fields(raw, family, file)
     check_fields(hf, family.fields, file)
     _check_activation(hf, family.activation, path)
     try:
@@ -159,30 +160,6 @@ def _family(path: Path, raw: Mapping[str, Any]) -> Family:
                 "hybridrt never runs such code"
             )
         raise UnsupportedModelError(text) from e
-
-
-def _transformers_config(path: Path, raw: dict[str, Any], family: Family) -> Any:
-    """The family's config class, made of the fields that were read: transformers then reads no other file and follows
-    no auto_map."""
-    import transformers
-
-    assert family.config_class is not None, "a family is read by transformers or by itself"
-    cls = getattr(transformers, family.config_class, None)
-    if cls is None:
-        raise UnsupportedModelError(
-            f"{path}: transformers {transformers.__version__} has no {family.config_class}; install a newer one"
-        )
-    if raw.get("model_type", cls.model_type) != cls.model_type:
-        raise ConfigError(
-            f"{path}/config.json: model_type is {shown(raw['model_type'])}, but {family.architecture} goes with "
-            f"{cls.model_type!r}"
-        )
-    if own := [name for name in raw if name == "attribute_map" or callable(getattr(cls, name, None))]:
-        raise ConfigError(f"{path}/config.json: {shown(own[0])} belongs to transformers' class; remove it")
-    try:
-        return cls.from_dict(raw)
-    except Exception as e:  # transformers raises many types here; all of them mean that config.json cannot be used
-        raise ConfigError(f"{path}/config.json: transformers cannot read it: {reason(e)}") from e
 
 
 def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_record_names_what_there_is(architecture: str) -> None:
     family = family_of(architecture)
     assert family.architecture == architecture == model_class(architecture).__name__
-    assert (family.config_class is None) != (family.read is None)
+    assert bool(family.model_type) != (family.read is not None)
     assert family.mtp_head is None or plugins.load_object(family.mtp_head)
 
 

@@ -4,9 +4,11 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.support.tiny import write_tiny
 from tests.test_structure import OPTIONAL, ROOT, SOURCES
 
 HEAVY = ("torch", "transformers", "numpy")
@@ -30,6 +32,16 @@ look("everything", *{OPTIONAL})
 print(json.dumps([saw, [row.op for row in rows], [row.picked for row in rows if row.device == "cpu"]]))
 """
 
+# A first start, with the modules of the child that finds kernels; its argument: a checkpoint without a tokenizer.
+START = """
+import sys
+import hybridrt.runtime.compile_trace
+from hybridrt import LLM, SamplingParams
+with LLM(sys.argv[1], device="cpu", load_format="dummy", max_model_len=64) as llm:
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+print([name for name in sys.modules if name.partition(".")[0] == "transformers"])
+"""
+
 
 @pytest.fixture(scope="module")
 def found() -> tuple[dict[str, list[str]], list[str], list[str]]:
@@ -47,3 +59,30 @@ def test_every_operation_is_reported(found: tuple[object, list[str], list[str]])
     _, operations, picked = found
     assert {"rms_norm", "sample", "attention_decode"} <= set(operations)
     assert set(picked) == {"torch"}
+
+
+def test_a_start_without_text_does_not_import_transformers(tmp_path: Path) -> None:
+    """It takes seconds, more where opening a file is slow."""
+    write_tiny(tmp_path, tokenizer=False)
+    command = [sys.executable, "-c", START, str(tmp_path)]
+    assert subprocess.check_output(command, text=True, cwd=ROOT, stderr=subprocess.PIPE).strip() == "[]"
+
+
+# What a process that finds kernels does on "meta", then what another package may ask of torch's compiler.
+META = """
+import sys, torch
+from hybridrt.runtime.no_dynamo import leave_out_dynamo
+leave_out_dynamo()
+x = torch.empty(4, 6, device="meta")
+(x[1:] - 3).index_fill_(0, torch.zeros(1, dtype=torch.long, device="meta"), 1)
+print(sum(name.startswith("torch._dynamo") for name in sys.modules))
+print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
+import torch._dynamo.config
+print(torch._dynamo.is_compiling(), sum(name.startswith("torch._dynamo") for name in sys.modules) > 20)
+"""
+
+
+def test_operations_without_data_do_without_the_compiler_of_torch() -> None:
+    """Which is there for whoever needs it."""
+    shown = subprocess.check_output([sys.executable, "-c", META], text=True, cwd=ROOT)
+    assert shown.splitlines() == ["1", "[2.0, 2.0]", "False True"]

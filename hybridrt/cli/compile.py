@@ -70,6 +70,7 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
     from hybridrt.kernels.providers import require
     from hybridrt.runtime.build import resolve_model_path
     from hybridrt.runtime.compile_ahead import CompileAhead, default_workers
+    from hybridrt.runtime.triton_key import TritonKey
 
     require("triton", "hybridrt compile")
     if config.device not in ("auto", "cuda") and not config.device.startswith("cuda:"):
@@ -84,7 +85,7 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
     import triton
 
     start = time.perf_counter()
-    ahead = CompileAhead(replace(config, model=str(path), device="cuda"), workers)
+    ahead = CompileAhead(replace(config, model=str(path), device="cuda"), workers, TritonKey())
     try:
         ahead.begin(facts)
         report = ahead.wait()

@@ -7,19 +7,22 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrt.config import LayerSpec
-from hybridrt.config_fields import OFF, FieldTypes
+from hybridrt.config_fields import OFF, PERIOD, SIZE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, TRUE, either, integer, list_of, number, one_of
 from hybridrt.errors import ConfigError
 from hybridrt.families.base import Family, FamilyFields, interleaved, latent_attention
 from hybridrt.families.kimi_linear import FIELDS as KIMI
-from hybridrt.families.kimi_linear import feed_forward_parts
+from hybridrt.families.kimi_linear import OLDER, derive_feed_forward, feed_forward_parts
 from hybridrt.kinds.kda import KDAConfig
 
+LEFT_OUT = ("mla_use_nope", "num_nextn_predict_layers")
 FIELDS: FieldTypes = {
-    **{name: values for name, values in KIMI.items() if name != "mla_use_nope"},
+    **{name: values for name, values in KIMI.items() if name not in LEFT_OUT},
     "rope_parameters": OBJECT,
     "num_mtp_layers": integer(0, 64),
-    "num_nextn_predict_layers": integer(0, 64),
+    "layer_group_size": PERIOD,
+    "head_dim": SIZE,
+    "short_conv_kernel_size": TAPS,
     "kda_safe_gate": FLAG,
     "kda_lower_bound": number(-1e6, 0.0),
     # Of published checkpoints, which transformers does not read: only these values have a meaning here.
@@ -34,6 +37,30 @@ FIELDS: FieldTypes = {
         either(NULL, list_of(either(NULL, number(0.0, 1e6)))),
     ),
 }
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 157184, "hidden_size": 2560, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 42, "num_attention_heads": 32, "num_key_value_heads": 32, "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 2,
+    "norm_topk_prob": True, "max_position_embeddings": 262144, "rms_norm_eps": 1e-06, "tie_word_embeddings": False,
+    "rope_parameters": None, "rope_theta": 6000000.0, "attention_bias": False, "num_mtp_layers": 1,
+    "num_local_experts": 512, "head_dim": 128, "short_conv_kernel_size": 4, "layer_group_size": 6,
+    "kda_safe_gate": True, "kda_lower_bound": -5.0, "layer_types": None, "mlp_layer_types": None,
+    "linear_head_dim": None, "linear_num_heads": None, "linear_conv_kernel_dim": None,
+}  # fmt: skip
+# What the linear layers take from other fields.
+LINEAR = {
+    "linear_head_dim": "head_dim", "linear_num_heads": "num_attention_heads",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}  # fmt: skip
+
+
+def _derive(fields: dict[str, Any]) -> None:
+    fields |= {name: fields[other] for name, other in LINEAR.items() if fields[name] is None}
+    if fields["layer_types"] is None:
+        group, count = fields["layer_group_size"], fields["num_hidden_layers"]
+        fields["layer_types"] = ["linear_attention" if (i + 1) % group else "full_attention" for i in range(count)]
+    derive_feed_forward(fields)
 
 
 def check_shared_experts(hf: Any) -> None:
@@ -57,8 +84,11 @@ def _describe(hf: Any) -> FamilyFields:
 
 FAMILY = Family(
     model="hybridrt.models.bailing_hybrid:BailingHybridForCausalLM",
-    config_class="BailingHybridConfig",
+    model_type="bailing_hybrid",
     fields=FIELDS,
+    defaults=DEFAULTS,
+    older=OLDER | {"num_nextn_predict_layers": "num_mtp_layers"},
+    derive=_derive,
     describe=_describe,
     mtp_head="hybridrt.models.bailing_hybrid:BailingHybridMTP",
 )

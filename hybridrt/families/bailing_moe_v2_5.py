@@ -5,21 +5,22 @@ configuration_bailing_moe_v2_5.py of inclusionAI/Ring-V2.5. Options that no publ
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hybridrt.config import LayerSpec
-from hybridrt.config_fields import COUNT, OFF, PERIOD, ROPE, SIZE, FieldTypes
+from hybridrt.config_fields import COUNT, OFF, ROPE, SIZE, FieldTypes
 from hybridrt.config_json import NULL, TRUE, check_fields, either, one_of
 from hybridrt.errors import ConfigError, shown
-from hybridrt.families.bailing_hybrid import FIELDS as HYBRID
+from hybridrt.families.bailing_hybrid import FAMILY as HYBRID
 from hybridrt.families.bailing_hybrid import check_shared_experts
-from hybridrt.families.base import Family, FamilyFields, interleaved, latent_attention
+from hybridrt.families.base import FamilyFields, interleaved, latent_attention
 from hybridrt.families.kimi_linear import feed_forward_parts
 from hybridrt.kinds.simple_gla import SimpleGLAConfig
 
 FIELDS: FieldTypes = {
-    **HYBRID,
+    **HYBRID.fields,
     "group_norm_size": SIZE,
     "rotary_dim": either(NULL, SIZE),
     "num_kv_heads_for_linear_attn": either(NULL, COUNT),
@@ -43,8 +44,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    types = one_of("bailing_hybrid", "bailing_moe_v2_5", "bailing_moe_linear")
-    check_fields(raw, {"model_type": types, "layer_group_size": PERIOD}, file)  # by which transformers divides
+    check_fields(raw, {"model_type": one_of("bailing_hybrid", "bailing_moe_v2_5", "bailing_moe_linear")}, file)
     return {**DEFAULTS, **raw, "model_type": "bailing_hybrid"}
 
 
@@ -73,11 +73,10 @@ def _describe(hf: Any) -> FamilyFields:
     return layers | {"mtp_layers": (LayerSpec(True, None, "moe"),) if hf.num_mtp_layers == 1 else ()}
 
 
-FAMILY = Family(
+FAMILY = replace(
+    HYBRID,
     model="hybridrt.models.bailing_moe_v2_5:BailingMoeV2_5ForCausalLM",
-    config_class="BailingHybridConfig",
     fields=FIELDS,
     describe=_describe,
     rewrite=_rewrite,
-    mtp_head="hybridrt.models.bailing_hybrid:BailingHybridMTP",
 )

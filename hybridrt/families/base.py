@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,22 @@ from hybridrt.kinds.mamba2 import Mamba2Config
 
 FamilyFields = dict[str, Any]
 
+# Kinds of layers by the names that files had before.
+KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 # Of Mamba-2, by the names that transformers gives them.
 MAMBA2: FieldTypes = {
-    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups"), SIZE),
+    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_expand"), SIZE),
     "mamba_d_state": STATE,
     "mamba_d_conv": TAPS,
     "mamba_chunk_size": CHUNK,
     "time_step_limit": DT_LIMIT,
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
 }
+MAMBA2_DEFAULTS: dict[str, Any] = {
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_expand": 2, "mamba_d_state": 256,
+    "mamba_d_conv": 4, "mamba_chunk_size": 256, "time_step_limit": (0.0, math.inf), "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}  # fmt: skip
 # Of layers that are a Gated Delta Net or attention, likewise.
 GDN: FieldTypes = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
@@ -31,6 +38,10 @@ GDN: FieldTypes = {
     "linear_conv_kernel_dim": TAPS,
     "layer_types": list_of(one_of("linear_attention", "full_attention")),
 }
+GDN_DEFAULTS: dict[str, Any] = {
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "layer_types": None, "full_attention_interval": 4,
+}  # fmt: skip
 # Of families whose models in transformers rotate whole heads, whatever the factor is.
 FULL_ROPE = FieldType(
     "an object whose partial_rotary_factor is 1 or null: this architecture rotates whole heads",
@@ -47,11 +58,15 @@ class Family:
         fields: the values that the fields of its config.json may have: every field that the model or its plan reads.
         describe: from the object that holds these fields to what the family decides of a ModelConfig: `layers`,
             `linear`, `attention` and, where it has a prediction head, `mtp_layers`. Raises ConfigError.
-        config_class: the class of transformers that reads its config.json.
-        read: for a family that transformers does not know: (config.json's object, its path) to the object that
-            `describe` takes. Exactly one of `config_class` and `read` is given.
-        rewrite: (config.json's object, its path) to the object that `config_class` can read, for a family whose files
-            spell fields in another way. Raises ConfigError.
+        model_type: what config.json must say, if it says any.
+        defaults: of fields that a config.json may leave out, as transformers' class has them. None and "auto" are left
+            to `derive`.
+        older: names that files may have for fields, which then win.
+        derive: fills fields in that follow from others, all of which have their types. Raises ConfigError.
+        read: (config.json's object, its path) to the object that `describe` takes, for a family that reads its fields
+            by itself: the four attributes above mean nothing then.
+        rewrite: (config.json's object, its path) to the object that is read, for a family whose files spell fields in
+            another way. Raises ConfigError.
         activation: hidden_act that the model implements.
         mtp_head: "module:class" of its multi-token-prediction head.
         section: for a model of text and images: the object of config.json that describes its text part, the only part
@@ -62,7 +77,10 @@ class Family:
     model: str
     fields: FieldTypes
     describe: Callable[[Any], FamilyFields]
-    config_class: str | None = None
+    model_type: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    older: Mapping[str, str] = field(default_factory=dict)
+    derive: Callable[[dict[str, Any]], None] | None = None
     read: Callable[[Mapping[str, Any], Path], Any] | None = None
     rewrite: Callable[[Mapping[str, Any], Path], dict[str, Any]] | None = None
     activation: str = "silu"
@@ -110,17 +128,42 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float:
     return float(0.1 * weight * math.log(max(factor, 1)) + 1) ** 2
 
 
-def mamba2_config(hf: Any, head_dim: int) -> Mamba2Config:
+def derive_mamba2(fields: dict[str, Any]) -> None:
+    """The size of a head where `MAMBA2_DEFAULTS` leave it open."""
+    if fields["mamba_d_head"] == "auto":
+        fields["mamba_d_head"] = mamba2_width(fields) // fields["mamba_n_heads"]
+
+
+def mamba2_width(fields: Mapping[str, Any]) -> int:
+    """Of all heads: mamba_d_ssm, or mamba_expand x hidden_size."""
+    own: int | None = fields.get("mamba_d_ssm")
+    return fields["mamba_expand"] * fields["hidden_size"] if own is None else own
+
+
+def mamba2_config(hf: Any) -> Mamba2Config:
     """Mamba-2 by the fields of `MAMBA2`."""
+    width = mamba2_width(vars(hf))
+    if hf.mamba_n_heads * hf.mamba_d_head != width:
+        raise ConfigError(
+            f"mamba_n_heads is {hf.mamba_n_heads} and mamba_d_head {hf.mamba_d_head}; their product must be {width}, "
+            "mamba_d_ssm or mamba_expand x hidden_size"
+        )
     return Mamba2Config(
         num_heads=hf.mamba_n_heads,
-        head_dim=head_dim,
+        head_dim=hf.mamba_d_head,
         state_size=hf.mamba_d_state,
         n_groups=hf.mamba_n_groups,
         conv_kernel=hf.mamba_d_conv,
         chunk_size=hf.mamba_chunk_size,
         dt_limit=tuple(hf.time_step_limit),
     )
+
+
+def derive_gdn(fields: dict[str, Any]) -> None:
+    """Attention in every fourth layer, or however many the file says, where it does not list the kinds."""
+    if fields["layer_types"] is None:
+        every, count = fields["full_attention_interval"], fields["num_hidden_layers"]
+        fields["layer_types"] = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
 
 
 def gdn_config(hf: Any, beta_scale: float = 1.0) -> GDNConfig:
@@ -148,6 +191,11 @@ def interleaved(
     ffns = [ffn] * len(full) if isinstance(ffn, str) else ffn
     layers = tuple(LayerSpec(f, None if f else mixer.kind, part) for f, part in zip(full, ffns, strict=True))
     return {"layers": layers, "linear": {mixer.kind: mixer}, "attention": attention}
+
+
+def current_kind(kind: Any) -> Any:
+    """A kind of layers by its present name."""
+    return KINDS.get(kind, kind) if isinstance(kind, str) else kind
 
 
 def check_heads(hf: Any) -> None:

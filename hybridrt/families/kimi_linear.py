@@ -45,11 +45,37 @@ FIELDS: FieldTypes = {
     # Of Kimi-K3: further residuals, experts over a latent vector, and gates.
     **dict.fromkeys(("attn_res_block_size", "routed_expert_hidden_size"), either(NULL, integer(0, 0))),
     **dict.fromkeys(("mla_use_output_gate", "latent_moe_use_norm"), OFF),
+    "first_k_dense_replace": integer(0, MAX_LAYERS),
     "linear_attn_config": either(
-        NULL, FieldType(f"an object without {' and '.join(GATES)}", lambda v: not any(map(v.get, GATES)))
+        NULL,
+        FieldType(
+            f"an object without {' and '.join(GATES)}", lambda v: isinstance(v, Mapping) and not any(map(v.get, GATES))
+        ),
     ),
 }
 
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 163840, "hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024,
+    "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "n_shared_experts": 1,
+    "routed_scaling_factor": 2.446, "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 8,
+    "norm_topk_prob": True, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-05, "tie_word_embeddings": False,
+    "attention_bias": False, "num_local_experts": 256, "first_k_dense_replace": 1, "mlp_layer_types": None,
+    "layer_types": None, "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+# Names that published files have for some of them.
+OLDER = {
+    "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group",
+    "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}  # fmt: skip
+# Of linear_attn_config, and the fields that they are. Layers are counted from 1 there.
+LINEAR = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+PLACES = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
 # Of experts alone, by the names of published files and of those that transformers writes.
 EXPERTS = (
     "num_experts", "num_local_experts", "num_experts_per_token", "num_experts_per_tok", "num_shared_experts",
@@ -70,6 +96,26 @@ def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return {k: v for k, v in raw.items() if k not in EXPERTS} | {"first_k_dense_replace": MAX_LAYERS}
 
 
+def derive_feed_forward(fields: dict[str, Any]) -> None:
+    """An MLP in the first layers, and experts in the others, where the file does not list them."""
+    if fields["mlp_layer_types"] is None:
+        dense = fields["first_k_dense_replace"]
+        fields["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(fields["num_hidden_layers"])]
+
+
+def _derive(fields: dict[str, Any]) -> None:
+    linear, count = fields.get("linear_attn_config") or {}, fields["num_hidden_layers"]
+    fields |= {name: linear[theirs] for theirs, name in LINEAR.items() if theirs in linear}
+    if fields["layer_types"] is None:
+        check_fields(linear, dict.fromkeys(PLACES, list_of(integer(1, count))), "linear_attn_config")
+        if PLACES.keys() <= linear.keys():
+            kinds = {layer: kind for name, kind in PLACES.items() for layer in linear[name]}
+        else:
+            kinds = {i + 1: "full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(count)}
+        fields["layer_types"] = [kinds.get(i + 1) for i in range(count)]
+    derive_feed_forward(fields)
+
+
 def feed_forward_parts(hf: Any) -> list[str]:
     """ "moe" or "mlp" of each layer."""
     return ["moe" if kind == "sparse" else "mlp" for kind in hf.mlp_layer_types]
@@ -82,8 +128,11 @@ def _describe(hf: Any) -> FamilyFields:
 
 FAMILY = Family(
     model="hybridrt.models.kimi_linear:KimiLinearForCausalLM",
-    config_class="KimiLinearConfig",
+    model_type="kimi_linear",
     fields=FIELDS,
+    defaults=DEFAULTS,
+    older=OLDER,
+    derive=_derive,
     describe=_describe,
     rewrite=_rewrite,
 )

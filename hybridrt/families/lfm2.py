@@ -2,8 +2,19 @@
 
 from typing import Any
 
-from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MAX_EXPERTS, MULTIPLIER, SIZE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG, integer, list_of, number, one_of
+from hybridrt.config_fields import (
+    ATTENTION,
+    COMMON,
+    COUNT,
+    EPSILON,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MULTIPLIER,
+    SIZE,
+    TAPS,
+    FieldTypes,
+)
+from hybridrt.config_json import FLAG, NULL, either, integer, list_of, number, one_of
 from hybridrt.families.base import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
 from hybridrt.kinds.short_conv import ShortConvConfig
 
@@ -12,6 +23,7 @@ SHARED: FieldTypes = {
     **ATTENTION,
     "conv_L_cache": TAPS,
     "conv_bias": FLAG,
+    "full_attn_idxs": either(NULL, list_of(integer(0, MAX_LAYERS))),
     "layer_types": list_of(one_of("conv", "full_attention")),
     "norm_eps": EPSILON,
     "rope_parameters": FULL_ROPE,
@@ -31,6 +43,29 @@ MOE: FieldTypes = {
     "routed_scaling_factor": MULTIPLIER,
     **dict.fromkeys(("norm_topk_prob", "use_expert_bias"), FLAG),
 }
+COMMON_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 65536, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 128000, "norm_eps": 1e-05, "tie_word_embeddings": True, "rope_parameters": None,
+    "rope_theta": 1000000.0, "conv_bias": False, "conv_L_cache": 3, "layer_types": None,
+}  # fmt: skip
+DENSE_DEFAULTS: dict[str, Any] = {
+    **COMMON_DEFAULTS,
+    "hidden_size": 2560, "intermediate_size": 12288, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True, "full_attn_idxs": None,
+}  # fmt: skip
+MOE_DEFAULTS: dict[str, Any] = {
+    **COMMON_DEFAULTS,
+    "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2,
+    "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+}  # fmt: skip
+OLDER = {"tie_embedding": "tie_word_embeddings"}
+
+
+def _derive(fields: dict[str, Any]) -> None:
+    if fields["layer_types"] is None:
+        count, full = fields["num_hidden_layers"], fields["full_attn_idxs"]
+        fields["layer_types"] = ["full_attention" if full is None or i in full else "conv" for i in range(count)]
 
 
 def _describe(hf: Any) -> FamilyFields:
@@ -41,8 +76,19 @@ def _describe(hf: Any) -> FamilyFields:
 
 
 FAMILY = Family(
-    model="hybridrt.models.lfm2:Lfm2ForCausalLM", config_class="Lfm2Config", fields=DENSE, describe=_describe
+    model="hybridrt.models.lfm2:Lfm2ForCausalLM",
+    model_type="lfm2",
+    fields=DENSE,
+    defaults=DENSE_DEFAULTS,
+    older={**OLDER, "block_ff_dim": "intermediate_size"},
+    derive=_derive,
+    describe=_describe,
 )
 MOE_FAMILY = Family(
-    model="hybridrt.models.lfm2:Lfm2MoeForCausalLM", config_class="Lfm2MoeConfig", fields=MOE, describe=_describe
+    model="hybridrt.models.lfm2:Lfm2MoeForCausalLM",
+    model_type="lfm2_moe",
+    fields=MOE,
+    defaults=MOE_DEFAULTS,
+    older=OLDER,
+    describe=_describe,
 )

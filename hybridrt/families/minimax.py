@@ -28,6 +28,14 @@ FIELDS: FieldTypes = {
     "rope_parameters": FULL_ROPE,
     "rotary_dim": either(NULL, SIZE),
 }
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "num_experts_per_tok": 2, "num_local_experts": 8,
+    "rope_parameters": None, "rope_theta": 1000000.0, "layer_types": None, "full_attn_alpha_factor": 1,
+    "full_attn_beta_factor": 1, "linear_attn_alpha_factor": 1, "linear_attn_beta_factor": 1, "mlp_alpha_factor": 1,
+    "mlp_beta_factor": 1,
+}  # fmt: skip
 # Factors in published files, and what transformers names them.
 FACTORS = {
     f"layernorm_{theirs}_{factor}": f"{ours}_{factor}_factor"
@@ -55,6 +63,11 @@ def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return {**raw, **factors, "layer_types": types, "model_type": "minimax"}
 
 
+def _derive(fields: dict[str, Any]) -> None:
+    if fields["layer_types"] is None:
+        fields["layer_types"] = [KINDS[(i + 1) % 2] for i in range(fields["num_hidden_layers"])]
+
+
 def _attention(hf: Any) -> AttentionConfig:
     """Released models were trained with a part of each head rotated, and name its size `rotary_dim`. transformers 5.23
     does not read that, nor `partial_rotary_factor`: it rotates whole heads."""
@@ -73,8 +86,11 @@ def _describe(hf: Any) -> FamilyFields:
 
 FAMILY = Family(
     model="hybridrt.models.minimax:MiniMaxForCausalLM",
-    config_class="MiniMaxConfig",
+    model_type="minimax",
     fields=FIELDS,
+    defaults=DEFAULTS,
+    older={"num_experts": "num_local_experts"},
+    derive=_derive,
     describe=_describe,
 )
 TEXT_01 = replace(FAMILY, model="hybridrt.models.minimax:MiniMaxText01ForCausalLM", rewrite=_rewrite)

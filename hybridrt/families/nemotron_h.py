@@ -17,9 +17,9 @@ from hybridrt.config_fields import (
     TAPS,
     FieldTypes,
 )
-from hybridrt.config_json import FLAG, NULL, TEXT, either, integer, list_of
-from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family, FamilyFields, attention_config
+from hybridrt.config_json import FLAG, NULL, TEXT, FieldType, check_fields, either, integer, list_of
+from hybridrt.errors import ConfigError, shown
+from hybridrt.families.base import Family, FamilyFields, attention_config, current_kind
 from hybridrt.kinds.mamba2 import Mamba2Config
 
 FIELDS: FieldTypes = {
@@ -39,6 +39,37 @@ FIELDS: FieldTypes = {
     "layer_norm_epsilon": EPSILON,
     **dict.fromkeys(("use_bias", "use_conv_bias", "mlp_bias", "norm_topk_prob"), FLAG),
 }
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 131072, "hidden_size": 4096, "num_hidden_layers": None, "layers_block_type": None,
+    "tie_word_embeddings": False, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 4096, "intermediate_size": 21504, "mlp_bias": False, "ssm_state_size": 128,
+    "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True,
+    "chunk_size": 128, "n_routed_experts": 8, "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688, "moe_latent_size": None, "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0, "mtp_layers_block_type": None, "use_bias": False, "layer_norm_epsilon": 1e-05,
+}  # fmt: skip
+OLDER = {
+    "layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size",
+}  # fmt: skip
+# Kinds of blocks by the letters of hybrid_override_pattern.
+LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+MTP_KINDS = ["full_attention", "moe"]
+PATTERN = FieldType(f"a string of {' '.join(LETTERS)}", lambda v: isinstance(v, str) and set(v) <= LETTERS.keys())
+
+
+def _derive(fields: dict[str, Any]) -> None:
+    """The lists of blocks, which files spell as letters as well; num_hidden_layers means nothing beside them."""
+    letters, mtp = "hybrid_override_pattern", "mtp_hybrid_override_pattern"
+    check_fields(fields, {letters: PATTERN, mtp: PATTERN}, "patterns")
+    if fields["layers_block_type"] is None:
+        fields["layers_block_type"] = [LETTERS[letter] for letter in fields.get(letters, "ME*-")]
+    fields["num_hidden_layers"] = len(fields["layers_block_type"])
+    kinds = [current_kind(kind) for kind in fields["mtp_layers_block_type"] or MTP_KINDS]
+    if kinds == MTP_KINDS and mtp in fields:
+        kinds = [LETTERS[letter] for letter in fields[mtp]]
+    fields["mtp_layers_block_type"] = kinds
 
 
 def _describe(hf: Any) -> FamilyFields:
@@ -48,11 +79,9 @@ def _describe(hf: Any) -> FamilyFields:
         "mlp": LayerSpec(False, None, "mlp"),
         "moe": LayerSpec(False, None, "moe"),
     }
-    # Older spellings of the pattern that transformers versions keep in layers_block_type.
-    kinds |= {"mamba": kinds["linear_attention"], "attention": kinds["full_attention"]}
-    unknown = sorted(set(hf.layers_block_type) - set(kinds))
-    if unknown:
-        raise ConfigError(f"layers_block_type holds {unknown}; known kinds are {sorted(kinds)}")
+    for name in ("layers_block_type", "mtp_layers_block_type"):
+        if unknown := sorted(set(getattr(hf, name)) - set(kinds)):
+            raise ConfigError(f"{name} holds {shown(unknown)}; known kinds are {sorted(kinds)}")
     mamba = Mamba2Config(
         num_heads=hf.mamba_num_heads,
         head_dim=hf.mamba_head_dim,
@@ -73,8 +102,11 @@ def _describe(hf: Any) -> FamilyFields:
 
 FAMILY = Family(
     model="hybridrt.models.nemotron_h:NemotronHForCausalLM",
-    config_class="NemotronHConfig",
+    model_type="nemotron_h",
     fields=FIELDS,
+    defaults=DEFAULTS,
+    older=OLDER,
+    derive=_derive,
     describe=_describe,
     mtp_head="hybridrt.models.nemotron_h:NemotronHMTP",
 )

@@ -14,6 +14,26 @@ FIELDS: FieldTypes = {
     "rope_parameters": either(NULL, FULL_ROPE),
     **dict.fromkeys(("linear_allow_neg_eigval", "attention_bias"), FLAG),
 }
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 100352, "hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 30, "num_key_value_heads": None, "max_position_embeddings": 65536, "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False, "rope_parameters": None, "attention_bias": False, "layer_types": None,
+    "linear_num_key_heads": None, "linear_num_value_heads": None, "linear_key_head_dim": None,
+    "linear_value_head_dim": None, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True,
+}  # fmt: skip
+
+
+def _derive(fields: dict[str, Any]) -> None:
+    if fields["layer_types"] is None:
+        kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(fields["num_hidden_layers"])]
+        fields["layer_types"] = kinds if len(kinds) > 3 else [*kinds[:-1], "full_attention"]
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        if fields[name] is None:
+            fields[name] = fields["num_attention_heads"]
+    if fields["linear_key_head_dim"] is None:
+        fields["linear_key_head_dim"] = int(0.75 * fields["hidden_size"] / fields["linear_num_key_heads"])
+    if fields["linear_value_head_dim"] is None:
+        fields["linear_value_head_dim"] = 2 * fields["linear_key_head_dim"]
 
 
 def _describe(hf: Any) -> FamilyFields:
@@ -25,7 +45,9 @@ def _describe(hf: Any) -> FamilyFields:
 
 FAMILY = Family(
     model="hybridrt.models.olmo_hybrid:OlmoHybridForCausalLM",
-    config_class="OlmoHybridConfig",
+    model_type="olmo_hybrid",
     fields=FIELDS,
+    defaults=DEFAULTS,
+    derive=_derive,
     describe=_describe,
 )

@@ -4,9 +4,18 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrt.config import LayerSpec
-from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, OUTPUT_GATES, SIZE, FieldTypes
+from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, OUTPUT_GATES, PERIOD, SIZE, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, either
-from hybridrt.families.base import GDN, Family, FamilyFields, attention_config, gdn_config, interleaved
+from hybridrt.families.base import (
+    GDN,
+    GDN_DEFAULTS,
+    Family,
+    FamilyFields,
+    attention_config,
+    derive_gdn,
+    gdn_config,
+    interleaved,
+)
 
 FIELDS: FieldTypes = {
     **COMMON,
@@ -15,6 +24,7 @@ FIELDS: FieldTypes = {
     **GDN,
     "mtp_num_hidden_layers": either(NULL, COUNT),
     "mtp_use_dedicated_embeddings": either(NULL, FLAG),
+    "full_attention_interval": PERIOD,
     "rms_norm_eps": EPSILON,
     "rope_parameters": OBJECT,
     "attention_bias": FLAG,
@@ -24,6 +34,18 @@ MOE_FIELDS: FieldTypes = {
     **dict.fromkeys(("num_experts", "num_experts_per_tok"), COUNT),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), SIZE),
 }
+DEFAULTS: dict[str, Any] = {
+    **GDN_DEFAULTS,
+    "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "rope_parameters": None, "partial_rotary_factor": 0.25,
+    "attention_bias": False,
+}  # fmt: skip
+MOE_DEFAULTS: dict[str, Any] = {
+    **DEFAULTS,
+    "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256,
+}  # fmt: skip
 
 
 def _describe(hf: Any, ffn: str) -> FamilyFields:
@@ -36,16 +58,19 @@ def _describe(hf: Any, ffn: str) -> FamilyFields:
 
 DENSE = Family(
     model="hybridrt.models.qwen3_5:Qwen3_5ForCausalLM",
-    config_class="Qwen3_5TextConfig",
+    model_type="qwen3_5_text",
     fields=FIELDS,
+    defaults=DEFAULTS,
+    derive=derive_gdn,
     describe=lambda hf: _describe(hf, "mlp"),
     mtp_head="hybridrt.models.qwen3_next:Qwen3NextMTP",
 )
 MOE = replace(
     DENSE,
     model="hybridrt.models.qwen3_5:Qwen3_5MoeForCausalLM",
-    config_class="Qwen3_5MoeTextConfig",
+    model_type="qwen3_5_moe_text",
     fields=MOE_FIELDS,
+    defaults=MOE_DEFAULTS,
     describe=lambda hf: _describe(hf, "moe"),
 )
 IMAGES = ("image_token_id", "video_token_id")

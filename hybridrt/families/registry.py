@@ -14,7 +14,7 @@ from hybridrt.plugins import Plugins
 def all_families() -> Plugins:
     """The other modules of this package hold a Family for each architecture. Packages add theirs: an entry point of
     this group names a Family, "architecture = module:object"."""
-    modules = {m.name for m in iter_modules(families.__path__)} - {"base", "registry"}
+    modules = {m.name for m in iter_modules(families.__path__)} - {"base", "reading", "registry"}
     names = [f"{families.__name__}.{module}" for module in modules]
     held = [(name, of, it) for name in names for of, it in vars(import_module(name)).items() if isinstance(it, Family)]
     places = {family.architecture: f"{name}:{of}" for name, of, family in held}

@@ -26,6 +26,25 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("add_bias_linear", "use_mem_rope", "use_shared_attention_adapter"), FLAG),
     "use_long_context": FieldType("false: rescaled rotary embeddings are not supported", lambda v: v is False),
 }
+# Which layers hold a shared block besides, in the published model of 2.7 billion weights.
+HYBRID = (6, 12, 18, 24, 30, 36, 42, 47, 51)
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000, "max_position_embeddings": 4096, "hidden_size": 2560, "num_hidden_layers": 54,
+    "layers_block_type": None, "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_ngroups": 1,
+    "time_step_min": 0.001, "n_mamba_heads": 8, "chunk_size": 256, "add_bias_linear": False, "intermediate_size": None,
+    "num_attention_heads": 32, "num_key_value_heads": None, "attention_head_dim": None, "num_mem_blocks": 1,
+    "use_shared_attention_adapter": False, "adapter_rank": 128, "use_mem_rope": False, "rope_parameters": None,
+    "rms_norm_eps": 1e-05, "use_long_context": False, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def _derive(fields: dict[str, Any]) -> None:
+    if fields["intermediate_size"] is None:
+        fields["intermediate_size"] = 4 * fields["hidden_size"]
+    if fields["attention_head_dim"] is None:
+        fields["attention_head_dim"] = 2 * fields["hidden_size"] // fields["num_attention_heads"]
+    if fields["layers_block_type"] is None:
+        fields["layers_block_type"] = ["hybrid" if i in HYBRID else "linear_attention" for i in range(54)]
 
 
 def _describe(hf: Any) -> FamilyFields:
@@ -64,8 +83,11 @@ def _describe(hf: Any) -> FamilyFields:
 
 FAMILY = Family(
     model="hybridrt.models.zamba2:Zamba2ForCausalLM",
-    config_class="Zamba2Config",
+    model_type="zamba2",
     fields=FIELDS,
+    defaults=DEFAULTS,
+    older={"layer_types": "layers_block_type", "head_dim": "attention_head_dim"},
+    derive=_derive,
     describe=_describe,
     activation="gelu",
 )

@@ -11,6 +11,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _counters: MutableMapping[Tensor, dict[int, Tensor]] = WeakIdKeyDictionary()
 
+_reserved: dict[torch.device, Tensor] = {}  # int32 zeros, of which the first are taken next
+_RESERVE, _LINE = 2**18, 32  # counters; those of two owners share no line of the cache
+
 H200_MULTIPROCESSORS, H200_SHARED_MEMORY = 132, 227 << 10
 
 
@@ -40,16 +43,27 @@ def arrival_counters(owner: Tensor, count: int) -> Tensor:
     """int32 zeros [count]: programs that share a part of the work count their arrivals in them, and leave zeros.
 
     Counters are kept by `owner`, whose launches never run at the same time, and by count, because graphs keep the
-    address. So a step should run once before it is captured. A capture that finds no counters gets its own, which each
-    replay fills with zeros: kept ones would hold anything until that graph is replayed.
+    address. A capture takes new ones from what `reserve_counters` has made before. If that is used up, it gets its own,
+    which each replay fills with zeros: kept ones would hold anything until that graph is replayed.
     """
     kept = _counters.setdefault(owner, {})
     if count in kept:
         return kept[count]
-    made = torch.zeros(count, dtype=torch.int32, device=owner.device)
     if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-        kept[count] = made
-    return made
+        kept[count] = torch.zeros(count, dtype=torch.int32, device=owner.device)
+        return kept[count]
+    left = _reserved.get(owner.device)
+    if left is None or len(left) < count:
+        return torch.zeros(count, dtype=torch.int32, device=owner.device)
+    kept[count], _reserved[owner.device] = left[:count], left[-(-count // _LINE) * _LINE :]
+    return kept[count]
+
+
+def reserve_counters(device: torch.device) -> None:
+    """Makes zeros for the counters of the next capture on a device, if few are left."""
+    device = torch.empty(0, device=device).device  # with its number
+    if device not in _reserved or len(_reserved[device]) < _RESERVE // 2:
+        _reserved[device] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
 
 
 @cache

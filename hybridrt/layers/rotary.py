@@ -1,7 +1,6 @@
 """The cosine and sine table of rotary embeddings; scaled variants come from transformers' own formulas."""
 
 import math
-from copy import copy
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ def rotary_table(config: ModelConfig, attention: AttentionConfig, max_len: int, 
     inv_freq, scaling = _frequencies(config, attention)
     if not inv_freq.isfinite().all() or not math.isfinite(scaling):
         raise ConfigError(f"rope_parameters {shown(dict(attention.rope or {}))} give infinite frequencies")
-    if device.type == "meta":
+    if torch.empty(0, device=device).is_meta:  # as on a GPU that is not there (pretend_gpu.py)
         return torch.empty(max_len, 2 * len(inv_freq), dtype=torch.float32, device=device)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq.float())
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scaling).to(device)
@@ -44,20 +43,28 @@ def _check_longrope(attention: AttentionConfig, max_len: int) -> None:
 
 def _frequencies(config: ModelConfig, attention: AttentionConfig) -> tuple[torch.Tensor, float]:
     rope: Any = attention.rope
-    rope_type, hf = rope.get("rope_type", "default"), config.hf
-    if rope_type != "default":
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        if rope_type not in ROPE_INIT_FUNCTIONS:
-            raise ConfigError(
-                f"rope_type is {shown(rope_type)}; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
-            )
-        hf = copy(hf)  # the formulas read a whole configuration
-        hf.rope_parameters, hf.head_dim = dict(rope), attention.rotary_dim
-        try:
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](hf, torch.device("cpu"))
-            return inv_freq, float(scaling)
-        except Exception as e:  # the formulas raise whatever a wrong or missing number leads to
-            raise ConfigError(f"rope_parameters {shown(rope)} do not serve rope_type {rope_type!r}: {e!r}") from e
+    if rope.get("rope_type", "default") != "default":
+        return _scaled_frequencies(config, attention, rope)
     rot = int(attention.rotary_dim * (rope.get("partial_rotary_factor") or 1.0))
     return 1.0 / rope["rope_theta"] ** (torch.arange(0, rot, 2, dtype=torch.float32) / rot), 1.0
+
+
+def _scaled_frequencies(config: ModelConfig, attention: AttentionConfig, rope: Any) -> tuple[torch.Tensor, float]:
+    from transformers import PreTrainedConfig  # slow to import: plain embeddings do without
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope_type = rope["rope_type"]
+    if rope_type not in ROPE_INIT_FUNCTIONS:
+        raise ConfigError(
+            f"rope_type is {shown(rope_type)}; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+        )
+    try:
+        # The formulas read these fields of a whole configuration.
+        whole = PreTrainedConfig(
+            rope_parameters=dict(rope), head_dim=attention.rotary_dim, hidden_size=config.hidden_size,
+            num_attention_heads=attention.num_heads, max_position_embeddings=config.max_position_embeddings,
+        )  # fmt: skip
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](whole, torch.device("cpu"))
+        return inv_freq, float(scaling)
+    except Exception as e:  # the formulas raise whatever a wrong or missing number leads to
+        raise ConfigError(f"rope_parameters {shown(rope)} do not serve rope_type {rope_type!r}: {e!r}") from e

@@ -29,6 +29,7 @@ from hybridrt.runtime.child_process import start_child
 from hybridrt.runtime.compile_mark import find_mark, has_marks, write_mark
 from hybridrt.runtime.compile_worker import LAUNCHER
 from hybridrt.runtime.pretend_gpu import GPUFacts
+from hybridrt.runtime.triton_key import TritonKey
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,13 @@ WORKERS_VARIABLE = "HYBRIDRT_COMPILE_WORKERS"
 MAX_WORKERS = 16
 DEADLINE_S = 600.0
 _LEAVING_S = 5.0
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",  # a context of CUDA takes half a gigabyte of the GPU's memory in every process
+    "OMP_NUM_THREADS": "1",
+    "TRITON_INTERPRET": "0",
+    "TRITON_STORE_BINARY_ONLY": "1",  # whoever launches a kernel opens all of its files: four, and not nine
+    "HYBRIDRT_DEBUG": "",
+}
 _WORKER = "hybridrt.runtime.compile_worker"
 
 Kernel = list[str]  # module, name and specialisation, as in `compile_trace.Kernel`
@@ -67,27 +75,21 @@ class CompileAhead:
     Args:
         config: of the run; its model is a directory.
         workers: how many processes.
+        key: of Triton, for all of them.
     """
 
-    def __init__(self, config: EngineConfig, workers: int) -> None:
+    def __init__(self, config: EngineConfig, workers: int, key: TritonKey) -> None:
         self.report = CompileReport()
-        self._config, self._mark = config, Path()
+        self._config, self._key, self._mark = config, key, Path()
         self._threads: list[threading.Thread] = []
         self._changed, self._jobs = threading.Condition(), queue.SimpleQueue[Job | None]()
         self._to_start, self._all_to_start, self._serving = 0, False, workers
         self._queue(list(LAUNCHER))
         self._processes: list[subprocess.Popen[bytes]] = []
-        # torch must not find the GPU: a context of CUDA takes half a gigabyte of its memory in every process.
-        environment = {
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "TRITON_INTERPRET": "0",
-            "HYBRIDRT_DEBUG": "",
-        }
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         try:
-            for i in range(workers):
-                self._processes.append(start_child(_WORKER, {"traces": i == 0}, environment, **pipes))
+            for _ in range(workers):
+                self._processes.append(start_child(_WORKER, {}, ENVIRONMENT, **pipes))
         except BaseException:
             self.close()
             raise
@@ -155,6 +157,8 @@ class CompileAhead:
                     self._know_start()
                     for _ in self._processes:
                         self._jobs.put(None)
+            if (key := self._key.wait()) is not None:
+                _send(process, {"key": key})
             while (job := self._jobs.get()) is not None:
                 doing = f"it compiled {_name(job[1])}"
                 try:
@@ -248,20 +252,23 @@ class KernelsAhead:
     and where the cache has them already, it does nothing. Rank 0 compiles for the ranks of its host."""
 
     def __init__(self, config: EngineConfig, tp: TPGroup) -> None:
-        self._config, self._tp, self._ahead = config, tp, _start(config, tp)
+        self._config, self._tp, self._key = config, tp, TritonKey() if _launches(config) else None
+        self._ahead = _start(config, tp, self._key)
 
     def begin(self, device: torch.device, path: Path) -> None:
         """The device is known, and the model's directory."""
-        if not _wanted(self._config, self._tp) or device.type != "cuda":
+        if self._key is None or not _wanted(self._config, self._tp) or device.type != "cuda":
             return self._close()
         config, gpu = _of_run(self._config, path), GPUFacts.of(device)
         if find_mark(config, gpu).exists():
             return self._close()
-        self._ahead = self._ahead or CompileAhead(config, default_workers())
+        self._ahead = self._ahead or CompileAhead(config, default_workers(), self._key)
         self._ahead.begin(gpu)
 
     def wait_for_start(self) -> None:
-        """Returns on all ranks when the kernels that a start needs are compiled."""
+        """Returns on all ranks when the kernels that a start needs are compiled, and Triton has its key."""
+        if self._key is not None:
+            self._key.wait()
         if self._ahead is not None:
             self._ahead.wait_for_start()
         self._tp.minimum(0)
@@ -284,17 +291,23 @@ class KernelsAhead:
 
 def _wanted(config: EngineConfig, tp: TPGroup) -> bool:
     """Whether this process may compile ahead, as far as that is known without the GPU's driver."""
-    gpu = torch.version.cuda is not None and config.device != "cpu"
-    return gpu and not tp.rank and is_installed("triton") and default_workers() > 0
+    return _launches(config) and not tp.rank and default_workers() > 0
 
 
-def _start(config: EngineConfig, tp: TPGroup) -> CompileAhead | None:
+def _launches(config: EngineConfig) -> bool:
+    """Whether this process may launch Triton's kernels, as far as that is known without the GPU's driver."""
+    return torch.version.cuda is not None and config.device != "cpu" and is_installed("triton")
+
+
+def _start(config: EngineConfig, tp: TPGroup, key: TritonKey | None) -> CompileAhead | None:
     """Processes that import packages while this one reads the configuration. None where there may be nothing to
     compile: for some GPU the cache has all kernels."""
     path = Path(config.model)
-    if not _wanted(config, tp) or not torch.cuda.device_count() or not (path / "config.json").is_file():
+    if key is None or not _wanted(config, tp) or not torch.cuda.device_count():
         return None
-    return None if has_marks(_of_run(config, path)) else CompileAhead(_of_run(config, path), default_workers())
+    if not (path / "config.json").is_file() or has_marks(_of_run(config, path)):
+        return None
+    return CompileAhead(_of_run(config, path), default_workers(), key)
 
 
 def _of_run(config: EngineConfig, path: Path) -> EngineConfig:

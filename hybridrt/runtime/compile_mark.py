@@ -5,6 +5,7 @@ import hashlib
 import os
 import sys
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -37,10 +38,18 @@ def _folder(config: EngineConfig) -> Path:
     fields = {name: value for name, value in asdict(config).items() if name not in _CONFIG}
     versions = (__version__, triton.__version__, str(torch.__version__), sys.implementation.cache_tag)
     digest = hashlib.sha256(msgspec.json.encode((fields, versions)))
-    digest.update(Path(config.model, "config.json").read_bytes())
+    digest.update(Path(config.model, "config.json").read_bytes() + _sources())
+    return Path(triton.knobs.cache.dir, "hybridrt", digest.hexdigest())
+
+
+@cache
+def _sources() -> bytes:
+    """A digest of this package's kernels. It is asked for several times in a start, and to open a file may take
+    milliseconds."""
+    digest = hashlib.sha256()
     for file in sorted(_KERNELS.glob("*.py")):
         digest.update(file.read_bytes())
-    return Path(triton.knobs.cache.dir, "hybridrt", digest.hexdigest())
+    return digest.digest()
 
 
 def write_mark(mark: Path, kernels: int) -> None:

@@ -5,6 +5,7 @@ GPU. `compile_ahead.py` starts it, and talks with it in lines of JSON.
     {"trace": fields of EngineConfig}            {"kernel": [module, name, specialisation]} for each kernel,
                                                  {"started": seconds} behind those of the start, and at the end
                                                  {"problems": [...], "seconds": number}
+    {"key": [file, digest]}                      as in `triton_key.use_key`; before the first of
     {"compile": [module, name, specialisation]}  {"problem": null or text, "seconds": number}
 """
 
@@ -23,22 +24,18 @@ from typing import Any, TextIO
 from unittest import mock
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
+from hybridrt.runtime.no_dynamo import leave_out_dynamo
 from hybridrt.runtime.pretend_gpu import GPUFacts
+from hybridrt.runtime.triton_key import use_key
 
 LAUNCHER = ("triton", "launcher", "")  # the job of compiling what Triton launches kernels with
 
 
-def main(traces: bool) -> None:
-    """Serves lines of the standard input until it ends.
-
-    Args:
-        traces: this process will be asked to trace: it imports what that takes at once.
-    """
+def main() -> None:
+    """Serves lines of the standard input until it ends."""
     answers = _own_output()
     from hybridrt.runtime import compile_trace  # noqa: F401  # all processes have it ready
 
-    if traces:
-        import transformers  # noqa: F401
     facts = json.loads(sys.stdin.readline() or "null")
     if facts is None:
         return  # the start was over before
@@ -46,7 +43,12 @@ def main(traces: bool) -> None:
     worker = _Worker(GPUFacts(**{**gpu, "capability": tuple(gpu["capability"])}), answers)
     for line in sys.stdin:
         request = json.loads(line)
-        worker.trace(request["trace"]) if "trace" in request else worker.compile(*request["compile"])
+        if "trace" in request:
+            worker.trace(request["trace"])
+        elif "key" in request:
+            use_key(*request["key"])
+        else:
+            worker.compile(*request["compile"])
 
 
 def _own_output() -> TextIO:
@@ -62,6 +64,7 @@ class _Worker:
 
         from hybridrt.runtime.compile_trace import CompilingDriver
 
+        leave_out_dynamo()
         self._gpu, self._answers = gpu, answers
         active: Any = CompilingDriver(gpu.capability)
         driver.set_active(active)

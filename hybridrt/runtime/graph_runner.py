@@ -19,6 +19,7 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.config import ModelConfig
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels.launch import reserve_counters
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
@@ -119,15 +120,15 @@ class ClosureRecorder:
 class CudaGraphRecorder:
     """torch.cuda.CUDAGraph in one memory pool, shared because buckets are captured from the largest down."""
 
-    def __init__(self) -> None:
-        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream, self._pool = device, torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         self._mode = ""
         self._pieces: list[torch.cuda.CUDAGraph] = []  # of the capture that is going on
 
     def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
         if not warm:
-            # Triton compiles, cuBLAS picks its workspaces, and kernels get their counters (`arrival_counters`).
-            step()
+            step()  # Triton compiles, and cuBLAS picks its workspaces
+        reserve_counters(self._device)
         torch.cuda.synchronize()
         # What other threads do meanwhile (NCCL's watchdog queries events) is not captured. "relaxed": a function that
         # has not run may load the kernels that its sizes alone need.
@@ -171,7 +172,7 @@ def _no_collection() -> Iterator[None]:
 
 def make_recorder(device: torch.device) -> Recorder:
     """How steps are recorded on a device of this kind."""
-    return CudaGraphRecorder() if device.type == "cuda" else ClosureRecorder()
+    return CudaGraphRecorder(device) if device.type == "cuda" else ClosureRecorder()
 
 
 def free_device_bytes(device: torch.device) -> int:
@@ -237,7 +238,8 @@ class GraphRunner:
             for bs in bar:
                 self._upload(NO_ROWS, NO_INTEGERS)
                 self._prepare(bs, 0, None)
-                self._replays[bs] = self.recorder(self._bind(bs))
+                # A run before the capture takes as long as the capture: the largest step has one.
+                self._replays[bs] = self.recorder(self._bind(bs), bool(self._replays))
                 self.captured_bytes = free - free_device_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
         self._replays = dict(sorted(self._replays.items()))

@@ -53,7 +53,7 @@ def test_the_options_of_a_run_are_compiled_for(model: Path, tmp_path: Path) -> N
     options = ("--gpu", "h100", "--workers", "3", "--cache-dir", str(cache), "--max-running-requests", "5")
     found = run(str(model), *options, "--speculative", "ngram")
     assert found.exit_code == 0, found.output
-    config, workers = Compiler.asked
+    config, workers, _ = Compiler.asked
     assert (config.model, config.device, config.max_running_requests) == (str(model), "cuda", 5)
     assert config.speculative.method == "ngram" and Compiler.gpu is KNOWN["h100"] and workers == 3
     text = " ".join(found.stdout.split())

@@ -179,7 +179,7 @@ def test_garbage_outlives_a_capture() -> None:
     """A graph that becomes garbage while another is captured, as that of an engine let go, is not destroyed then."""
     x = torch.zeros(4, device=DEVICE)
     add: Any = lambda: x.add_(1)  # noqa: E731
-    old: list[Any] = [CudaGraphRecorder()(add) for _ in range(2)]
+    old: list[Any] = [CudaGraphRecorder(torch.device("cuda"))(add) for _ in range(2)]
     kept: list[list[int]] = []
 
     def step() -> None:
@@ -189,7 +189,7 @@ def test_garbage_outlives_a_capture() -> None:
         kept.extend([] for _ in range(10 * gc.get_threshold()[0]))  # enough for a collection
         x.add_(1)
 
-    replay = CudaGraphRecorder()(step)
+    replay = CudaGraphRecorder(torch.device("cuda"))(step)
     assert gc.isenabled() and not old
     x.zero_()
     replay()

@@ -165,8 +165,28 @@ def test_programs_that_share_rows_count_from_zero_again(monkeypatch):
     assert not any(counters.any() for kept in launch._counters.values() for counters in kept.values())
 
 
+def test_counters_of_a_capture_were_zeros_before(monkeypatch):
+    """No replay fills them, and no two owners share any."""
+    monkeypatch.setattr(launch, "_reserved", {})
+    monkeypatch.setattr(launch, "_RESERVE", 128)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    first, second = torch.zeros(3), torch.zeros(3)
+    launch.reserve_counters(first.device)
+    reserve = launch._reserved[first.device]
+    taken = [launch.arrival_counters(first, 40), launch.arrival_counters(second, 40)]
+    assert [counters.data_ptr() - reserve.data_ptr() for counters in taken] == [0, 4 * 64]
+    assert launch.arrival_counters(first, 40) is taken[0], "kept for the graphs that follow"
+    launch.reserve_counters(first.device)
+    assert (
+        launch._reserved[first.device].data_ptr() != reserve.data_ptr() and len(launch._reserved[first.device]) == 128
+    )
+    assert all(len(counters) == 40 and not counters.any() for counters in taken)
+
+
 def test_counters_made_within_a_capture_are_that_graphs_own(monkeypatch):
     """A replay fills them with zeros, and nothing else does: no other launch may use them."""
+    monkeypatch.setattr(launch, "_reserved", {})
     weight = torch.zeros(3)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

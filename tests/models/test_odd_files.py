@@ -99,15 +99,12 @@ def test_every_odd_config_ends_in_a_typed_error(every: int, family: str, tmp_pat
     [
         ({"architectures": 5}, ConfigError, "architectures is 5; it must be null, or a list"),
         ({"architectures": [["x"]]}, ConfigError, "architectures"),
-        ({"attribute_map": "linear_attention"}, ConfigError, "'attribute_map' belongs to transformers' class"),
-        ({"to_dict": 5}, ConfigError, "'to_dict' belongs to transformers' class"),
         ({"architectures": ["x"]}, UnsupportedModelError, "'x' is not supported"),
         ({"eos_token_id": "x"}, ConfigError, "eos_token_id is 'x'"),
         ({"eos_token_id": [1, -2]}, ConfigError, "eos_token_id"),
         ({"hidden_size": -8}, ConfigError, "hidden_size is -8; it must be an integer from 1 to 1048576"),
         ({"hidden_size": 10**12}, ConfigError, "hidden_size is 1000000000000"),
         ({"num_hidden_layers": 10**12}, ConfigError, "num_hidden_layers"),
-        ({"num_labels": 10**12}, ConfigError, "num_labels"),
         ({"max_position_embeddings": 10**400}, ConfigError, "max_position_embeddings is 1000"),
         ({"rms_norm_eps": float("nan")}, ConfigError, "rms_norm_eps is nan"),
         ({"key_multiplier": None}, ConfigError, "key_multiplier is None; it must be a number"),
@@ -131,13 +128,6 @@ def test_an_odd_field_is_named(change: dict[str, Any], error: type[Exception], t
     write_fields(tmp_path, {**fields, **change})
     with pytest.raises(error, match=text):
         describe_model(EngineConfig(str(tmp_path), device="cpu"))
-
-
-def test_what_transformers_says_of_a_long_value_is_cut(tmp_path: Path) -> None:
-    write_fields(tmp_path, {**fields_of("jamba", tmp_path), "id2label": {"a" * 5000: "label"}})
-    with pytest.raises(ConfigError, match="transformers cannot read it") as caught:
-        describe_model(EngineConfig(str(tmp_path), device="cpu"))
-    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize("family", ["falcon", "qwen", "swa_ssm"])

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.runtime import cache
 
 from hybridrt.config import EngineConfig
 from hybridrt.distributed.groups import TPGroup
@@ -19,9 +21,11 @@ from hybridrt.runtime import compile_ahead
 from hybridrt.runtime.compile_ahead import CompileAhead, KernelsAhead, default_workers
 from hybridrt.runtime.compile_mark import find_mark, write_mark
 from hybridrt.runtime.pretend_gpu import KNOWN, GPUFacts, known_gpu, pretended
+from hybridrt.runtime.triton_key import TritonKey, use_key
 from tests.support.tiny import write_tiny
 
 GPU = KNOWN["h200"]
+KEY: Any = SimpleNamespace(wait=lambda: ("a file", "a digest"))
 # A worker whose kernels are names: what one of them does stands in it.
 WORKER = """
 import json, os, sys, time
@@ -29,6 +33,7 @@ def say(**answer): print(json.dumps(answer), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     if "gpu" in request: pass
+    elif "key" in request: key = request["key"]
     elif "trace" in request:
         for name in NAMES:
             say(kernel=["hybridrt.kernels.a", name, ""])
@@ -40,7 +45,7 @@ for line in sys.stdin:
         if name == "die": os._exit(7)
         if name == "hang": time.sleep(60)
         if name == "babble": print("no JSON", flush=True)
-        say(problem="it is bad" if name == "bad" else None, seconds=0.5)
+        say(problem="it is bad" if name == "bad" else key if name == "key?" else None, seconds=0.5)
 """
 
 
@@ -61,7 +66,7 @@ def start(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[...
             return subprocess.Popen([sys.executable, "-S", "-c", script], start_new_session=True, **options)
 
         monkeypatch.setattr(compile_ahead, "start_child", child)
-        ahead = CompileAhead(config, 2)
+        ahead = CompileAhead(config, 2, KEY)
         ahead.begin(GPU)
         return ahead
 
@@ -90,6 +95,7 @@ def test_every_kernel_is_compiled_once_and_the_cache_is_marked(
         (("x", "die early", "y"), 3, "a process failed while it traced the model: status 3"),
         (("x", "babble"), 2, "a process failed while it compiled a.babble: "),
         (("x", "bad", "y"), 4, "a.bad does not compile: it is bad"),
+        (("x", "key?"), 3, "a.key? does not compile: ['a file', 'a digest']"),
         (("x", "odd step"), 3, "a step: ValueError: no"),
     ],
 )
@@ -153,7 +159,8 @@ class Started:
     def __init__(self) -> None:
         self.made, self.calls = 0, list[str]()
 
-    def __call__(self, config: EngineConfig, workers: int) -> Any:
+    def __call__(self, config: EngineConfig, workers: int, key: object) -> Any:
+        assert key is KEY
         self.made += 1
         return SimpleNamespace(**{name: lambda *_, name=name: self.calls.append(name) for name in ("begin", "close")})
 
@@ -163,6 +170,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     """A machine with a GPU."""
     found = Started()
     monkeypatch.setattr(compile_ahead, "CompileAhead", found)
+    monkeypatch.setattr(compile_ahead, "TritonKey", lambda: KEY)
     monkeypatch.setattr(GPUFacts, "of", lambda device: GPU)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -206,6 +214,22 @@ def test_kernels_for_another_gpu_are_no_kernels(config: EngineConfig, started: S
 def test_processes_end_where_there_is_no_gpu_after_all(config: EngineConfig, started: Started) -> None:
     KernelsAhead(config, TPGroup()).begin(torch.device("cpu"), Path(config.model))
     assert started.made == 1 and started.calls == ["close"]
+
+
+def test_the_key_of_triton_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And taken from another process for the same Triton alone."""
+    monkeypatch.setattr(cache, "triton_key", lambda: "computed")
+    file, key = TritonKey().wait() or ("", "")
+    assert (file, key) == (triton.__file__, "computed")
+    use_key("/another/triton/__init__.py", "other")
+    assert cache.triton_key() == "computed"
+    use_key(file, "given")
+    assert cache.triton_key() == "given"
+
+
+def test_a_key_that_cannot_be_computed_is_left_to_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cache, "triton_key")
+    assert TritonKey().wait() is None
 
 
 @pytest.mark.parametrize("text", ["many", "-1", "1e9", "99999"])

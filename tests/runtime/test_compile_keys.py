@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hybridrt.runtime.compile_ahead import ENVIRONMENT
 from tests.support.checkpoints import nemotron
 from tests.support.tiny import write_tiny
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def ask(what: str, model: Path, cache: Path) -> Any:
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, **ENVIRONMENT, "TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-m", "tests.support.compile_keys", what, str(model)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -29,4 +30,5 @@ def test_launches_find_what_was_compiled(tmp_path: Path) -> None:
     model, cache = write_tiny(tmp_path / "model", nemotron("MM*-MME-M"), tokenizer=False), tmp_path / "cache"
     made = ask("kernels", model, cache)
     assert set(made["compiled"]) == {"_rms_norm_kernel", "_states_kernel"} and made["all"] > 40 and made["others"] == 0
+    assert {file.suffix for file in cache.glob("*/*.*")} == {".source", ".cubin", ".json"}
     assert ask("launches", model, cache) == {"hit": made["compiled"], "missed": []}

@@ -1,6 +1,6 @@
 """Graph replays on a CPU: a closure over static buffers that are poisoned between replays."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridrt.errors import ConfigError
 from hybridrt.forward_batch import ForwardBatch
 from hybridrt.kernels.moe import ExpertStack, fused_experts
-from hybridrt.runtime.graph_runner import GraphRunner, buckets
+from hybridrt.runtime.graph_runner import ClosureRecorder, GraphRunner, buckets
 from hybridrt.runtime.step import DecodeRow, DecodeRows
 from tests.attention.test_backends_verify import MODELS, random_tokens
 from tests.models.test_models_parity import BASES, LENGTHS, requests, with_modes
@@ -75,6 +75,19 @@ def finish(hand: ByHand, accepted: Sequence[int], tokens: int) -> None:
     """What comes after a verify step; a plain decode graph commits itself."""
     if tokens > 1:
         hand.commit(accepted)
+
+
+def test_the_largest_step_alone_runs_before_its_capture(checkpoints: CheckpointStore) -> None:
+    """What it loads serves the others, and a run takes as long as a capture."""
+    warmed: list[bool] = []
+
+    class Noting(ClosureRecorder):
+        def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
+            warmed.append(warm)
+            return super().__call__(step)
+
+    graphs = runner_of(ByHand(checkpoints["falcon-plain"].path, rows=ROWS), recorder=Noting())
+    assert warmed == [False] + [True] * (len(buckets(graphs.max_bs)) - 1)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.step_cost import StepWork
 from hybridrt.forward_batch import ForwardBatch
+from hybridrt.kernels import launch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime import prompt_columns
 from hybridrt.runtime.graph_runner import ClosureRecorder, CudaGraphRecorder
@@ -327,7 +328,8 @@ def test_a_split_capture_is_replayed_piece_by_piece(monkeypatch: pytest.MonkeyPa
     for name, fake in (fakes | {"synchronize": lambda: None}).items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    log, recorder = FakeGraph.log, CudaGraphRecorder()
+    monkeypatch.setattr(launch, "_reserved", {})
+    log, recorder = FakeGraph.log, CudaGraphRecorder(torch.device("cpu"))
 
     def step() -> None:
         log.append("a")
@@ -337,6 +339,7 @@ def test_a_split_capture_is_replayed_piece_by_piece(monkeypatch: pytest.MonkeyPa
     replay = recorder(step)
     captured = ["graph 1 begins, the pool", "a", "graph 1 ends", "graph 2 begins, the pool", "b", "graph 2 ends"]
     assert log == ["a", "b", *captured]
+    assert torch.device("cpu") in launch._reserved, "counters are zeros before the capture"
     log.clear()
     replay()
     assert log == ["graph 1 runs", "graph 2 runs"]

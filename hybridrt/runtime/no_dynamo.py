@@ -1,0 +1,33 @@
+"""Keeps torch's compiler out of a process that compiles none of torch's graphs.
+
+Operations on torch's "meta" device ask it for `disable` once. That imports some 900 modules, which takes a second, or
+several where opening a file is slow.
+"""
+
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+_NAME = "torch._dynamo"
+
+
+def leave_out_dynamo() -> None:
+    """Puts a module with `disable` alone in its place, unless it is imported already. Whoever asks for anything else of
+    it gets the real one."""
+    if _NAME not in sys.modules:
+        sys.modules[_NAME] = _Stand(_NAME)
+
+
+class _Stand(types.ModuleType):
+    @staticmethod
+    def disable(function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__spec__", "__file__"):  # of the import system, which finds a module without them
+            raise AttributeError(name)
+        if sys.modules.get(_NAME) is self:
+            del sys.modules[_NAME]
+        return getattr(importlib.import_module(_NAME), name)
