@@ -73,9 +73,12 @@ class SlotAllocator:
         elif len(slots):
             self._give_back(self._checked(slots, _USED))
 
-    def used(self, slots: Sequence[Slot]) -> np.ndarray:
-        """[n] bool: which of them requests use. The others are the cache's. PoolError if a handle is stale."""
-        used: np.ndarray = self._state[self._indices(slots)] == _USED
+    def free_used(self, slots: Sequence[Slot]) -> np.ndarray:
+        """`free` of those that requests use; the others are the cache's. Returns which these are: [n] bool. PoolError
+        if a handle is stale."""
+        indices = self._indices(slots)
+        used: np.ndarray = self._state[indices] == _USED
+        self._give_back(self._once(indices[used]))
         return used
 
     def to_cache(self, slots: Sequence[Slot]) -> None:
@@ -162,6 +165,10 @@ class SlotAllocator:
         if np.count_nonzero(right) < len(right):
             index = indices[right.argmin()]
             raise PoolError(f"{self._what} {index} is {_NAMES[self._state[index]]}, not {_NAMES[source]}")
+        return self._once(indices)
+
+    def _once(self, indices: np.ndarray) -> np.ndarray:
+        """The same indices [n]. PoolError if there is one twice."""
         if len(indices) > 1:
             self._places[indices] = places = np.arange(len(indices), dtype=np.int32)
             if np.count_nonzero(self._places[indices] != places):

@@ -222,9 +222,10 @@ class CacheCoordinator:
                 f"request {request.request_id!r} cannot be released: {request.in_flight} launched steps name it, "
                 f"row {request.row}"
             )
-        own = Slots(request.pages[request.borrowed_pages :], request.spare)
+        own = request.pages[request.borrowed_pages :]
         taken = self.prefixes.release(request)
-        self.pages.free(own.at(self.pages.used(own)))  # those that the prefix cache has not taken
+        self.pages.free(request.spare)
+        self.pages.free_used(own)  # the prefix cache has taken the others
         if request.state_slot in taken.states:
             self.donations.append(request.row.index)
         elif request.state_slot is not None:

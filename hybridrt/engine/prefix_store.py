@@ -249,8 +249,8 @@ class PrefixStore:
         taken, _ = self.tree.insert(tokens, Slots(held, pages), states, salt)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
-        slots = [slot for slot in states.values() if slot not in taken.states]
-        self.give_up_room(pages.at(self._pages.used(pages)), slots)
+        self._pages.free_used(pages)
+        self._slots.free([slot for slot in states.values() if slot not in taken.states])
 
     def evict(self, pages: int, states: int, *, new: NewState | None = None) -> None:
         """Frees so many entries that no request reads, or all there are; `new` as in RadixCache.evict."""
