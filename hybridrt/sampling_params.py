@@ -57,9 +57,10 @@ def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
     """The entries of a list or another collection; none for None. At most `max_entries` + 1 of them are read."""
     if value is None:
         return ()
-    collection = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping))
-    # numpy and torch scalars have `__iter__`, too, but cannot be iterated over.
-    _require(collection and getattr(value, "ndim", 1) == 1, name, value, "a sequence")
+    if type(value) not in (tuple, list):
+        collection = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping))
+        # numpy and torch scalars have `__iter__`, too, but cannot be iterated over.
+        _require(collection and getattr(value, "ndim", 1) == 1, name, value, "a sequence")
     entries = tuple(islice(value, max_entries + 1))
     if len(entries) > max_entries:
         raise RequestError(f"{name} has more than {max_entries} entries; pass at most {max_entries}", name)
@@ -93,7 +94,6 @@ _NUMBERS: dict[str, tuple[type, float, float, str]] = {
     "priority": (Integral, -_INT32_MAX, _INT32_MAX, "an integer of 32 bits"),
     "min_tokens": (Integral, 0, _INT32_MAX, "an integer from 0 to max_tokens"),
 }
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
 
 @dataclass(frozen=True)
@@ -182,20 +182,20 @@ class SamplingParams:
         checked = self._stops() | self._rules()
         for name, (kind, low, high, allowed) in _NUMBERS.items():
             value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
+            if value is not getattr(SamplingParams, name) and (value is not None or name != "max_tokens"):
                 number = _plain(value, kind)
                 ok = low <= number <= high and (number != 0 or name != "truncate_prompt_tokens")
                 _require(ok, name, value, allowed)
                 checked[name] = number
-        longest = checked.get("max_tokens", _INT32_MAX)
-        _require(checked["min_tokens"] <= longest, "min_tokens", self.min_tokens, f"at most max_tokens, {longest}")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        longest = _INT32_MAX if self.max_tokens is None else self.max_tokens
+        _require(self.min_tokens <= longest, "min_tokens", self.min_tokens, f"at most max_tokens, {longest}")
         structured = self.structured_outputs
         if structured is not None:
             name = "structured_outputs"
             _require(isinstance(structured, StructuredOutputs), name, structured, "a hybridrt.StructuredOutputs")
             _require(not self.ignore_eos, "ignore_eos", True, f"False with {name}, whose end is the output's end")
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
 
     def _stops(self) -> dict[str, Any]:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):

@@ -9,7 +9,6 @@ from hybridrt.mem_cache.slots import GENERATION, Slot, Slots, indices_of, keys_o
 
 _FREE, _USED, _CACHED = range(3)
 _NAMES = ("free", "used by a request", "owned by the cache")
-_NONE = np.empty(0, np.int64)
 
 
 class SlotAllocator:
@@ -65,20 +64,34 @@ class SlotAllocator:
         Raises:
             PoolError: an entry is not used by a request, or its handle is stale; nothing was freed.
         """
-        self._give_back(self._checked(slots, _USED))
+        if len(slots) == 1 and self._is_used(slots[0]):  # at once: each request gives back a row and a state slot
+            index = slots[0].index
+            self._state[index] = _FREE
+            self._handles[index] += GENERATION
+            self._free[self.num_free] = index
+            self.num_free += 1
+        elif len(slots):
+            self._give_back(self._checked(slots, _USED))
 
-    def used(self, slots: Sequence[Slot]) -> np.ndarray:
-        """[n] bool: which of them requests use. The others are the cache's. PoolError if a handle is stale."""
-        used: np.ndarray = self._state[self._indices(slots)] == _USED
+    def free_used(self, slots: Sequence[Slot]) -> np.ndarray:
+        """`free` of those that requests use; the others are the cache's. Returns which these are: [n] bool. PoolError
+        if a handle is stale."""
+        indices = self._indices(slots)
+        used: np.ndarray = self._state[indices] == _USED
+        self._give_back(self._once(indices[used]))
         return used
 
     def to_cache(self, slots: Sequence[Slot]) -> None:
         """Entries of requests become the cache's; the handles stay valid. PoolError as in `free`."""
+        if not len(slots):
+            return
         self._state[self._checked(slots, _USED)] = _CACHED
         self.num_cached += len(slots)
 
     def evict(self, slots: Sequence[Slot]) -> None:
         """Frees entries of the cache. PoolError if they are not the cache's, or locked; nothing was freed."""
+        if not len(slots):
+            return
         indices = self._checked(slots, _CACHED)
         locks = self._locks[indices]
         if np.count_nonzero(locks):
@@ -89,6 +102,8 @@ class SlotAllocator:
 
     def lock(self, slots: Sequence[Slot]) -> None:
         """Keeps entries of the cache from being evicted until `unlock`. PoolError if they are not the cache's."""
+        if not len(slots):
+            return
         indices = self._checked(slots, _CACHED)
         locks = self._locks[indices]
         self.num_locked += len(locks) - int(np.count_nonzero(locks))
@@ -96,6 +111,8 @@ class SlotAllocator:
 
     def unlock(self, slots: Sequence[Slot]) -> None:
         """Takes one lock off each entry. PoolError if one is not locked; nothing has changed."""
+        if not len(slots):
+            return
         indices = self._checked(slots, _CACHED)
         locks = self._locks[indices]
         if np.count_nonzero(locks) < len(locks):
@@ -130,6 +147,10 @@ class SlotAllocator:
             f"of {self.total})"
         )
 
+    def _is_used(self, slot: Slot) -> bool:
+        index = slot.index
+        return index <= self.total and self._handles.item(index) == slot and self._state.item(index) == _USED
+
     def _give_back(self, indices: np.ndarray) -> None:
         end = self.num_free + len(indices)
         self._state[indices] = _FREE
@@ -139,13 +160,15 @@ class SlotAllocator:
 
     def _checked(self, slots: Sequence[Slot], source: int) -> np.ndarray:
         """The indices [n] of entries that are as `source` says, each once."""
-        if not len(slots):
-            return _NONE
         indices = self._indices(slots)
         right = self._state[indices] == source
         if np.count_nonzero(right) < len(right):
             index = indices[right.argmin()]
             raise PoolError(f"{self._what} {index} is {_NAMES[self._state[index]]}, not {_NAMES[source]}")
+        return self._once(indices)
+
+    def _once(self, indices: np.ndarray) -> np.ndarray:
+        """The same indices [n]. PoolError if there is one twice."""
         if len(indices) > 1:
             self._places[indices] = places = np.arange(len(indices), dtype=np.int32)
             if np.count_nonzero(self._places[indices] != places):

@@ -52,6 +52,9 @@ class PrefixMatch:
     fork: int = 0
 
 
+NO_MATCH = PrefixMatch()
+
+
 @dataclass(slots=True)
 class CacheCounts:
     """Tokens of requests that were admitted, since the start; those of a retracted request count once.

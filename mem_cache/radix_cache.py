@@ -22,7 +22,7 @@ from itertools import count
 
 import numpy as np
 
-from hybridrt.mem_cache.prefix_cache import CacheEntries, PrefixMatch
+from hybridrt.mem_cache.prefix_cache import NO_MATCH, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.radix_node import Node, StateKind, in_common, is_idle_leaf, leaves_prompt, left_answer
 from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.mem_cache.state_worth import NewState, StateWorths
@@ -61,6 +61,8 @@ class RadixCache:
             salt: prompts share nothing with those of another salt.
         """
         node, known = self._descend(salt, tokens)
+        if not known:
+            return NO_MATCH
         limit, left = len(tokens) - 1, left_answer(node, known, len(tokens))
         if not self.recurrent:
             pages = self.complete(min(known, limit + self.lookahead))

@@ -8,6 +8,7 @@ import numpy as np
 
 _BITS = 32
 _INDEX = (1 << _BITS) - 1
+_NONE = np.empty(0, np.int64)
 GENERATION = 1 << _BITS  # from a handle to that of the entry's next tenancy
 
 
@@ -45,7 +46,7 @@ class Slots(Sequence[Slot]):
     __slots__ = ("_keys", "_size")
 
     def __init__(self, *parts: Sequence[Slot]) -> None:
-        self._keys = np.concatenate([keys_of(part) for part in parts]) if parts else np.empty(0, np.int64)
+        self._keys = np.concatenate([keys_of(part) for part in parts]) if parts else _NONE
         self._size = len(self._keys)
 
     @classmethod

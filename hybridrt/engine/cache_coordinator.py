@@ -41,7 +41,7 @@ from hybridrt.errors import MemoryBudgetError, PoolError
 from hybridrt.mem_cache.allocator import SlotAllocator
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.page_demand import PageDemand
-from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.mem_cache.slots import Slots
 from hybridrt.runtime.step import Admission, PageCopy, PageWrite, StateCopy, StepPlan
 
@@ -139,8 +139,9 @@ class CacheCoordinator:
         match = self.prefixes.arrived(request) or self.prefixes.match(request)
         # Locking the match keeps its state from eviction, and the node that its last page is part of. If what is left
         # is too little, go on without the match.
-        choices = [match] if match.node is None else [match, PrefixMatch()]
-        return any(self._take(request, choice, headroom) for choice in choices)
+        return self._take(request, match, headroom) or (
+            match.node is not None and self._take(request, NO_MATCH, headroom)
+        )
 
     def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:
         """Lends what a request needs beside its match. False, and nothing is taken, if too little is free."""
@@ -221,9 +222,10 @@ class CacheCoordinator:
                 f"request {request.request_id!r} cannot be released: {request.in_flight} launched steps name it, "
                 f"row {request.row}"
             )
-        own = Slots(request.pages[request.borrowed_pages :], request.spare)
+        own = request.pages[request.borrowed_pages :]
         taken = self.prefixes.release(request)
-        self.pages.free(own.at(self.pages.used(own)))  # those that the prefix cache has not taken
+        self.pages.free(request.spare)
+        self.pages.free_used(own)  # the prefix cache has taken the others
         if request.state_slot in taken.states:
             self.donations.append(request.row.index)
         elif request.state_slot is not None:
@@ -283,7 +285,7 @@ class CacheCoordinator:
         change: the ledgers may then contradict each other."""
         for request in requests:
             request.row = request.state_slot = request.columns = None
-            request.pages, request.spare, request.prefix = Slots(), Slots(), PrefixMatch()
+            request.pages, request.spare, request.prefix = Slots(), Slots(), NO_MATCH
             request.given, request.saves = Slots(), {}
         self.donations.clear()
         self.prefixes.tree.clear()

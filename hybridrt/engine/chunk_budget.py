@@ -71,8 +71,8 @@ class ChunkBudget:
 
     def take(self, start: int, tokens: int) -> None:
         """Adds a chunk of `tokens` to the step, behind the first `start` of its prompt."""
-        if tokens:
-            self._tokens -= tokens
+        self._tokens -= tokens
+        if tokens and self._cost is not None:
             self._work = self._work.with_chunk(start, tokens)
             self._rooms.clear()
 

@@ -65,8 +65,7 @@ class HostTier:
         taken, _ = self.tree.insert(tokens, Slots(held.pages, fresh), hosted, salt)
         self.pages.to_cache(taken.pages)
         self.slots.to_cache(taken.states)
-        surplus = self.pages.used(fresh)
-        self.pages.free(fresh.at(surplus))
+        surplus = self.pages.free_used(fresh)
         self.slots.free([slot for slot in slots if slot not in taken.states])
         self._store(
             Slots(pages)[len(held.pages) : last].at(~surplus),

@@ -10,7 +10,7 @@ from hybridrt.engine.host_tier import HostTier
 from hybridrt.engine.request import Request
 from hybridrt.engine.window_pages import WindowPages
 from hybridrt.mem_cache.allocator import SlotAllocator
-from hybridrt.mem_cache.prefix_cache import CacheCounts, CacheEntries, PrefixMatch
+from hybridrt.mem_cache.prefix_cache import NO_MATCH, CacheCounts, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.radix_cache import RadixCache
 from hybridrt.mem_cache.radix_node import Node
 from hybridrt.mem_cache.seen_texts import SeenTexts
@@ -54,12 +54,12 @@ class PrefixStore:
         """What of a waiting request needs no computing. Nothing is locked. A prefix that is computed already gives no
         log-probabilities."""
         if not self.keeps or request.params.prompt_logprobs is not None:
-            return PrefixMatch()
+            return NO_MATCH
         match = self.tree.match(request.ids, request.params.cache_salt or "")
         if self.windows is None or match.state is None:
             return match
         window = self.windows.of(match.state)
-        return PrefixMatch() if window is None else replace(match, window=window)
+        return NO_MATCH if window is None else replace(match, window=window)
 
     def touch(self, tokens: np.ndarray, salt: str) -> int:
         """How many of a prompt's first tokens [n] int32 have KV here, in whole pages, with a state behind them or
@@ -97,6 +97,8 @@ class PrefixStore:
 
     def lock(self, match: PrefixMatch) -> None:
         """Keeps a match of the cache from eviction."""
+        if match.node is None:
+            return
         self.tree.lock(match)
         self._pages.lock(Slots(match.pages, match.window))
         for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
@@ -110,6 +112,8 @@ class PrefixStore:
 
     def has_read(self, match: PrefixMatch) -> PrefixMatch:
         """The state and the tail of a match have been read. Returns what is still locked."""
+        if match.state is None:
+            return match
         freed = self.tree.unlock_state(match)
         for slots, entry in ((self._slots, match.state), (self._pages, match.tail)):
             slots.unlock(() if entry is None else (entry,))
@@ -181,7 +185,7 @@ class PrefixStore:
         self._free_saves(request, taken)
         self._pages.unlock(request.given)
         self.unlock(request.prefix)
-        request.given, request.prefix = Slots(), PrefixMatch()
+        request.given, request.prefix = Slots(), NO_MATCH
         return taken
 
     def path(self, tokens: np.ndarray, salt: str) -> tuple[PrefixMatch, list[tuple[int, Slot]]]:
@@ -245,8 +249,8 @@ class PrefixStore:
         taken, _ = self.tree.insert(tokens, Slots(held, pages), states, salt)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
-        slots = [slot for slot in states.values() if slot not in taken.states]
-        self.give_up_room(pages.at(self._pages.used(pages)), slots)
+        self._pages.free_used(pages)
+        self._slots.free([slot for slot in states.values() if slot not in taken.states])
 
     def evict(self, pages: int, states: int, *, new: NewState | None = None) -> None:
         """Frees so many entries that no request reads, or all there are; `new` as in RadixCache.evict."""
@@ -289,7 +293,7 @@ class PrefixStore:
         request.metrics.cached_tokens = match.length if match.staged is None else match.staged_from
         counts.asked += prompt
         counts.hit += request.metrics.cached_tokens
-        if match.staged is not None:
+        if match.staged is not None or not self.keeps:
             return
         if request.params.prompt_logprobs is None:
             evicted = max(self._seen.length(request.ids[: prompt - 1], salt) - match.known, 0)
@@ -302,10 +306,10 @@ class PrefixStore:
 
     def _offer(self, request: Request) -> CacheEntries:
         """Nothing is offered of a request that failed, whose state may be wrong, nor of one that has added nothing."""
-        computed, ids = request.computed, request.ids
-        failed = request.broken or request.error is not None
+        computed, failed = request.computed, request.broken or request.error is not None
         if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
+        ids = request.ids
         self.keep_windows(request, computed)
         states = dict(request.saves)
         # The last step may have computed tokens after the end of the text. The state then includes them: keep it out.

@@ -18,7 +18,7 @@ from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.errors import EngineError, NoTokenLeftError
 from hybridrt.kernels.token_rules import TokenRules
-from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.runtime.step import TokenLogprobs, int32s
 from hybridrt.runtime.token_rules import any_allowed
@@ -92,7 +92,7 @@ class Request:
     pages: Slots = field(default_factory=Slots)
     spare: Slots = field(default_factory=Slots)
     first_page: int = 0
-    prefix: PrefixMatch = field(default_factory=PrefixMatch)
+    prefix: PrefixMatch = NO_MATCH
     given: Slots = field(default_factory=Slots)
     saves: dict[int, Slot] = field(default_factory=dict)
     save_at: Sequence[int] = ()

@@ -91,22 +91,10 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """The next step, counted as launched from here on; None if nothing can run before a launched step ends."""
         self._coordinator.begin_step(self.waiting, len(self.running))
-        requests, rows = self._running_rows()
-        columns = self._coordinator.columns.of(rows)
-        prefilled = columns.computed >= columns.prefill_end
-        ready = prefilled & (columns.output_index < columns.max_output)
-        if self._drafter is not None:
-            needs_tokens = self._needs_tokens(requests, columns, ready)
-            # Schedule all ready rows together. Otherwise two groups would alternate, and a step would carry only one.
-            if needs_tokens.any() and not needs_tokens[ready].all():
-                return None
-            ready &= ~needs_tokens
-        step, indices, prefilling = ScheduledStep(), ready.nonzero()[0], list[Request]()
-        if len(indices) < len(rows):
-            prefilling = list(compress(requests, (~prefilled).tolist()))
-            requests, rows, columns = [requests[i] for i in indices.tolist()], rows[indices], columns.of(indices)
-        if len(indices):
-            self._schedule_decode(step, requests, rows, columns)
+        step = ScheduledStep()
+        prefilling = self._schedule_running(step) if self.running else []
+        if prefilling is None:
+            return None
         decode = step.plan.decode
         tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
         budget = ChunkBudget(tokens)
@@ -126,6 +114,26 @@ class Scheduler:
         for request, _ in step.rows:
             request.in_flight += 1
         return step
+
+    def _schedule_running(self, step: ScheduledStep) -> list[Request] | None:
+        """Adds the decode rows. Returns the requests whose prompts are not computed; None if the step is to wait."""
+        requests, rows = self._running_rows()
+        columns = self._coordinator.columns.of(rows)
+        prefilled = columns.computed >= columns.prefill_end
+        ready = prefilled & (columns.output_index < columns.max_output)
+        if self._drafter is not None:
+            needs_tokens = self._needs_tokens(requests, columns, ready)
+            # Schedule all ready rows together. Otherwise two groups would alternate, and a step would carry only one.
+            if needs_tokens.any() and not needs_tokens[ready].all():
+                return None
+            ready &= ~needs_tokens
+        indices, prefilling = ready.nonzero()[0], list[Request]()
+        if len(indices) < len(rows):
+            prefilling = list(compress(requests, (~prefilled).tolist()))
+            requests, rows, columns = [requests[i] for i in indices.tolist()], rows[indices], columns.of(indices)
+        if len(indices):
+            self._schedule_decode(step, requests, rows, columns)
+        return prefilling
 
     def complete(self, step: ScheduledStep, gained: Sequence[int]) -> None:
         """Call this after a launched step's result was read. `gained`: tokens of each row. Releases the requests that

@@ -49,8 +49,9 @@ def test_stale_handle_of_a_reused_entry_is_refused() -> None:
         pool.free([old])
     with pytest.raises(PoolError, match="does not exist"):
         pool.free([Slot(0, 0)])
-    with pytest.raises(PoolError, match="slot 2 does not exist"):
-        pool.free([new, Slot(2, 0)])
+    for wrong in ([new, Slot(2, 0)], [Slot(2, 0)]):
+        with pytest.raises(PoolError, match="slot 2 does not exist"):
+            pool.free(wrong)
     pool.free([new])
 
 
@@ -59,8 +60,9 @@ def test_an_entry_is_a_requests_or_the_caches_never_both() -> None:
     a, b = pool.alloc(2)
     pool.to_cache([a])
     assert counts(pool) == (0, 1, 1)
-    with pytest.raises(PoolError, match="owned by the cache"):
-        pool.free([b, a])
+    for wrong in ([b, a], [a]):
+        with pytest.raises(PoolError, match="owned by the cache"):
+            pool.free(wrong)
     with pytest.raises(PoolError, match="not owned by the cache"):
         pool.evict([b])
     pool.evict([a])

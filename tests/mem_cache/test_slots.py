@@ -28,11 +28,13 @@ def test_slices_and_joined_lists_are_copies() -> None:
     assert not Slots() and Slots() == [] and Slots() != [Slot(1, 0)]
 
 
-def test_which_entries_requests_use() -> None:
+def test_entries_that_requests_still_use_are_freed() -> None:
     pool = SlotAllocator(5, "KV page")
     slots = pool.alloc(4)
     pool.to_cache(slots[1:3])
-    assert pool.used(slots).tolist() == [True, False, False, True]
-    pool.evict(slots[1:2])
+    with pytest.raises(PoolError, match="twice"):
+        pool.free_used([slots[0], slots[3], slots[3]])
+    assert pool.free_used(slots).tolist() == [True, False, False, True]
+    assert pool.num_free == 3 and pool.num_cached == 2
     with pytest.raises(PoolError, match="stale"):
-        pool.used(slots)
+        pool.free_used(slots)
