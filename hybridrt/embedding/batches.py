@@ -64,7 +64,7 @@ class Batches:
         if read_state_slots is not None:
             columns["read_state_slots"] = self.numbers.state_slots.all("read_state_slots", read_state_slots)
         sizes = self.backend.chunk_sizes if split < len(lines) else ()
-        columns |= pack_chunks((lens - new)[split:], new[split:], sizes)
+        columns |= pack_chunks((lens - new)[split:].tolist(), new[split:].tolist(), sizes)
         ids = self.take_ids(input_ids, int(new.sum()), columns)
         sections = self.staging.upload(columns)
         inputs = self._inputs(sections, sections["input_ids"] if ids is None else ids, split * tokens, spec_info)
