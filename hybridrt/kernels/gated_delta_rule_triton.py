@@ -134,6 +134,10 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
             k_from_start = tl.load(factors_ptr + place * (3 * Q) + t)
             q_from_start = tl.load(factors_ptr + place * (3 * Q) + Q + t)
             k_to_end = tl.load(factors_ptr + place * (3 * Q) + 2 * Q + t)
+        if CHANNELS:
+            # Zeros, as far as the compiler knows not so: Triton fetches ahead what the operands of a product need, and
+            # would load decays, which go into a sum alone, when they are due.
+            state += tl.minimum(decay, 0.0)
         held = state.to(k.dtype)
         if CHANNELS:
             out = tl.dot(q, held, input_precision=PRECISION)

@@ -5,98 +5,140 @@ With G the running sum of a chunk's gates [Q, K], and k and q normalised, a chun
     A_ij = beta_i sum_c k_ic k_jc exp(G_ic - G_jc) for i > j,
     P_ij = K^-0.5 sum_c q_ic k_jc exp(G_ic - G_jc) for i >= j.
 
-The decay of a pair cannot be taken out of the sum: each channel has its own. The factors exp(G_i) and exp(-G_j) could
-overflow. So both are taken relative to a boundary between j and i. Let l be the highest bit in which i and j differ.
-The boundary b is the middle of the block of 2^(l+1) tokens that holds both, and
+The decay of a pair cannot be taken out of the sum: each channel has its own. So it is split at the middle b of a block
+of 2^(l+1) tokens that holds i and j, and each factor goes to a copy of k or q,
 
-    exp(G_i - G_j) = exp(G_i - G_b) exp(G_b - G_j),    both at most 1.
+    exp(G_i - G_j) = exp(G_i - G_b) exp(G_b - G_j).
 
-Tokens of a block's upper half need the first factor, those of the lower half the second one. So a level l takes one
-scaled copy of k and one of q, and the product of each with that of k. Blocks of more than 16 tokens take products of
-all pairs, of which the level keeps its own. Smaller blocks take products of 16 tokens each.
+Where no sum of gates between a token of a block and its middle is past FAR, neither factor overflows, and one product
+of copies gives all pairs of the block. The kernel begins with the whole chunk as a block. If a sum is too large, the
+product gives pairs of tokens in different halves alone, whose factors are at most 1. Then the halves are the blocks,
+and so on, down to blocks of 16 tokens, or 8 in float32. In these no gate is below LEAST, whose exponential is lost in
+rounding, so that no sum is too large.
+
+Sums of gates are products of tensor cores with matrices of 1, -1 and 0. To be operands, gates are multiples of
+log(2) / SCALE, and each is split into two numbers of float16, 22 bits.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.delta_chunks_triton import PreparedChunks, unit_inverse
 from hybridrt.kernels.launch import dot_precision
-from hybridrt.kernels.mamba2_common_triton import L2_EPS, log_decay, strides
+from hybridrt.kernels.mamba2_common_triton import L2_EPS, strides
 from hybridrt.kernels.records import DeltaInputs, GateWeights
 
-COLUMNS = 32  # of a key that a program takes at a time
+COLUMNS = 64  # of a key that a program takes at a time
+SCALE = tl.constexpr(256.0)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-255.0 * 256.0)  # of a gate: in float16's range, and its exponential is 0
+FAR = tl.constexpr(100.0)  # as a power of 2: 2^-FAR of a key is in float32's range, and so is 2^-26 of that
+LEAST_HALF_BLOCK = -112.0  # as a power of 2: the sum of gates of half of the smallest block
+# log(1 + z) / z for 0 <= z <= 1, highest power first, to 2e-7 of it: least squares, weighted until no error stands out.
+LOG1P = tl.constexpr(
+    (
+        -0.008539208211004734, 0.044089630246162415, -0.10768171399831772, 0.17745241522789001,
+        -0.24495463073253632, 0.33275479078292847, -0.4999740421772003, 0.9999998211860657,
+    )
+)  # fmt: skip
+
+_kept_matrices: dict[tuple[int, torch.device], Tensor] = {}
+
+
+@triton.jit
+def _softplus(x):  # type: ignore[no-untyped-def]
+    """log(1 + e^x) in a third of the instructions of the decode kernels' one, of which a step has few."""
+    z = tl.exp2(-tl.abs(x) * LOG2_E)
+    ratio = tl.full(x.shape, LOG1P[0], tl.float32)
+    for n in tl.static_range(1, 8):
+        ratio = ratio * z + LOG1P[n]
+    return tl.maximum(x, 0.0) + ratio * z
 
 
 @triton.jit
 def _gates(  # type: ignore[no-untyped-def]
     a_ptr, A_log_ptr, dt_bias_ptr, h, i, mask, K: tl.constexpr, LOWER_BOUND: tl.constexpr
 ):
-    """g of a tile [Q, columns i], 0 where masked: computed from raw a, or loaded where there is no A_log."""
+    """SCALE / log(2) times g of a tile [Q, columns i], 0 where masked: from raw a, or g loaded where there is no A_log.
+
+    Exponentials are taken to the base 2: tl.exp would multiply and look for small results first.
+    """
+    UNIT: tl.constexpr = SCALE * LOG2_E
     g = tl.load(a_ptr, mask=mask, other=0.0).to(tl.float32)
-    if A_log_ptr is not None:
-        bias = tl.load(dt_bias_ptr + h * K + i, mask=i < K, other=0.0)[None, :]
-        g = tl.where(mask, log_decay(g, tl.load(A_log_ptr + h), bias, LOWER_BOUND), 0.0)
-    return g
+    if A_log_ptr is None:
+        g *= UNIT
+    else:
+        g += tl.load(dt_bias_ptr + h * K + i, mask=i < K, other=0.0).to(tl.float32)[None, :]
+        rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
+        if LOWER_BOUND is None:
+            g = _softplus(g) * (-rate * UNIT)
+        else:
+            g = (LOWER_BOUND * UNIT) / (1.0 + tl.exp2(g * (-rate * LOG2_E)))
+        g = tl.where(mask, g, 0.0)
+    return tl.maximum(g, LOWEST)
 
 
 @triton.jit
-def _to_middle(sums, LEVEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The decay between each row of running sums [Q, columns] and the middle of its block of 2^(LEVEL + 1) rows."""
-    blocks: tl.constexpr = sums.shape[0] >> (LEVEL + 1)
-    rows: tl.constexpr = 2 << LEVEL
-    apart = tl.reshape(sums, [blocks, rows, sums.shape[1]])
-    is_middle = tl.arange(0, rows)[None, :, None] == rows // 2 - 1
-    apart -= tl.sum(tl.where(is_middle, apart, 0.0), axis=1, keep_dims=True)
-    return tl.exp(-tl.abs(tl.reshape(apart, sums.shape)))
+def _halves(g):  # type: ignore[no-untyped-def]
+    """Two numbers of float16 whose sum is g."""
+    high = g.to(tl.float16)
+    return high, (g - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def _add_products(total, x, y, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """total [n, m, m] + x y^T of each m rows of x and y [n m, columns]."""
-    blocks: tl.constexpr = total.shape[0]
-    rows: tl.constexpr = total.shape[1]
-    x, y = tl.reshape(x, [blocks, rows, x.shape[1]]), tl.reshape(y, [blocks, rows, y.shape[1]])
-    return tl.dot(x, tl.permute(y, [0, 2, 1]), total, input_precision=PRECISION)
+def _sums(matrices_ptr, number, high, low):  # type: ignore[no-untyped-def]
+    """A matrix [Q, Q] times gates [Q, columns]: sums of them as powers of 2."""
+    Q: tl.constexpr = high.shape[0]
+    t = tl.arange(0, Q)
+    matrix = tl.load(matrices_ptr + number * (Q * Q) + t[:, None] * Q + t[None, :])
+    return tl.dot(matrix, low, tl.dot(matrix, high))
 
 
 @triton.jit
-def _place(tiles):  # type: ignore[no-untyped-def]
-    """Tiles [n, m, m] along the diagonal of a matrix [n m, n m] of zeros."""
-    blocks: tl.constexpr = tiles.shape[0]
-    size: tl.constexpr = blocks * tiles.shape[1]
-    same = tl.arange(0, blocks)[:, None, None, None] == tl.arange(0, blocks)[None, None, :, None]
-    return tl.reshape(tl.where(same, tiles[:, :, None, :], 0.0), [size, size])
+def _is_far(sums):  # type: ignore[no-untyped-def]
+    return tl.max(tl.max(tl.abs(sums), 1), 0) > FAR
 
 
 @triton.jit
-def _join(near, half, whole):  # type: ignore[no-untyped-def]
-    """Each pair of the tokens of `whole` [Q, Q] from its level: pairs within a block of 16 tokens from `near`, others
-    within one of 32 from `half`."""
-    t = tl.arange(0, whole.shape[0])
-    apart = t[:, None] ^ t[None, :]
-    return tl.where(apart < 16, _place(near), tl.where(apart < 32, _place(half), whole))
+def _nearest(x):  # type: ignore[no-untyped-def]
+    """float32 of which a product in TF32, which cuts bits off, takes the nearest number."""
+    return (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _prepare_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, ends_ptr,
+def _products(x, y, z, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x_i y_j where i >= j, and above the diagonal y_i z_j: scores, and the transposed products of keys."""
+    t = tl.arange(0, x.shape[0])
+    of_keys = tl.dot(y, tl.trans(z), input_precision=PRECISION)
+    of_queries = tl.dot(x, tl.trans(y), input_precision=PRECISION)
+    return tl.where(t[:, None] < t[None, :], of_keys, of_queries)
+
+
+@triton.jit
+def _channels_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, ends_ptr, matrices_ptr,
     q_in_ptr, k_in_ptr, k_left_ptr, solved_ptr, scores_ptr, decay_ptr,
     q_strides: tl.constexpr, k_strides: tl.constexpr, a_strides: tl.constexpr, b_st: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, LEVELS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BETA_SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr, PRECISION: tl.constexpr,
+    SMALLEST: tl.constexpr, LEAST: tl.constexpr, BETA_SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid [heads, chunks]; Q = 2^LEVELS."""
+    """Grid [heads, chunks]; Q = 2^LEVELS. The smallest blocks have 2^(SMALLEST + 1) tokens."""
     h, chunk = tl.program_id(0), tl.program_id(1)
     t, columns = tl.arange(0, Q), tl.arange(0, BLOCK_K)
     first, end = tl.load(ends_ptr + chunk).to(tl.int64), tl.load(ends_ptr + chunk + 1)
-    live = first + t < end  # none in the spare chunks of a graph: to end at once would take registers that spill
+    live = first + t < end  # none in the spare chunks of a graph
     # Where a chunk begins has 64 bits, offsets within it 32: addresses then take fewer registers.
     q_ptr += first * q_strides[0] + h * q_strides[1]
     k_ptr += first * k_strides[0] + h * k_strides[1]
     a_ptr += first * a_strides[0] + h * a_strides[1]
     place = (first * H + h) * K
+    q_in_ptr += place
+    k_in_ptr += place
+    k_left_ptr += place
     decay_ptr += (chunk.to(tl.int64) * H + h) * K
     k_norm, q_norm = tl.zeros([Q], tl.float32), tl.zeros([Q], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -106,73 +148,92 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(q_ptr + t[:, None] * q_strides[0] + i[None, :], mask=mask, other=0.0).to(tl.float32)
         k_norm += tl.sum(k * k, 1)
         q_norm += tl.sum(q * q, 1)
-    k_factor, q_factor = tl.rsqrt(k_norm + L2_EPS)[:, None], tl.rsqrt(q_norm + L2_EPS)[:, None] * K**-0.5
+    k_factor, q_factor = tl.rsqrt(k_norm + L2_EPS)[:, None], (tl.rsqrt(q_norm + L2_EPS) * K**-0.5)[:, None]
 
-    # No entry is above 1, where float16 is as fine as TF32 and its products twice as fast.
+    # Factors of at most 1 go with float16, as fine as TF32, whose products take twice as long but have float32's range.
     dtype: tl.constexpr = tl.float32 if k_ptr.dtype.element_ty == tl.float32 else tl.float16
-    near_apart = tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :]
-    near_keys, near_scores = tl.zeros([Q // 16, 16, 16], tl.float32), tl.zeros([Q // 16, 16, 16], tl.float32)
-    HALF: tl.constexpr = min(Q, 32)
-    half_keys, half_scores = (
-        tl.zeros([Q // HALF, HALF, HALF], tl.float32),
-        tl.zeros([Q // HALF, HALF, HALF], tl.float32),
-    )
-    keys, scores = tl.zeros([Q, Q], tl.float32), tl.zeros([Q, Q], tl.float32)
-    own = tl.zeros([Q], tl.float32)
+    r, c = t[:, None], t[None, :]
+    both = tl.zeros([Q, Q], tl.float32)  # in one tile, as registers are what this kernel is short of: see _products
     # disable_licm: values that are the same in all iterations are computed again. To keep them would spill others.
     for start in tl.range(0, K, BLOCK_K, num_stages=1, disable_licm=True):
         i = start + columns
         mask = live[:, None] & (i < K)[None, :]
+        raw = a_ptr + t[:, None] * a_strides[0] + i[None, :]
+        g = _gates(raw, A_log_ptr, dt_bias_ptr, h, i, mask, K, LOWER_BOUND)
         k = tl.load(k_ptr + t[:, None] * k_strides[0] + i[None, :], mask=mask, other=0.0).to(tl.float32) * k_factor
         q = tl.load(q_ptr + t[:, None] * q_strides[0] + i[None, :], mask=mask, other=0.0).to(tl.float32) * q_factor
-        g = _gates(a_ptr + t[:, None] * a_strides[0] + i[None, :], A_log_ptr, dt_bias_ptr, h, i, mask, K, LOWER_BOUND)
-        sums, total = tl.cumsum(g, 0), tl.sum(g, 0)
-        from_start, cells = tl.exp(sums), t[:, None] * (H * K) + i[None, :]
-        tl.store(q_in_ptr + place + cells, (q * from_start).to(q_in_ptr.dtype.element_ty), mask=mask)
-        tl.store(k_in_ptr + place + cells, (k * from_start).to(k_in_ptr.dtype.element_ty), mask=mask)
-        left = k * tl.exp(tl.minimum(total[None, :] - sums, 0.0))
-        tl.store(k_left_ptr + place + cells, left.to(k_left_ptr.dtype.element_ty), mask=mask)
-        tl.store(decay_ptr + i, tl.exp(total), mask=i < K)
-        own += tl.sum(q * k, 1)
-        for level in tl.static_range(LEVELS):
-            decay = _to_middle(sums, level)
-            scaled_k, scaled_q = (k * decay).to(dtype), (q * decay).to(dtype)
-            if level < 4:
-                meant, zero = (near_apart >> level == 1)[None, :, :], tl.zeros_like(near_keys)
-                near_keys += tl.where(meant, _add_products(zero, scaled_k, scaled_k, PRECISION), 0.0)
-                near_scores += tl.where(meant, _add_products(zero, scaled_q, scaled_k, PRECISION), 0.0)
-            elif level == 4:
-                half_keys = _add_products(half_keys, scaled_k, scaled_k, PRECISION)
-                half_scores = _add_products(half_scores, scaled_q, scaled_k, PRECISION)
-            else:
-                keys = tl.dot(scaled_k, tl.trans(scaled_k), keys, input_precision=PRECISION)
-                scores = tl.dot(scaled_q, tl.trans(scaled_k), scores, input_precision=PRECISION)
+        high, low = _halves(g)
+        tl.store(decay_ptr + i, tl.exp2(tl.sum(g, 0) * (1.0 / SCALE)), mask=i < K)
+        from_start, cells = tl.exp2(_sums(matrices_ptr, LEVELS, high, low)), r * (H * K) + i[None, :]
+        tl.store(k_in_ptr + cells, (k * from_start).to(k_in_ptr.dtype.element_ty), mask=mask)
+        tl.store(q_in_ptr + cells, (q * from_start).to(q_in_ptr.dtype.element_ty), mask=mask)
+        left = k * tl.exp2(_sums(matrices_ptr, LEVELS + 1, high, low))
+        tl.store(k_left_ptr + cells, left.to(k_left_ptr.dtype.element_ty), mask=mask)
+
+        level = LEVELS - 1
+        sums = _sums(matrices_ptr, level, high, low)
+        far = _is_far(sums)
+        while far & (level > SMALLEST):
+            decay = tl.exp2(-tl.abs(sums))
+            x, y = (q * decay).to(dtype), (k * decay).to(dtype)
+            both += tl.where((r ^ c) >> level == 1, _products(x, y, y, PRECISION), 0.0)
+            level -= 1
+            sums = _sums(matrices_ptr, level, high, low)
+            far = _is_far(sums)
+        if far:  # rarely: to keep the gates until here would take registers that spill
+            g = _gates(raw, A_log_ptr, dt_bias_ptr, h, i, mask, K, LOWER_BOUND)
+            high, low = _halves(tl.maximum(g, LEAST * SCALE))
+            sums = _sums(matrices_ptr, level, high, low)
+        grown = tl.exp2(sums)
+        x, y, z = q * grown, k * tl.exp2(-sums), k * grown
+        if dtype == tl.float16:
+            x, y, z = _nearest(x), _nearest(y), _nearest(z)
+        both += tl.where((r ^ c) >> level < 2, _products(x, y, z, PRECISION), 0.0)
 
     beta = tl.load(b_ptr + (first + t) * b_st + h, mask=live, other=0.0).to(tl.float32)
     if A_log_ptr is not None:
         beta = BETA_SCALE * tl.sigmoid(beta)
-    r, c = t[:, None], t[None, :]
-    keys = _join(near_keys, half_keys, keys) * beta[:, None]
-    scores = tl.where(r > c, _join(near_scores, half_scores, scores), tl.where(r == c, own[:, None], 0.0))
-    pairs = (chunk.to(tl.int64) * H + h) * (Q * Q) + r * Q + c
-    tl.store(scores_ptr + pairs, scores.to(scores_ptr.dtype.element_ty))
-    inverse = unit_inverse(tl.where(r > c, keys, 0.0).to(dtype), Q, LEVELS, PRECISION)
-    tl.store(solved_ptr + pairs, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
+    pairs = (chunk.to(tl.int64) * H + h) * (Q * Q)
+    scores = tl.where(r >= c, both, 0.0)
+    tl.store(scores_ptr + pairs + r * Q + c, scores.to(scores_ptr.dtype.element_ty))
+    inverse = unit_inverse(tl.where(r < c, both * beta[None, :], 0.0).to(dtype), Q, LEVELS, PRECISION)
+    tl.store(solved_ptr + pairs + c * Q + r, (inverse * beta[:, None]).to(solved_ptr.dtype.element_ty))
 
 
 def prepare_channels(inputs: DeltaInputs, weights: GateWeights | None, plan: ChunkPlan, size: int) -> PreparedChunks:
     """The first launch, of chunks of up to `size` tokens, for gates of channels; with `weights` from raw ones."""
     q, k, v, g, beta = inputs
-    chunks, (heads, key_dim) = len(plan.seq_idx), k.shape[1:]
-    q_in, k_in, k_left = (torch.empty(k.shape, dtype=v.dtype, device=v.device) for _ in range(3))
-    solved, scores = (torch.empty(chunks, heads, size, size, dtype=v.dtype, device=v.device) for _ in range(2))
-    decay = torch.empty(chunks, heads, key_dim, dtype=torch.float32, device=v.device)
+    chunks, (heads, key_dim), device = len(plan.seq_idx), k.shape[1:], v.device
+    q_in, k_in, k_left = (torch.empty(k.shape, dtype=v.dtype, device=device) for _ in range(3))
+    solved, scores = (torch.empty(chunks, heads, size, size, dtype=v.dtype, device=device) for _ in range(2))
+    decay = torch.empty(chunks, heads, key_dim, dtype=torch.float32, device=device)
     A_log, dt_bias, beta_scale, lower_bound = weights or (None, None, 1.0, None)
+    smallest = 2 if v.dtype == torch.float32 else 3
     if chunks:
-        _prepare_kernel[heads, chunks](
-            q, k, g, beta, A_log, dt_bias, plan.cu_chunk_seqlens, q_in, k_in, k_left, solved, scores, decay,
+        # 4 warps: with 8, Triton 3.6 lets warps read an operand of 64 rows past its end.
+        _channels_kernel[heads, chunks](
+            q, k, g, beta, A_log, dt_bias, plan.cu_chunk_seqlens, sum_matrices(size, device),
+            q_in, k_in, k_left, solved, scores, decay,
             strides(q), strides(k), strides(g), beta.stride(0), H=heads, K=key_dim, Q=size,
             LEVELS=size.bit_length() - 1, BLOCK_K=min(COLUMNS, max(16, triton.next_power_of_2(key_dim))),
-            BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound, PRECISION=dot_precision(v.dtype), num_warps=8,
+            SMALLEST=smallest, LEAST=LEAST_HALF_BLOCK / (1 << smallest), BETA_SCALE=beta_scale,
+            LOWER_BOUND=lower_bound, PRECISION=dot_precision(v.dtype), num_warps=4,
         )  # fmt: skip
     return PreparedChunks(q_in, k_in, k_left, v, solved, scores, None, decay)
+
+
+def sum_matrices(size: int, device: torch.device) -> Tensor:
+    """float16 [levels + 2, size, size], to multiply gates with. Row r of matrix l sums from the middle of its block of
+    2^(l+1) tokens to r, with a minus where r is in the lower half; of the last ones up to r, and behind r.
+
+    They are kept, but for those that are made within a graph's capture, which hold nothing before a replay.
+    """
+    if (kept := _kept_matrices.get((size, device))) is not None:
+        return kept
+    r, c = torch.arange(size, device=device)[:, None], torch.arange(size, device=device)[None, :]
+    middles = [((r >> level) | 1) << level for level in range(size.bit_length() - 1)]
+    rows = [(c <= r).half() - (c < middle).half() for middle in middles]
+    made = torch.stack([*rows, (c <= r).half(), (c > r).half()]) / SCALE.value
+    if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        _kept_matrices[size, device] = made
+    return made

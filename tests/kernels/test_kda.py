@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.errors import ConfigError
+from hybridrt.kernels import kda_chunks_triton
 from hybridrt.kernels.causal_conv1d import conv_window
 from hybridrt.kernels.chunk_plan import plan_chunks
 from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
@@ -102,6 +103,35 @@ def test_decays_of_any_strength(strongest: float) -> None:
     error = {-0.01: 2e-6, -30.0: 3e-5, -400.0: 3e-4}[strongest]
     assert relative_error(out, expected) < error
     assert relative_error(states[4], expected_states[-1]) < error
+
+
+@pytest.mark.parametrize("weak", [-1e-3, -1.5, -20.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_tokens_at_which_channels_forget_at_once(dtype: torch.dtype, weak: float) -> None:
+    """Among gates that are weak, or so strong that no factor of half a chunk or of a quarter fits into float32: what
+    two tokens behind such a token have in common is not lost, nor does anything of before it come back."""
+    torch.manual_seed(0)
+    tokens, slot, states = raw_tokens(60, key_dim=40, dtype=dtype), int32(4), torch.randn(6, HEADS, VALUE_DIM, 40)
+    tokens.g, tokens.beta = weak * torch.rand(60, HEADS, 40), torch.rand(60, HEADS)
+    tokens.g[[3, 21, 38], :, 1:] = -300.0
+    tokens.g[[22, 50], :, ::2] = -1000.0
+    initial = states[4].clone()
+    out = run_chunks(states, tokens, [60], [64], slot, slot, 64)
+    expected, expected_states = slow_delta_rule(initial, tokens)
+    error = {torch.float32: 3e-4, torch.float16: 3e-3}[dtype]
+    assert relative_error(out, expected) < error
+    assert relative_error(states[4], expected_states[-1]) < error
+
+
+def test_matrices_of_a_capture_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kda_chunks_triton, "_kept_matrices", {})
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_initialized", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        captured = kda_chunks_triton.sum_matrices(16, torch.device("cpu"))
+    kept = kda_chunks_triton.sum_matrices(16, torch.device("cpu"))
+    assert kept is not captured and torch.equal(kept, captured)
+    assert kda_chunks_triton.sum_matrices(16, torch.device("cpu")) is kept
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])

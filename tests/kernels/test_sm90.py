@@ -77,8 +77,10 @@ def test_attention_gated_delta_net_experts_and_sampling() -> None:
         "_token_rules_kernel",
     }
     assert {u["kernel"] for u in usages} >= expected
-    # Triton 3.6's ptxas keeps this kernel, which runs once a step, at 64 registers and parks three values.
-    check(usages, SHARED, {"_threshold_kernel": 16} if triton.__version__.startswith("3.6.") else None)
+    # Triton 3.6's ptxas keeps the first kernel, which runs once a step, at 64 registers and parks three values. The
+    # second one has all registers that there are, and parks addresses outside of its loops.
+    old = triton.__version__.startswith("3.6.")
+    check(usages, SHARED, {"_threshold_kernel": 16 if old else 0, "_channels_kernel": 56 if old else 16})
 
 
 def test_latent_attention() -> None:
