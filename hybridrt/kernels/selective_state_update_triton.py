@@ -95,12 +95,12 @@ def selective_state_update_triton(
 
 
 def update_tile(tokens: int, states: Tensor) -> dict[str, int]:
-    """Rows of a head's state [P, N] that one program holds, all of N: 4 KiB of a 16-bit state and 16 KiB of a float32
-    one, as measured on an H200; with many tokens as much as the registers bear beside the loop."""
+    """Rows of a head's state [P, N] that one program holds, all of N: 4 KiB of it, as measured on an H200; with many
+    tokens as much as the registers bear beside the loop."""
     _, _, dim, state_dim = states.shape
     block_n = max(16, triton.next_power_of_2(state_dim))
-    numbers = 4096 if tokens > 1 or states.element_size() == 4 else 2048
-    warps = 8 if tokens > 1 and block_n > 128 else 4 if numbers == 4096 else 2
+    numbers = 4096 if tokens > 1 else 4096 // states.element_size()
+    warps = 2 if tokens == 1 else 8 if block_n > 128 else 4
     return {
         "BLOCK_P": min(triton.next_power_of_2(dim), max(1, numbers // block_n)), "BLOCK_N": block_n, "num_warps": warps,
     }  # fmt: skip
