@@ -1,6 +1,5 @@
-"""Triton `mamba2_decode`: conv and state update, or the two launches of replay."""
+"""Triton `mamba2_decode`: conv, if there is one, and state update, or the two launches of replay."""
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d_triton import causal_conv1d_update_triton
@@ -16,8 +15,9 @@ def mamba2_decode_triton(
     """Triton `mamba2_decode`."""
     if step.ring is not None:
         return replay_decode_triton(xBC, dt, z, weights, step, out)
-    # Two launches: one kernel would repeat the conv for every tile of the state, which costs more than a launch.
-    conv, taps = (step.conv_weights, step.conv_state, step.conv_nodes), step.conv_weights.weight.shape[1]
-    conved = causal_conv1d_update_triton(xBC, *conv) if taps else F.silu(xBC)
-    x, B, C = split_conv_channels(conved, step.state.states.shape)
-    return selective_state_update_triton(SSMInputs(x, dt, B, C, z), weights, step.state, out)
+    taps = step.conv_weights.weight.shape[1]
+    if taps:  # in a launch of its own: the update would repeat the conv for every tile of the state, which costs more
+        xBC = causal_conv1d_update_triton(xBC, step.conv_weights, step.conv_state, step.conv_nodes)
+    x, B, C = split_conv_channels(xBC, step.state.states.shape)
+    tokens = SSMInputs(x, dt, B, C, z)
+    return selective_state_update_triton(tokens, weights, step.state, out, silu_inputs=taps == 0)

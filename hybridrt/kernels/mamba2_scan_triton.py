@@ -7,6 +7,8 @@
    in the pool.
 5. `_outputs_kernel`: what the state at the chunk's head and the chunk's own tokens give each token.
 
+Where decays are fixed, one launch does everything (`fixed_decay_scan_triton.py`).
+
 With few tokens a launch takes longer than its work. Then there are two: `walk_states` (mamba2_walk_triton.py) does what
 1, 3 and 4 do, and `_outputs_kernel` computes the scores itself, for each head anew.
 """
@@ -17,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.fixed_decay_scan_triton import decays_are_fixed, fixed_decay_scan
 from hybridrt.kernels.mamba2_common_triton import silu, strides, time_step
 from hybridrt.kernels.mamba2_walk_triton import ScanWork, block, chunk_span, walk_states
 from hybridrt.kernels.pdl_triton import begin, pdl
@@ -229,11 +232,14 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
 def mamba2_chunk_scan_triton(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor | None = None
 ) -> Tensor:
-    """`mamba2_chunk_scan` in five launches, or in two."""
+    """`mamba2_chunk_scan` in five launches, in two or in one."""
     x, B, C, z, plan = inputs.x, inputs.B, inputs.C, inputs.z, prompts.plan
     (num_tokens, heads, dim), state_dim, chunks = x.shape, state.states.shape[3], len(plan.seq_idx)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     out[plan.num_tokens :].zero_()
+    if decays_are_fixed(inputs, weights):
+        fixed_decay_scan(inputs, weights, state, prompts, out)
+        return out
     # Two tensors: the second half of one would be aligned to 16 bytes for some numbers of tokens only.
     step, cum = (torch.empty((heads, num_tokens), dtype=torch.float32, device=x.device) for _ in range(2))
     chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)

@@ -21,7 +21,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     z_strides: tl.constexpr, out_strides: tl.constexpr, states_ss: tl.constexpr, stored_strides: tl.constexpr,
     parents_sb: tl.constexpr, dt_min, dt_max,
     T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -47,15 +47,15 @@ def _update_kernel(  # type: ignore[no-untyped-def]
         if parents_ptr is not None:
             state = state_of_parent(parents_ptr + b * parents_sb, stored, stored_strides[1], t, initial, mask)
         dt = time_step(dt_ptr + b * dt_strides[0] + t * dt_strides[1] + h, dt_bias_ptr, h, None, dt_min, dt_max)
-        x = _load(x_ptr + b * x_strides[0] + t * x_strides[1] + h * x_strides[2] + p, p_mask)
-        key = _load(B_ptr + b * B_strides[0] + t * B_strides[1] + g * B_strides[2] + n, n_mask)
-        query = _load(C_ptr + b * C_strides[0] + t * C_strides[1] + g * C_strides[2] + n, n_mask)
+        x = _load(x_ptr + b * x_strides[0] + t * x_strides[1] + h * x_strides[2] + p, p_mask, SILU)
+        key = _load(B_ptr + b * B_strides[0] + t * B_strides[1] + g * B_strides[2] + n, n_mask, SILU)
+        query = _load(C_ptr + b * C_strides[0] + t * C_strides[1] + g * C_strides[2] + n, n_mask, SILU)
         state = state * tl.exp(A * dt) + (dt * x)[:, None] * key[None, :]
         y = tl.sum(state * query[None, :], axis=1)
         if D_ptr is not None:
             y += tl.load(D_ptr + h).to(tl.float32) * x
         if z_ptr is not None:
-            y *= silu(_load(z_ptr + b * z_strides[0] + t * z_strides[1] + h * z_strides[2] + p, p_mask))
+            y *= silu(_load(z_ptr + b * z_strides[0] + t * z_strides[1] + h * z_strides[2] + p, p_mask, False))
         tl.store(out + t * out_strides[1], y.to(out_ptr.dtype.element_ty), mask=p_mask)
         rounded = state.to(states_ptr.dtype.element_ty)
         if stored_ptr is not None:
@@ -66,14 +66,17 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load(pointer, mask):  # type: ignore[no-untyped-def]
-    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+def _load(pointer, mask, SILU: tl.constexpr):  # type: ignore[no-untyped-def]
+    value = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+    if SILU:
+        value = silu(value).to(pointer.dtype.element_ty).to(tl.float32)
+    return value
 
 
 def selective_state_update_triton(
-    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
+    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None, *, silu_inputs: bool = False
 ) -> Tensor:
-    """`selective_state_update` in one launch."""
+    """`selective_state_update` in one launch. With `silu_inputs` x, B and C are taken before their SiLU."""
     (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
     states, read_slots, write_slots, intermediate = state
     stored, rows, parents = intermediate or (None, None, None)
@@ -85,18 +88,19 @@ def selective_state_update_triton(
         x, B, C, dt, z, out, A, D, dt_bias, states, stored, read_slots, write_slots, rows, parents,
         strides(x), strides(B), strides(C), strides(dt), strides(z), strides(out),
         states.stride(0), strides(stored), strides(parents)[0], *dt_limit,
-        T=tokens, H=heads, P=dim, N=states.shape[3], HEADS_PER_GROUP=heads // B.shape[2], **tile, **pdl(x.device),
+        T=tokens, H=heads, P=dim, N=states.shape[3], HEADS_PER_GROUP=heads // B.shape[2], SILU=silu_inputs, **tile,
+        **pdl(x.device),
     )  # fmt: skip
     return out
 
 
 def update_tile(tokens: int, states: Tensor) -> dict[str, int]:
-    """Rows of a head's state [P, N] that one program holds, all of N: 4 KiB of a 16-bit state and 16 KiB of a float32
-    one, as measured on an H200; with many tokens as much as the registers bear beside the loop."""
+    """Rows of a head's state [P, N] that one program holds, all of N: 4 KiB of it, as measured on an H200; with many
+    tokens as much as the registers bear beside the loop."""
     _, _, dim, state_dim = states.shape
     block_n = max(16, triton.next_power_of_2(state_dim))
-    numbers = 4096 if tokens > 1 or states.element_size() == 4 else 2048
-    warps = 8 if tokens > 1 and block_n > 128 else 4 if numbers == 4096 else 2
+    numbers = 4096 if tokens > 1 else 4096 // states.element_size()
+    warps = 2 if tokens == 1 else 8 if block_n > 128 else 4
     return {
         "BLOCK_P": min(triton.next_power_of_2(dim), max(1, numbers // block_n)), "BLOCK_N": block_n, "num_warps": warps,
     }  # fmt: skip

@@ -1,7 +1,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +17,18 @@ from tests.support.mamba2_oracle import ScanInputs, changed_rows, close, int32, 
 
 pytestmark = pytest.mark.usefixtures("provider")
 VECTORS = Path(__file__).parents[1] / "vectors" / "mamba2_chunks.json"
+
+
+class Form(NamedTuple):
+    """A form of the scan: what differs from `scan_inputs`, as arguments of the operation and of `scan_loop`."""
+
+    changed: dict[str, Any]
+    terms: tuple[Any, ...]
+
+
+FULL = Form({}, ())
+FIXED = Form({"dt_limit": (0.4, 0.4), "D": None, "z": None}, ((0.4, 0.4), False, False))  # tokens decay alike
+FORMS = pytest.mark.parametrize("form", [FULL, FIXED], ids=["full", "fixed decays"])
 
 
 def scan(
@@ -41,10 +53,16 @@ def scan(
     )  # fmt: skip
 
 
-@pytest.fixture
-def many_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels take a step as one of many tokens."""
-    monkeypatch.setattr(mamba2_scan_triton, "FEW_TOKENS", 0)
+@pytest.fixture(params=["two launches", "five launches", "one launch"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Form:
+    """A form for each of the ways in which kernels take a scan of few tokens."""
+    if request.param == "five launches":
+        monkeypatch.setattr(mamba2_scan_triton, "FEW_TOKENS", 0)
+    elif request.param == "one launch":  # the kernels of the others fail
+        monkeypatch.setattr(mamba2_scan_triton, "walk_states", None)
+        monkeypatch.setattr(mamba2_scan_triton, "_scores", None)
+        return FIXED
+    return FULL
 
 
 def test_plan_equals_the_vectors() -> None:
@@ -65,12 +83,10 @@ def test_plan_of_rows_without_tokens() -> None:
     assert plan_chunks([], [], 4).max_chunks_per_seq == 0
 
 
-@pytest.mark.parametrize(("groups", "chunk_size"), sweep([(2, 16), (1, 16), (4, 7), (2, 256)], 4))
+@pytest.mark.parametrize(("groups", "chunk_size"), sweep([(2, 16), (1, 65), (4, 7), (2, 256)], 4))
 @pytest.mark.parametrize("separate", [False, True])
-def test_scan_equals_loop(groups: int, chunk_size: int, separate: bool, request: pytest.FixtureRequest) -> None:
+def test_scan_equals_loop(groups: int, chunk_size: int, separate: bool, form: Form) -> None:
     torch.manual_seed(groups)
-    if separate:
-        request.getfixturevalue("many_launches")
     computed, new = [0, 5, 16, 0, 40, 3], [1, 63, 2, 100, 0, 17]
     read = [9, 3, 21, 5, 30, 1]
     write = [10, 4, 22, 6, 29, 2] if separate else read
@@ -80,12 +96,12 @@ def test_scan_equals_loop(groups: int, chunk_size: int, separate: bool, request:
         if done:
             states[slot] = torch.randn(4, 3, 5) * 4
     before = states.clone()
-    out = scan(inputs, states, computed, new, read, write_slots=write, chunk_size=chunk_size)
+    out = scan(inputs, states, computed, new, read, write_slots=write, chunk_size=chunk_size, **form.changed)
     start = 0
     for row, (slot, count) in enumerate(zip(read, new, strict=True)):
         initial = before[slot] if computed[row] else torch.zeros(4, 3, 5)
         if count:
-            expected, after = scan_loop(inputs[start : start + count], initial)
+            expected, after = scan_loop(inputs[start : start + count], initial, *form.terms)
             close(out[start : start + count], expected, 1e-5)
             close(states[write[row]], after[-1], 1e-5)
         else:
@@ -94,30 +110,26 @@ def test_scan_equals_loop(groups: int, chunk_size: int, separate: bool, request:
     assert changed_rows(before, states) == set(write) - ({30} if not separate else set())
 
 
-@pytest.mark.usefixtures("many_launches")
-def test_heads_of_several_blocks_in_many_launches() -> None:
-    test_heads_of_several_blocks()
-
-
-def test_heads_of_several_blocks() -> None:
+def test_heads_of_several_blocks(form: Form) -> None:
     torch.manual_seed(8)
     inputs = scan_inputs(21, heads=2, dim=70, state=70, groups=1)
     states = torch.randn(3, 2, 70, 70)
-    expected, after = scan_loop(inputs, states[2])
-    close(scan(inputs, states, [5], [21], [2]), expected, 1e-5)
+    expected, after = scan_loop(inputs, states[2], *form.terms)
+    close(scan(inputs, states, [5], [21], [2], **form.changed), expected, 1e-5)
     close(states[2], after[-1], 1e-5)
 
 
+@FORMS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype: torch.dtype, provider: str) -> None:
+def test_half_precision(dtype: torch.dtype, form: Form, provider: str) -> None:
     if provider != "torch" and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies bfloat16 matrices wrongly")
     torch.manual_seed(0)
     inputs = scan_inputs(37, dtype=dtype)
     states = poisoned(4, 4, 3, 5, dtype=dtype)
     states[2] = torch.randn(4, 3, 5).to(dtype)
-    expected, after = scan_loop(inputs, states[2])
-    out = scan(inputs, states, [8], [37], [2])
+    expected, after = scan_loop(inputs, states[2], *form.terms)
+    out = scan(inputs, states, [8], [37], [2], **form.changed)
     assert out.dtype == dtype
     close(out, expected, 1e-2)
     close(states[2], after[-1], 1e-2)
@@ -135,22 +147,20 @@ def test_two_steps_equal_one(split: int) -> None:
     close(parts[1], whole[1], 2e-6)
 
 
-@pytest.mark.parametrize("launches", ["few", "many"])
-def test_states_behind_chunks_stay(launches: str, request: pytest.FixtureRequest) -> None:
+def test_states_behind_chunks_stay(form: Form) -> None:
     torch.manual_seed(7)
-    if launches == "many":
-        request.getfixturevalue("many_launches")
-    inputs, states = scan_inputs(29), poisoned(5, 4, 3, 5)
-    plan = plan_chunks([0, 0], [20, 9], 16)
-    saves = SavedStates(int32(3, 0, 0), int32(3, 0), int32(16, 0))
+    inputs, states = scan_inputs(49), poisoned(5, 4, 3, 5)
+    plan = plan_chunks([0, 0], [40, 9], 32)
+    saves = SavedStates(int32(3, 0, 0), int32(3, 0), int32(32, 0))
     flat(
-        mamba2_chunk_scan, **inputs.terms(), states=states, read_state_slots=int32(1, 2), write_state_slots=int32(1, 2),
-        has_initial_state=torch.tensor([False, False]), query_start_loc=int32(0, 20, 29), plan=plan, saves=saves,
+        mamba2_chunk_scan, **inputs.terms() | form.changed, states=states, read_state_slots=int32(1, 2),
+        write_state_slots=int32(1, 2), has_initial_state=torch.tensor([False, False]),
+        query_start_loc=int32(0, 40, 49), plan=plan, saves=saves,
     )  # fmt: skip
-    _, after = scan_loop(inputs[:20], torch.zeros(4, 3, 5))
-    close(states[3], after[15], 1e-5)
+    _, after = scan_loop(inputs[:40], torch.zeros(4, 3, 5), *form.terms)
+    close(states[3], after[31], 1e-5)
     close(states[1], after[-1], 1e-5)
-    close(states[2], scan_loop(inputs[20:], torch.zeros(4, 3, 5))[1][-1], 1e-5)
+    close(states[2], scan_loop(inputs[40:], torch.zeros(4, 3, 5), *form.terms)[1][-1], 1e-5)
 
 
 def test_neighbours_change_nothing() -> None:
@@ -182,7 +192,8 @@ def test_without_dt_bias() -> None:
     close(scan(inputs, poisoned(3, 4, 3, 5), [0], [9], [2], dt_bias=None), expected, 1e-5)
 
 
-def test_padding_rows_and_spare_tokens_leave_no_trace() -> None:
+@FORMS
+def test_padding_rows_and_spare_tokens_leave_no_trace(form: Form) -> None:
     torch.manual_seed(5)
     inputs = scan_inputs(25)
     for part in (inputs.x, inputs.dt, inputs.B, inputs.C, inputs.z):
@@ -190,20 +201,23 @@ def test_padding_rows_and_spare_tokens_leave_no_trace() -> None:
         part[20:] = math.nan
     states = poisoned(6, 4, 3, 5)
     before = states.clone()
-    out = scan(inputs, states, [0, 0, 0], [8, 4, 8], [5, -1, 2])
+    out = scan(inputs, states, [0, 0, 0], [8, 4, 8], [5, -1, 2], **form.changed)
     assert not out[8:12].any() and not out[20:].any()
-    close(out[12:20], scan_loop(inputs[12:20], torch.zeros(4, 3, 5))[0], 1e-5)
+    expected, _ = scan_loop(inputs[12:20], torch.zeros(4, 3, 5), *form.terms)
+    close(out[12:20], expected, 1e-5)
     assert changed_rows(before, states) == {2, 5}
 
 
-def test_the_result_goes_where_it_is_wanted() -> None:
+@FORMS
+def test_the_result_goes_where_it_is_wanted(form: Form) -> None:
     torch.manual_seed(6)
     inputs, states = scan_inputs(25), poisoned(6, 4, 3, 5)
     wide = torch.full((25, 2 + 4 * 3 + 1), math.nan)
     place = wide[:, 2:14].unflatten(1, (4, 3))
-    out = scan(inputs, states, [0, 0], [15, 10], [5, 2], out=place)
+    out = scan(inputs, states, [0, 0], [15, 10], [5, 2], out=place, **form.changed)
     assert out.data_ptr() == place.data_ptr() and int(wide.isnan().sum()) == 25 * 3
-    close(place[:15], scan_loop(inputs[:15], torch.zeros(4, 3, 5))[0], 1e-5)
+    expected, _ = scan_loop(inputs[:15], torch.zeros(4, 3, 5), *form.terms)
+    close(place[:15], expected, 1e-5)
 
 
 def test_without_tokens() -> None:

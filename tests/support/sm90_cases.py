@@ -83,6 +83,8 @@ def mamba2() -> Cases:
         yield scan, args | {"saves": SavedStates(int32(2), int32(1), int32(1))}
         yield "causal_conv1d_update", mamba2_conv(shape, 32, 5) | {"parents": int32(32, 5)}
     yield from lightning()
+    yield from lightning_prefill(64)
+    yield from lightning_prefill(8)  # on one of eight ranks
 
 
 def lightning(heads: int = 64, dim: int = 128) -> Cases:
@@ -96,9 +98,15 @@ def lightning(heads: int = 64, dim: int = 128) -> Cases:
         rings = ring(batch, width, (heads, dim), (heads, dim))
         yield "mamba2_decode", per_head | no_conv | step | rings | {"xBC": xBC}
         yield fold(states["states"], rings, per_head["A"])
+
+
+def lightning_prefill(heads: int, dim: int = 128) -> Cases:
+    """Without and with a state that stays behind."""
     x, B, C = meta(8192, 3, heads, dim).unbind(1)
-    inputs = per_head | {"x": x, "B": B, "C": C, "dt": f32(heads).expand(8192, -1)}
-    yield "mamba2_chunk_scan", inputs | states | prompts(1, 8192, 128)
+    inputs = {"x": x, "B": B, "C": C, "dt": f32(heads).expand(8192, -1), "A": f32(heads), "dt_limit": (1.0, 1.0)}
+    inputs |= {"states": meta(300, heads, dim, dim, dtype=torch.float32)} | prompts(1, 8192, 128)
+    yield "mamba2_chunk_scan", inputs
+    yield "mamba2_chunk_scan", inputs | {"saves": SavedStates(int32(64), int32(1), int32(1))}
 
 
 def mamba2_tokens(shape: tuple[int, int, int, int], *lead: int) -> Args:

@@ -78,6 +78,7 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     scan = {"z": meta(TOKENS, H, P)} | per_head
     yield "mamba2_chunk_scan", mamba(TOKENS) | PROMPTS | none, scan
     yield "mamba2_chunk_scan", mamba(16 * TOKENS) | PROMPTS | none, {}  # many tokens take other kernels
+    yield "mamba2_chunk_scan", mamba(TOKENS) | PROMPTS | none | {"dt_limit": (1.0, 1.0)}, {}  # so do fixed decays
     inner = {"rows": ROWS, "stored": f32(SLOTS, T, H * P, N)}
     norms = {"B_weight": f32(N), "C_weight": f32(N), "eps": 1e-5}
     yield "mamba1_update", mamba1(B, T) | SLOT_ARGS, norms | inner | parents
