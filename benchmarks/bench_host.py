@@ -102,7 +102,7 @@ def build(
         graphs = GraphRunner(
             model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
             last_tokens=runner.last_tokens, max_bs=rows, tokens=tokens,
-            recorder=lambda step: lambda: None,
+            recorder=lambda *_: lambda: None,
         )  # fmt: skip
         graphs.capture(sizes=[rows])
         graphs.poisoned = False

@@ -172,6 +172,7 @@ def test_unknown_architectures(
         ("jamba-plain", {"sliding_window": 8}, "sliding_window is 8"),
         ("falcon-plain", {"num_key_value_heads": 3}, "num_key_value_heads"),
         ("falcon-plain", {"mamba_n_heads": 5}, "mamba_n_heads"),
+        ("mamba2-plain", {"num_heads": 3}, "num_heads is 3"),
         ("falcon-plain", {"mamba_n_groups": 4}, "groups"),
         ("nemotron-plain", {"n_groups": 4}, "groups"),
         ("nemotron-plain", {"layers_block_type": ["mamba", "nope"]}, "nope"),

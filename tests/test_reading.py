@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ ROPES: list[dict[str, Any]] = [
     {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
                          "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32}},
     {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
 ]  # fmt: skip
 
@@ -135,6 +137,21 @@ def test_the_ways_to_say_how_heads_rotate(name: str, tmp_path: Path) -> None:
             angles = torch.arange(3.0).outer(theirs[0])
             table = rotary_table(config, config.attention, 3, torch.device("cpu"))
             assert torch.equal(table, torch.cat((angles.cos(), angles.sin()), -1) * theirs[1]), rope
+
+
+def test_the_length_of_the_training_beside_the_other_fields(tmp_path: Path) -> None:
+    """It wins over what rotary embeddings say themselves, as in transformers when it computes frequencies."""
+    fields, family = made("qwen", tmp_path)
+    fields |= {"original_max_position_embeddings": 16, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    write_fields(tmp_path, fields)
+    config = read_model_config(tmp_path)
+    theirs = their_fields(fields, family)
+    angles = torch.arange(3.0).outer(
+        their_frequencies(theirs, replace(config.attention, rope=theirs.rope_parameters))[0]
+    )
+    table = rotary_table(config, config.attention, 3, torch.device("cpu"))
+    assert config.attention.rope is not None and config.attention.rope["original_max_position_embeddings"] == 16
+    torch.testing.assert_close(table[:, : angles.shape[1]] / table[0, 0], angles.cos())
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "benchmarks" / "configs").iterdir()), ids=str)

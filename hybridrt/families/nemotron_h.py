@@ -61,15 +61,19 @@ PATTERN = FieldType(f"a string of {' '.join(LETTERS)}", lambda v: isinstance(v, 
 
 def _derive(fields: dict[str, Any]) -> None:
     """The lists of blocks, which files spell as letters as well; num_hidden_layers means nothing beside them."""
-    letters, mtp = "hybrid_override_pattern", "mtp_hybrid_override_pattern"
-    check_fields(fields, {letters: PATTERN, mtp: PATTERN}, "patterns")
     if fields["layers_block_type"] is None:
-        fields["layers_block_type"] = [LETTERS[letter] for letter in fields.get(letters, "ME*-")]
+        fields["layers_block_type"] = _spelled(fields, "hybrid_override_pattern", "ME*-")
     fields["num_hidden_layers"] = len(fields["layers_block_type"])
     kinds = [current_kind(kind) for kind in fields["mtp_layers_block_type"] or MTP_KINDS]
-    if kinds == MTP_KINDS and mtp in fields:
-        kinds = [LETTERS[letter] for letter in fields[mtp]]
+    if kinds == MTP_KINDS:
+        kinds = _spelled(fields, "mtp_hybrid_override_pattern", "*E")
     fields["mtp_layers_block_type"] = kinds
+
+
+def _spelled(fields: dict[str, Any], name: str, default: str) -> list[str]:
+    """The kinds of a field's letters."""
+    check_fields(fields, {name: PATTERN}, "a pattern of blocks")
+    return [LETTERS[letter] for letter in fields.get(name, default)]
 
 
 def _describe(hf: Any) -> FamilyFields:

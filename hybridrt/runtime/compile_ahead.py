@@ -296,16 +296,17 @@ def _wanted(config: EngineConfig, tp: TPGroup) -> bool:
 
 def _launches(config: EngineConfig) -> bool:
     """Whether this process may launch Triton's kernels, as far as that is known without the GPU's driver."""
-    return torch.version.cuda is not None and config.device != "cpu" and is_installed("triton")
+    there = torch.version.cuda is not None and config.device != "cpu" and torch.cuda.device_count() > 0
+    return there and is_installed("triton")
 
 
 def _start(config: EngineConfig, tp: TPGroup, key: TritonKey | None) -> CompileAhead | None:
     """Processes that import packages while this one reads the configuration. None where there may be nothing to
     compile: for some GPU the cache has all kernels."""
     path = Path(config.model)
-    if key is None or not _wanted(config, tp) or not torch.cuda.device_count():
+    if key is None or not _wanted(config, tp) or not (path / "config.json").is_file():
         return None
-    if not (path / "config.json").is_file() or has_marks(_of_run(config, path)):
+    if has_marks(_of_run(config, path)):
         return None
     return CompileAhead(_of_run(config, path), default_workers(), key)
 

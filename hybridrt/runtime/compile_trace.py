@@ -16,7 +16,6 @@ from unittest import mock
 import numpy as np
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from hybridrt.attention.registry import backend_class, resolve_attention_name, resolve_prefill_name
@@ -73,23 +72,6 @@ class _Address:
 
     def data_ptr(self) -> int:
         return self.offset
-
-
-class CompilingDriver:
-    """Triton's driver where nothing runs: it knows what to compile for."""
-
-    def __init__(self, capability: Sequence[int]) -> None:
-        major, minor = capability
-        self._target = GPUTarget("cuda", 10 * major + minor, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from unittest import mock
 
 from hybridrt.config import EngineConfig, SpeculativeConfig
 from hybridrt.runtime.no_dynamo import leave_out_dynamo
-from hybridrt.runtime.pretend_gpu import GPUFacts
+from hybridrt.runtime.pretend_gpu import CompilingDriver, GPUFacts
 from hybridrt.runtime.triton_key import use_key
 
 LAUNCHER = ("triton", "launcher", "")  # the job of compiling what Triton launches kernels with
@@ -34,8 +34,6 @@ LAUNCHER = ("triton", "launcher", "")  # the job of compiling what Triton launch
 def main() -> None:
     """Serves lines of the standard input until it ends."""
     answers = _own_output()
-    from hybridrt.runtime import compile_trace  # noqa: F401  # all processes have it ready
-
     facts = json.loads(sys.stdin.readline() or "null")
     if facts is None:
         return  # the start was over before
@@ -62,8 +60,6 @@ class _Worker:
     def __init__(self, gpu: GPUFacts, answers: TextIO) -> None:
         from triton.runtime.driver import driver
 
-        from hybridrt.runtime.compile_trace import CompilingDriver
-
         leave_out_dynamo()
         self._gpu, self._answers = gpu, answers
         active: Any = CompilingDriver(gpu.capability)
@@ -73,6 +69,7 @@ class _Worker:
         print(json.dumps(answer), file=self._answers)
 
     def trace(self, fields: dict[str, Any]) -> None:
+        # Of this process alone: the others compile, and import no model.
         from hybridrt.runtime.compile_trace import described, trace
 
         start, problems = time.perf_counter(), list[str]()

@@ -5,7 +5,7 @@ process that does nothing else may do this: torch.cuda and Triton are changed fo
 """
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -136,3 +136,23 @@ def _on_meta(value: Any) -> Any:
     if isinstance(value, torch.device):
         return _META if value.type == "cuda" else value
     return _META if isinstance(value, str) and value.startswith("cuda") else value
+
+
+class CompilingDriver:
+    """Triton's driver where nothing runs: it knows what to compile for."""
+
+    def __init__(self, capability: Sequence[int]) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        major, minor = capability
+        self._target = GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        """A GPUTarget."""
+        return self._target

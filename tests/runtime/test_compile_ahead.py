@@ -211,6 +211,23 @@ def test_kernels_for_another_gpu_are_no_kernels(config: EngineConfig, started: S
     assert started.made == 2 and started.calls == ["begin"]
 
 
+def test_the_start_waits_for_the_key_of_triton(
+    config: EngineConfig, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a GPU: the first launch would compute it once more."""
+    waited: list[str] = []
+    key = SimpleNamespace(wait=lambda: waited.append("for it"))
+    monkeypatch.setattr(compile_ahead, "TritonKey", lambda: key)
+    KernelsAhead(replace(config, device="cpu"), TPGroup()).wait_for_start()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    KernelsAhead(config, TPGroup()).wait_for_start()
+    assert waited == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("HYBRIDRT_COMPILE_WORKERS", "0")
+    KernelsAhead(config, TPGroup()).wait_for_start()
+    assert waited == ["for it"]
+
+
 def test_processes_end_where_there_is_no_gpu_after_all(config: EngineConfig, started: Started) -> None:
     KernelsAhead(config, TPGroup()).begin(torch.device("cpu"), Path(config.model))
     assert started.made == 1 and started.calls == ["close"]

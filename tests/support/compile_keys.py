@@ -21,10 +21,10 @@ from triton.runtime.jit import JITFunction
 from hybridrt.config import EngineConfig
 from hybridrt.layers.stack import ResidualStack
 from hybridrt.runtime import compile_trace
-from hybridrt.runtime.compile_trace import CompilingDriver, Kernel, trace
+from hybridrt.runtime.compile_trace import Kernel, trace
 from hybridrt.runtime.compile_worker import _Worker
 from hybridrt.runtime.no_dynamo import leave_out_dynamo
-from hybridrt.runtime.pretend_gpu import KNOWN
+from hybridrt.runtime.pretend_gpu import KNOWN, CompilingDriver
 from hybridrt.runtime.triton_key import TritonKey, use_key
 
 GPU = KNOWN["h200"]

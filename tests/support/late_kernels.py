@@ -22,9 +22,9 @@ from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.engine.grammar import Matcher
 from hybridrt.engine.scheduler import ScheduledStep
 from hybridrt.runtime import build, compile_ahead, model_runner, pretend_gpu
-from hybridrt.runtime.compile_trace import CompilingDriver, Kernel, _closure, noted
+from hybridrt.runtime.compile_trace import Kernel, _closure, noted
 from hybridrt.runtime.graph_runner import CudaGraphRecorder
-from hybridrt.runtime.pretend_gpu import KNOWN, pretended
+from hybridrt.runtime.pretend_gpu import KNOWN, CompilingDriver, pretended
 from hybridrt.runtime.step import StepResult
 from hybridrt.server.warm_up import warm_up
 from tests.gpu.test_ready import AT_ONCE, LENGTH, ROWS, draw_body, draws_of
