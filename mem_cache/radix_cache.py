@@ -242,7 +242,7 @@ class RadixCache:
     # -- walking ------------------------------------------------------------------------------------------------
 
     def _root(self, salt: str) -> Node:
-        return self._roots.setdefault(salt, Node(np.empty(0, np.int32), 0, salt=salt))
+        return self._roots.get(salt) or self._roots.setdefault(salt, Node(np.empty(0, np.int32), 0, salt=salt))
 
     def _descend(self, salt: str, tokens: np.ndarray) -> tuple[Node, int]:
         """The deepest node whose edge has a token in common with `tokens`, and how many tokens are in common."""
