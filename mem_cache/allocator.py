@@ -64,7 +64,7 @@ class SlotAllocator:
         Raises:
             PoolError: an entry is not used by a request, or its handle is stale; nothing was freed.
         """
-        if len(slots) == 1 and self._is_used(slots[0]):  # at once: each request gives back a row and a state slot
+        if len(slots) == 1 and self._is(slots[0], _USED):  # at once: each request gives back a row and a state slot
             index = slots[0].index
             self._state[index] = _FREE
             self._handles[index] += GENERATION
@@ -147,9 +147,10 @@ class SlotAllocator:
             f"of {self.total})"
         )
 
-    def _is_used(self, slot: Slot) -> bool:
+    def _is(self, slot: Slot, source: int) -> bool:
+        """Whether this is the tenancy of an entry that is as `source` says."""
         index = slot.index
-        return index <= self.total and self._handles.item(index) == slot and self._state.item(index) == _USED
+        return index <= self.total and self._handles.item(index) == slot and self._state.item(index) == source
 
     def _give_back(self, indices: np.ndarray) -> None:
         end = self.num_free + len(indices)
@@ -160,6 +161,8 @@ class SlotAllocator:
 
     def _checked(self, slots: Sequence[Slot], source: int) -> np.ndarray:
         """The indices [n] of entries that are as `source` says, each once."""
+        if len(slots) == 1 and self._is(slots[0], source):
+            return np.array([slots[0].index])
         indices = self._indices(slots)
         right = self._state[indices] == source
         if np.count_nonzero(right) < len(right):

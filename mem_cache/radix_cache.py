@@ -242,13 +242,11 @@ class RadixCache:
     # -- walking ------------------------------------------------------------------------------------------------
 
     def _root(self, salt: str) -> Node:
-        return self._roots.setdefault(salt, Node(np.empty(0, np.int32), 0, salt=salt))
+        return self._roots.get(salt) or self._roots.setdefault(salt, Node(np.empty(0, np.int32), 0, salt=salt))
 
     def _descend(self, salt: str, tokens: np.ndarray) -> tuple[Node, int]:
         """The deepest node whose edge has a token in common with `tokens`, and how many tokens are in common."""
-        node, known = self._roots.get(salt), 0
-        if node is None:
-            return Node(np.empty(0, np.int32), 0), 0
+        node, known = self._roots.get(salt) or Node(np.empty(0, np.int32), 0), 0
         while known < len(tokens) and (child := node.children.get(int(tokens[known]))) is not None:
             shared = in_common(child.tokens, tokens[known:])
             node, known = child, known + shared

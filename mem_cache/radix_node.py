@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 
 import numpy as np
 
 from hybridrt.mem_cache.slots import Slot, Slots
 
 
-class StateKind(Enum):
+class StateKind(IntEnum):
     """Where in a text a state is: at the end of its prompt (on the grid), at the end of all of it, or where prompts
     part. States of one kind are used about equally often."""
 

@@ -73,6 +73,7 @@ class StateWorths:
         self.inflation = 0.0
         self.admitted = 0
         self.classes = {kind: StateClass() for kind in StateKind}
+        self._best = 1.0  # the greatest share of a class that has states
         self._awaited = dict[int, Node]()  # by arrival: the node of a waiting request's state
         self._order = count()
         self._states = dict[Node, None]()  # nodes that have a state
@@ -87,9 +88,8 @@ class StateWorths:
         saved = saved_tokens(node)
         if node.awaited:
             return self._of_awaited(saved, node.awaited)
-        best = max(each.share for each in self.classes.values() if each.made)
         base = self.inflation if not node.hits and _is_read(node) else node.base
-        return base + saved * self.classes[node.kind].share / best
+        return base + saved * self.classes[node.kind].share / self._best
 
     def least(self, new: NewState | None, clock: int) -> Node | None:
         """The node whose state goes first. None: no state is idle, or the least one must not make room for `new`.
@@ -126,6 +126,7 @@ class StateWorths:
             self._states[node] = None
             node.base, node.hits, node.passed = self.inflation, 0, False
             self.classes[node.kind].made += 1
+        self._compare_classes()
         for node in nodes:
             before = state_before(node)
             if before is not None and before.hits == 1 and before.kind is not StateKind.FORK:
@@ -141,6 +142,9 @@ class StateWorths:
         for node, arrivals in reversed(list(zip(nodes, behind))):  # a request awaits the deepest
             self._expected(node, arrivals)
 
+    def _compare_classes(self) -> None:
+        self._best = max((each.share for each in self.classes.values() if each.made), default=1.0)
+
     def _expected(self, node: Node, arrivals: Collection[int]) -> None:
         """These waiting requests go on from a node that has got a state."""
         for arrival in arrivals:
@@ -152,6 +156,7 @@ class StateWorths:
     def used(self, node: Node) -> None:
         """A request starts from a node's state."""
         self.classes[node.kind].used += not node.hits
+        self._compare_classes()
         node.base, node.passed, node.hits = self.inflation, False, node.hits + 1
 
     def left(self, node: Node) -> None:

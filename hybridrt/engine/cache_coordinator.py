@@ -197,11 +197,13 @@ class CacheCoordinator:
         if num_tokens and request.prefix.state is not None:
             request.prefix = self.prefixes.has_read(request.prefix)
             self._num_releases += 1
-        self.prefixes.keep_windows(request, request.settled)
+        windowed = self._demand.window is not None
+        if windowed:
+            self.prefixes.keep_windows(request, request.settled)
         if not request.shared and request.settled >= request.prefill_end:
             self.prefixes.share(request)
             self._num_releases += 1
-        gone = self._demand.first_page(request.settled) - request.first_page
+        gone = self._demand.first_page(request.settled) - request.first_page if windowed else 0
         if gone <= 0 or not request.pages:
             return
         own = request.pages[:gone]

@@ -36,7 +36,11 @@ class FoldCounts:
         """
         for admission in plan.admissions:
             self._ends[admission.row] = admission.phase % self._phases
-        ends = self._ends[plan.decode.rows] + np.fromiter(gained, np.int32)
+        if not len(plan.decode):
+            return 0
+        rows = plan.decode.rows.astype(np.int64)  # with which numpy indexes fastest
+        ends = self._ends[rows] + np.fromiter(gained, np.int32)
         full = ends > self._last
-        self._ends[plan.decode.rows] = np.where(full, 0, ends)
+        ends[full] = 0
+        self._ends[rows] = ends
         return int(np.count_nonzero(full))

@@ -95,13 +95,8 @@ class Scheduler:
         prefilling = self._schedule_running(step) if self.running else []
         if prefilling is None:
             return None
-        decode = step.plan.decode
-        tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
-        budget = ChunkBudget(tokens)
-        if self._target is not None and (prefilling or self.waiting):
-            since = self.waiting[0].metrics.arrival_time if self.waiting else None
-            budget = self._target.budget(tokens, decode, since)
-        self._schedule_prefill(step, prefilling, budget)
+        if prefilling or self.waiting:
+            self._schedule_prefill(step, prefilling)
         if not self._coordinator.seal(step.plan) and not step.rows:
             return None
         if self._constrained:
@@ -276,9 +271,18 @@ class Scheduler:
         self.add(victim)
         return victim
 
-    def _schedule_prefill(self, step: ScheduledStep, admitted: Iterable[Request], budget: ChunkBudget) -> None:
+    def _budget(self, decode: DecodeRows) -> ChunkBudget:
+        """What decode rows leave to prompts."""
+        tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
+        if self._target is None:
+            return ChunkBudget(tokens)
+        since = self.waiting[0].metrics.arrival_time if self.waiting else None
+        return self._target.budget(tokens, decode, since)
+
+    def _schedule_prefill(self, step: ScheduledStep, admitted: Iterable[Request]) -> None:
         """Adds chunks of the admitted prompts, then admits waiting requests. If a decode row found no page, no page is
         free, so nothing is admitted."""
+        budget = self._budget(step.plan.decode)
         for earlier in admitted:
             if earlier.row is not None:  # it may just have been retracted
                 self._add_extend(step, earlier, budget)

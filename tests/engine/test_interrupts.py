@@ -254,8 +254,8 @@ def test_an_engine_that_was_broken_off_ends_every_request_with_an_error(monkeypa
     mine = llm.engine.add_request([5], LONG)
     stream = llm.stream([6], SHORT)
     next(stream)
-    schedule = llm.engine._scheduler._schedule_prefill
-    monkeypatch.setattr(llm.engine._scheduler, "_schedule_prefill", lambda *a: (schedule(*a), anything()))
+    schedule = llm.engine._scheduler._schedule_running
+    monkeypatch.setattr(llm.engine._scheduler, "_schedule_running", lambda *a: (schedule(*a), anything()))
     with pytest.raises(KeyboardInterrupt):
         llm.engine.step()
     monkeypatch.undo()
