@@ -304,7 +304,7 @@ class MambaPool:
             ends = start_positions + accepted - 1
             last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1).long()).squeeze(1).int() + 1
             nodes = last.masked_fill(accepted == 0, 0)
-        for cache in self._caches.values():
+        for _, cache in self.stacks:
             assert cache.intermediate_ssm is not None, "one token a row is final in a pool without rings"
             if cache.temporal.numel():
                 stored = IntermediateStates(cache.intermediate_ssm, rows)

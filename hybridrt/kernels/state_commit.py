@@ -15,32 +15,36 @@ from hybridrt.kernels.slots import write_columns, write_rows
 def commit_intermediate(
     states: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor
 ) -> None:
-    """states[state_slots[b]] = stored[rows[b], accepted[b] - 1] where accepted[b] > 0, in place.
+    """In each of L layers states[state_slots[b]] = stored[rows[b], accepted[b] - 1] where accepted[b] > 0, in place.
 
     Args:
-        states: [S + 1, *state].
+        states: [L, S + 1, *state].
+        intermediate: `stored` [L, R + 1, T, *state].
         state_slots, accepted: [B] int32; slot -1 or accepted 0 leaves everything as it is. Of a tree, `accepted` is
             the last accepted node + 1.
     """
     kept = state_slots.masked_fill(accepted == 0, -1)
-    write_rows(states, kept, intermediate.stored[intermediate.rows, (accepted - 1).clamp(min=0)])
+    for layer, stored in zip(states, intermediate.stored):
+        write_rows(layer, kept, stored[intermediate.rows, (accepted - 1).clamp(min=0)])
 
 
-@operation()
+@operation(By("triton"))
 def commit_conv_window(
     conv: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor, positions: Tensor
 ) -> None:
-    """The conv inputs that end at the last accepted node of a tree enter the ring, in place.
+    """The conv inputs that end at the last accepted node of a tree enter the rings of each of L layers, in place.
 
     Args:
-        conv: [S + 1, C, Wc] rings.
+        conv: [L, S + 1, C, Wc] rings.
+        intermediate: `stored` [L, R + 1, T, C, K - 1].
         state_slots, accepted: as in `commit_intermediate`, node + 1.
         positions: [B] int32, absolute position of that node.
     """
-    inputs = intermediate.stored[intermediate.rows, (accepted - 1).clamp(min=0)].transpose(1, 2)
-    offsets = torch.arange(1 - inputs.shape[1], 1, device=conv.device)
-    columns = (positions[:, None] + offsets) & (conv.shape[2] - 1)
-    write_columns(conv, state_slots.masked_fill(accepted == 0, -1), columns, inputs)
+    stored, rows, _ = intermediate
+    offsets = torch.arange(1 - stored.shape[-1], 1, device=conv.device)
+    columns, kept = (positions[:, None] + offsets) & (conv.shape[-1] - 1), state_slots.masked_fill(accepted == 0, -1)
+    for rings, inputs in zip(conv, stored):
+        write_columns(rings, kept, columns, inputs[rows, (accepted - 1).clamp(min=0)].transpose(1, 2))
 
 
 @operation()

@@ -46,8 +46,8 @@ LOOSE = dict.fromkeys(
 )
 # Integers and bookkeeping: test_graphs.py holds them to the reference in whole steps, bit for bit.
 ELSEWHERE = {
-    "accept_chain", "advance_ring", "commit_intermediate", "decode_inputs", "fill_decode_metadata", "filtered_logits",
-    "enter_rows", "enter_pages", "enter_tokens",
+    "accept_chain", "advance_ring", "commit_conv_window", "commit_intermediate", "decode_inputs",
+    "fill_decode_metadata", "filtered_logits", "clear_slots", "enter_rows", "enter_pages", "enter_tokens",
     "prefix_sum_update", "prefix_sum_varlen",  # held to the reference under the interpreter
 }  # fmt: skip
 

@@ -97,5 +97,5 @@ def test_conv() -> None:
 def test_commit() -> None:
     torch.manual_seed(4)
     states, stored = far_pool(*STATE), torch.randn(2, 3, *STATE).half()
-    commit_intermediate(states, IntermediateStates(stored, int32(1)), int32(FAR), int32(3))
+    commit_intermediate(states[None], IntermediateStates(stored[None], int32(1)), int32(FAR), int32(3))
     assert same_bytes(states[FAR], stored[1, 2])

@@ -114,6 +114,8 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     commit = {"state_slots": ROWS, "rows": ROWS, "accepted": ROWS}
     pools = {"states": f32(2, SLOTS, H, P, N), "stored": f32(2, SLOTS, T, H, P, N)}
     yield "commit_intermediate", commit | pools, {}
+    windows = {"conv": meta(2, SLOTS, 2 * G * N, 8), "stored": meta(2, SLOTS, T, 2 * G * N, K - 1), "positions": ROWS}
+    yield "commit_conv_window", commit | windows, {}
 
 
 def others() -> Iterator[tuple[str, Args, Args]]:
@@ -189,4 +191,5 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     yield "enter_rows", {"rows": ROWS, "state_slots": ROWS, "phases": None, "apart": 16} | pools, {"phases": ROWS}
     pages = {"rows": ROWS, "page_indices": ROWS, "pages": ROWS, "req_to_token": int32(SLOTS, 64), "page_size": 16}
     yield "enter_pages", pages, {}
+    yield "clear_slots", {"states": meta(2, SLOTS, 5 * N), "state_slots": ROWS}, {}
     yield "enter_tokens", {"rows": ROWS, "tokens": meta(B, dtype=torch.int64), "last_tokens": int32(SLOTS)}, {}
