@@ -1,6 +1,5 @@
 """An interrupt at any line of the engine loses nothing: no row, slot, page or request, and the next call is right."""
 
-import _signal
 import linecache
 import signal
 import sys
@@ -234,12 +233,12 @@ def test_a_handler_that_is_set_meanwhile_stays() -> None:
 
 
 def test_inner_contexts_leave_the_handler_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To set a handler and to put the former one back takes 2 microseconds in each step."""
+    """To ask for a handler takes 2 microseconds, to set one 3: every step of `LLM.generate` would pay for it."""
     with pytest.raises(KeyboardInterrupt), Interrupts() as outer:
         handler = signal.getsignal(signal.SIGINT)
         with monkeypatch.context() as patched:
             for name in ("signal", "getsignal"):
-                patched.delattr(_signal, name)
+                patched.delattr(signal, name)
             with Interrupts() as inner:
                 sigint()
             assert outer.waiting and not inner.waiting
