@@ -173,12 +173,18 @@ def test_neighbours_change_nothing() -> None:
     close(together[2], alone[2], 1e-6)
 
 
-@pytest.mark.parametrize("changed", [{"D": None}, {"z": None}, {"dt_limit": (0.1, 0.4)}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"D": None}, {"z": None}, {"dt_limit": (0.1, 0.4)}, {"dt_limit": (0.4, 0.4), "D": None},
+        {"dt_limit": (0.4, 0.4), "z": None},
+    ],
+)  # fmt: skip
 def test_optional_terms(changed: dict[str, Any]) -> None:
     torch.manual_seed(3)
     inputs = scan_inputs(21)
     states = poisoned(3, 4, 3, 5)
-    limit = (0.1, 0.4) if "dt_limit" in changed else (0.0, math.inf)
+    limit = changed.get("dt_limit", (0.0, math.inf))
     expected, after = scan_loop(inputs, torch.zeros(4, 3, 5), limit, "D" not in changed, "z" not in changed)
     close(scan(inputs, states, [0], [21], [2], **changed), expected, 1e-5)
     close(states[2], after[-1], 1e-5)
