@@ -10,7 +10,7 @@ import torch
 
 from hybridrt.config_json import check_fields, read_object
 from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family
+from hybridrt.families.base import Family, routed_experts
 from hybridrt.families.reading import read_fields
 from hybridrt.families.registry import all_families, family_of
 from hybridrt.hf_config import read_model_config
@@ -104,12 +104,43 @@ PLACES: list[tuple[str, dict[str, Any]]] = [
     ("KimiLinearForCausalLM", {"linear_attn_config": {
         "head_dim": 32, "num_heads": 4, "short_conv_kernel_size": 3, "full_attn_layers": [1, 3], "kda_layers": [2]},
         "num_hidden_layers": 3}),
+    # Kinds by the names that published files have for them.
+    ("Zamba2ForCausalLM", {"layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2}),
+    ("NemotronHForCausalLM", {"layers_block_type": ["mamba", "moe", "attention"], "num_nextn_predict_layers": 1}),
+    ("Qwen3NextForCausalLM", {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2}),
+    ("NemotronHForCausalLM", {"mtp_layers_block_type": [], "num_nextn_predict_layers": 1}),
+    # Fields of other families.
+    ("BambaForCausalLM", {"mamba_d_ssm": 4096}), ("GraniteMoeHybridForCausalLM", {"mamba_d_ssm": 4096}),
+    ("MambaForCausalLM", {"num_key_value_heads": None}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("architecture", "fields"), PLACES)
 def test_fields_that_follow_from_others(architecture: str, fields: dict[str, Any]) -> None:
     check_same(fields, family_of(architecture))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("Zamba2ForCausalLM", {"layers_block_type": ["hybrid"], "layer_types": None, "num_hidden_layers": 1}),
+        ("NemotronHForCausalLM", {"layers_block_type": ["mlp"], "layer_types": None}),
+        ("GraniteMoeHybridForCausalLM", {"layer_types": ["full_attention"], "layers_block_type": None,
+                                         "num_hidden_layers": 1}),
+    ],
+)  # fmt: skip
+def test_an_older_name_that_is_null_hides_no_list(architecture: str, fields: dict[str, Any]) -> None:
+    """transformers refuses these files."""
+    read = vars(read_fields(fields, family_of(architecture), FILE))
+    assert next(kinds for kinds in fields.values() if kinds) == (read.get("layer_types") or read["layers_block_type"])
+
+
+@pytest.mark.parametrize("name", ["kimi", "ling", "minimax"])
+def test_experts_are_counted_by_the_family_s_own_field(name: str, tmp_path: Path) -> None:
+    fields, _ = made(name, tmp_path)
+    write_fields(tmp_path, {**fields, "n_routed_experts": 1})
+    hf = read_model_config(tmp_path).hf
+    assert routed_experts(hf) == hf.num_local_experts > 1
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -153,6 +184,10 @@ def test_published_files(path: Path) -> None:
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is 'MX'"),
         ("KimiLinearForCausalLM", {"linear_attn_config": {"kda_layers": [0]}}, "kda_layers"),
         ("FalconH1ForCausalLM", {"layer_types": ["x"]}, "layer_types"),
+        ("KimiLinearForCausalLM", {"layer_types": []}, "layer_types has 0 entries"),
+        ("BailingHybridForCausalLM", {"mlp_layer_types": []}, "mlp_layer_types has 0 entries"),
+        ("OlmoHybridForCausalLM", {"linear_num_key_heads": "auto"}, "linear_num_key_heads is 'auto'"),
+        ("Lfm2ForCausalLM", {"full_attn_idxs": "auto"}, "full_attn_idxs is 'auto'"),
     ],
 )
 def test_fields_that_contradict_others(architecture: str, fields: dict[str, Any], text: str) -> None:

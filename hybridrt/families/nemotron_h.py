@@ -66,7 +66,8 @@ def _derive(fields: dict[str, Any]) -> None:
     if fields["layers_block_type"] is None:
         fields["layers_block_type"] = [LETTERS[letter] for letter in fields.get(letters, "ME*-")]
     fields["num_hidden_layers"] = len(fields["layers_block_type"])
-    kinds = [current_kind(kind) for kind in fields["mtp_layers_block_type"] or MTP_KINDS]
+    given = fields["mtp_layers_block_type"]
+    kinds = [current_kind(kind) for kind in (MTP_KINDS if given is None else given)]
     if kinds == MTP_KINDS and mtp in fields:
         kinds = [LETTERS[letter] for letter in fields[mtp]]
     fields["mtp_layers_block_type"] = kinds
