@@ -90,6 +90,7 @@ def test_older_names_of_fields(architecture: str, older: str) -> None:
 PLACES: list[tuple[str, dict[str, Any]]] = [
     ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-E"}),
     ("NemotronHForCausalLM", {"layers_block_type": ["linear_attention", "mlp"], "hybrid_override_pattern": "M*-E"}),
+    ("NemotronHForCausalLM", {"layers_block_type": ["linear_attention"], "hybrid_override_pattern": None}),
     ("NemotronHForCausalLM", {"mtp_hybrid_override_pattern": "*-"}),
     ("NemotronHForCausalLM", {"mtp_layers_block_type": ["attention", "mlp"], "mtp_hybrid_override_pattern": "M"}),
     ("Qwen3NextForCausalLM", {"full_attention_interval": 3, "num_hidden_layers": 7}),
@@ -182,6 +183,7 @@ def test_published_files(path: Path) -> None:
         ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"], "num_hidden_layers": 2}, "1 entries"),
         ("Qwen3NextForCausalLM", {"full_attention_interval": 0}, "full_attention_interval is 0"),
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is 'MX'"),
+        ("NemotronHForCausalLM", {"mtp_hybrid_override_pattern": None}, "mtp_hybrid_override_pattern is None"),
         ("KimiLinearForCausalLM", {"linear_attn_config": {"kda_layers": [0]}}, "kda_layers"),
         ("FalconH1ForCausalLM", {"layer_types": ["x"]}, "layer_types"),
         ("KimiLinearForCausalLM", {"layer_types": []}, "layer_types has 0 entries"),

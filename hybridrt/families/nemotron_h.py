@@ -60,15 +60,17 @@ PATTERN = FieldType(f"a string of {' '.join(LETTERS)}", lambda v: isinstance(v, 
 
 
 def _derive(fields: dict[str, Any]) -> None:
-    """The lists of blocks, which files spell as letters as well; num_hidden_layers means nothing beside them."""
+    """The lists of blocks, which files spell as letters as well; num_hidden_layers means nothing beside them, nor do
+    letters beside a list."""
     letters, mtp = "hybrid_override_pattern", "mtp_hybrid_override_pattern"
-    check_fields(fields, {letters: PATTERN, mtp: PATTERN}, "patterns")
     if fields["layers_block_type"] is None:
+        check_fields(fields, {letters: PATTERN}, "patterns")
         fields["layers_block_type"] = [LETTERS[letter] for letter in fields.get(letters, "ME*-")]
     fields["num_hidden_layers"] = len(fields["layers_block_type"])
     given = fields["mtp_layers_block_type"]
     kinds = [current_kind(kind) for kind in (MTP_KINDS if given is None else given)]
     if kinds == MTP_KINDS and mtp in fields:
+        check_fields(fields, {mtp: PATTERN}, "patterns")
         kinds = [LETTERS[letter] for letter in fields[mtp]]
     fields["mtp_layers_block_type"] = kinds
 
