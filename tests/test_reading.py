@@ -11,7 +11,7 @@ import torch
 
 from hybridrt.config_json import check_fields, read_object
 from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family
+from hybridrt.families.base import Family, routed_experts
 from hybridrt.families.reading import read_fields
 from hybridrt.families.registry import all_families, family_of
 from hybridrt.hf_config import read_model_config
@@ -92,6 +92,7 @@ def test_older_names_of_fields(architecture: str, older: str) -> None:
 PLACES: list[tuple[str, dict[str, Any]]] = [
     ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-E"}),
     ("NemotronHForCausalLM", {"layers_block_type": ["linear_attention", "mlp"], "hybrid_override_pattern": "M*-E"}),
+    ("NemotronHForCausalLM", {"layers_block_type": ["linear_attention"], "hybrid_override_pattern": None}),
     ("NemotronHForCausalLM", {"mtp_hybrid_override_pattern": "*-"}),
     ("NemotronHForCausalLM", {"mtp_layers_block_type": ["attention", "mlp"], "mtp_hybrid_override_pattern": "M"}),
     ("Qwen3NextForCausalLM", {"full_attention_interval": 3, "num_hidden_layers": 7}),
@@ -106,12 +107,43 @@ PLACES: list[tuple[str, dict[str, Any]]] = [
     ("KimiLinearForCausalLM", {"linear_attn_config": {
         "head_dim": 32, "num_heads": 4, "short_conv_kernel_size": 3, "full_attn_layers": [1, 3], "kda_layers": [2]},
         "num_hidden_layers": 3}),
+    # Kinds by the names that published files have for them.
+    ("Zamba2ForCausalLM", {"layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2}),
+    ("NemotronHForCausalLM", {"layers_block_type": ["mamba", "moe", "attention"], "num_nextn_predict_layers": 1}),
+    ("Qwen3NextForCausalLM", {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2}),
+    ("NemotronHForCausalLM", {"mtp_layers_block_type": [], "num_nextn_predict_layers": 1}),
+    # Fields of other families.
+    ("BambaForCausalLM", {"mamba_d_ssm": 4096}), ("GraniteMoeHybridForCausalLM", {"mamba_d_ssm": 4096}),
+    ("MambaForCausalLM", {"num_key_value_heads": None}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("architecture", "fields"), PLACES)
 def test_fields_that_follow_from_others(architecture: str, fields: dict[str, Any]) -> None:
     check_same(fields, family_of(architecture))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("Zamba2ForCausalLM", {"layers_block_type": ["hybrid"], "layer_types": None, "num_hidden_layers": 1}),
+        ("NemotronHForCausalLM", {"layers_block_type": ["mlp"], "layer_types": None}),
+        ("GraniteMoeHybridForCausalLM", {"layer_types": ["full_attention"], "layers_block_type": None,
+                                         "num_hidden_layers": 1}),
+    ],
+)  # fmt: skip
+def test_an_older_name_that_is_null_hides_no_list(architecture: str, fields: dict[str, Any]) -> None:
+    """transformers refuses these files."""
+    read = vars(read_fields(fields, family_of(architecture), FILE))
+    assert next(kinds for kinds in fields.values() if kinds) == (read.get("layer_types") or read["layers_block_type"])
+
+
+@pytest.mark.parametrize("name", ["kimi", "ling", "minimax"])
+def test_experts_are_counted_by_the_family_s_own_field(name: str, tmp_path: Path) -> None:
+    fields, _ = made(name, tmp_path)
+    write_fields(tmp_path, {**fields, "n_routed_experts": 1})
+    hf = read_model_config(tmp_path).hf
+    assert routed_experts(hf) == hf.num_local_experts > 1
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -168,8 +200,13 @@ def test_published_files(path: Path) -> None:
         ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"], "num_hidden_layers": 2}, "1 entries"),
         ("Qwen3NextForCausalLM", {"full_attention_interval": 0}, "full_attention_interval is 0"),
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is 'MX'"),
+        ("NemotronHForCausalLM", {"mtp_hybrid_override_pattern": None}, "mtp_hybrid_override_pattern is None"),
         ("KimiLinearForCausalLM", {"linear_attn_config": {"kda_layers": [0]}}, "kda_layers"),
         ("FalconH1ForCausalLM", {"layer_types": ["x"]}, "layer_types"),
+        ("KimiLinearForCausalLM", {"layer_types": []}, "layer_types has 0 entries"),
+        ("BailingHybridForCausalLM", {"mlp_layer_types": []}, "mlp_layer_types has 0 entries"),
+        ("OlmoHybridForCausalLM", {"linear_num_key_heads": "auto"}, "linear_num_key_heads is 'auto'"),
+        ("Lfm2ForCausalLM", {"full_attn_idxs": "auto"}, "full_attn_idxs is 'auto'"),
     ],
 )
 def test_fields_that_contradict_others(architecture: str, fields: dict[str, Any], text: str) -> None:

@@ -61,7 +61,7 @@ class Family:
         model_type: what config.json must say, if it says any.
         defaults: of fields that a config.json may leave out, as transformers' class has them. None and "auto" are left
             to `derive`.
-        older: names that files may have for fields, which then win.
+        older: names that files may have for fields, which then win, unless they are null and the field may be so.
         derive: fills fields in that follow from others, all of which have their types. Raises ConfigError.
         read: (config.json's object, its path) to the object that `describe` takes, for a family that reads its fields
             by itself: the four attributes above mean nothing then.
@@ -128,21 +128,17 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float:
     return float(0.1 * weight * math.log(max(factor, 1)) + 1) ** 2
 
 
-def derive_mamba2(fields: dict[str, Any]) -> None:
-    """The size of a head where `MAMBA2_DEFAULTS` leave it open."""
+def derive_mamba2(fields: dict[str, Any], own: int | None = None) -> None:
+    """The size of a head where `MAMBA2_DEFAULTS` leave it open; `own` is the width of all heads where a family has a
+    field of it."""
     if fields["mamba_d_head"] == "auto":
-        fields["mamba_d_head"] = mamba2_width(fields) // fields["mamba_n_heads"]
+        width = fields["mamba_expand"] * fields["hidden_size"] if own is None else own
+        fields["mamba_d_head"] = width // fields["mamba_n_heads"]
 
 
-def mamba2_width(fields: Mapping[str, Any]) -> int:
-    """Of all heads: mamba_d_ssm, or mamba_expand x hidden_size."""
-    own: int | None = fields.get("mamba_d_ssm")
-    return fields["mamba_expand"] * fields["hidden_size"] if own is None else own
-
-
-def mamba2_config(hf: Any) -> Mamba2Config:
-    """Mamba-2 by the fields of `MAMBA2`."""
-    width = mamba2_width(vars(hf))
+def mamba2_config(hf: Any, own: int | None = None) -> Mamba2Config:
+    """Mamba-2 by the fields of `MAMBA2`, and `own` as in `derive_mamba2`."""
+    width = hf.mamba_expand * hf.hidden_size if own is None else own
     if hf.mamba_n_heads * hf.mamba_d_head != width:
         raise ConfigError(
             f"mamba_n_heads is {hf.mamba_n_heads} and mamba_d_head {hf.mamba_d_head}; their product must be {width}, "
@@ -222,5 +218,6 @@ def check_experts(hf: Any, experts: int, chosen: int, where: object) -> None:
 
 def routed_experts(hf: Any) -> int:
     """Experts of a layer among which a router chooses; 0 without."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    # n_routed_experts is last: only Nemotron-H reads it, and a file of another family may hold it beside its own.
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((count for name in names if (count := getattr(hf, name, 0))), 0)

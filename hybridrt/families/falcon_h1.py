@@ -48,14 +48,14 @@ DEFAULTS: dict[str, Any] = {
 
 
 def _derive(fields: dict[str, Any]) -> None:
-    derive_mamba2(fields)
+    derive_mamba2(fields, fields["mamba_d_ssm"])
     for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
         if fields[name] is None:
             fields[name] = [1.0] * count
 
 
 def _describe(hf: Any) -> FamilyFields:
-    mamba = mamba2_config(hf)
+    mamba = mamba2_config(hf, hf.mamba_d_ssm)
     layer = LayerSpec(attention=True, linear="mamba2", ffn="mlp")
     return {"layers": (layer,) * hf.num_hidden_layers, "linear": {"mamba2": mamba}, "attention": attention_config(hf)}
 

@@ -60,11 +60,13 @@ PATTERN = FieldType(f"a string of {' '.join(LETTERS)}", lambda v: isinstance(v, 
 
 
 def _derive(fields: dict[str, Any]) -> None:
-    """The lists of blocks, which files spell as letters as well; num_hidden_layers means nothing beside them."""
+    """The lists of blocks, which files spell as letters as well; num_hidden_layers means nothing beside them, nor do
+    letters beside a list."""
     if fields["layers_block_type"] is None:
         fields["layers_block_type"] = _spelled(fields, "hybrid_override_pattern", "ME*-")
     fields["num_hidden_layers"] = len(fields["layers_block_type"])
-    kinds = [current_kind(kind) for kind in fields["mtp_layers_block_type"] or MTP_KINDS]
+    given = fields["mtp_layers_block_type"]
+    kinds = [current_kind(kind) for kind in (MTP_KINDS if given is None else given)]
     if kinds == MTP_KINDS:
         kinds = _spelled(fields, "mtp_hybrid_override_pattern", "*E")
     fields["mtp_layers_block_type"] = kinds

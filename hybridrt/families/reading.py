@@ -12,7 +12,7 @@ from hybridrt.families.base import Family, current_kind
 
 # Lists with an entry for each layer.
 LAYER_LISTS = {"layer_types", "layers_block_type", "mlp_layer_types"}
-# Defaults of fields that others say.
+# Defaults of fields that others say. The file may say them too, or null.
 OPEN = (None, "auto")
 # Scaled rotary embeddings that start from the length of the training.
 SCALED_FROM_LENGTH = ("llama3", "longrope", "yarn")
@@ -31,11 +31,16 @@ def read_fields(raw: Mapping[str, Any], family: Family, file: Path) -> SimpleNam
         )
     fields = {**family.defaults, **raw}
     for older in family.older.keys() & fields.keys():
-        fields[family.older[older]] = fields.pop(older)
+        name, value = family.older[older], fields.pop(older)
+        if value is not None or family.defaults.get(name) is not None:
+            fields[name] = value
     if fields.get("num_key_value_heads", 0) is None:
-        fields["num_key_value_heads"] = fields["num_attention_heads"]
+        fields["num_key_value_heads"] = fields.get("num_attention_heads")
+    for name in LAYER_LISTS & family.fields.keys():
+        if isinstance(kinds := fields.get(name), list):
+            fields[name] = [current_kind(kind) for kind in kinds]
     # What a default leaves open may be left open in the file as well: `derive` fills it in.
-    left = {name for name, value in family.defaults.items() if value in OPEN and fields[name] in OPEN}
+    left = {name for name, value in family.defaults.items() if value in OPEN and fields[name] in (None, value)}
     check_fields({k: v for k, v in fields.items() if k not in left}, family.fields, file)
     try:
         _derive(fields, family)
@@ -50,11 +55,9 @@ def _derive(fields: dict[str, Any], family: Family) -> None:
     if "rope_parameters" in family.defaults:
         fields["rope_parameters"] = _rope(fields)
     for name in LAYER_LISTS & family.fields.keys():
-        if kinds := fields.get(name):
-            fields[name] = [current_kind(kind) for kind in kinds]
-            if len(kinds) != fields["num_hidden_layers"]:
-                count = fields["num_hidden_layers"]
-                raise ConfigError(f"{name} has {len(kinds)} entries; there must be one for each of the {count} layers")
+        kinds, count = fields.get(name), fields["num_hidden_layers"]
+        if kinds is not None and len(kinds) != count:
+            raise ConfigError(f"{name} has {len(kinds)} entries; there must be one for each of the {count} layers")
 
 
 def _rope(fields: dict[str, Any]) -> dict[str, Any]:
