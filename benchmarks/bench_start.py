@@ -55,7 +55,7 @@ class Clock:
         return timed
 
 
-def measure(model: str, options: dict[str, Any], spawned: float, profiled: bool) -> dict[str, Any]:
+def measure(model: str, options: dict[str, Any], spawned: float, profiled: bool = False) -> dict[str, Any]:
     """In a process of its own: one start. `spawned` is when the process was started, by the wall clock."""
     clock, booted = Clock(), time.time() - spawned
     start = time.perf_counter()
