@@ -16,11 +16,9 @@ def may_look(device: torch.device) -> bool:
     return device.type == "cpu" or (DEBUG and not torch.cuda.is_current_stream_capturing())
 
 
-def check_range(
-    name: str, values: torch.Tensor, end: int, error: type[HybridrtError] = PoolError, *, first: int = 0
-) -> None:
-    """Raises `error` unless all values are in [first, end), or may not be looked at."""
+def check_range(name: str, values: torch.Tensor, end: int, error: type[HybridrtError] = PoolError) -> None:
+    """Raises `error` unless all values are in [0, end), or may not be looked at."""
     if values.numel() and may_look(values.device):
         low, high = (int(x) for x in torch.aminmax(values))
-        if low < first or high >= end:
-            raise error(f"{name} holds {low if low < first else high}; valid are {first} to {end - 1}")
+        if low < 0 or high >= end:
+            raise error(f"{name} holds {low if low < 0 else high}; valid are 0 to {end - 1}")

@@ -194,15 +194,15 @@ class MambaPool:
     # -- moving state between slots and rings ------------------------------------------------------------------
 
     def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
-        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] integers each; slot
-        -1 is padding, whose row keeps what it has.
+        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] integers each; row 0
+        with the scratch slot 0 is padding.
 
         Args:
             phases: [n] non-negative integers. Rows that advance alike fold in different steps if theirs differ modulo
                 `MambaPoolSpec.phases_apart`; None: 0.
         """
         check_range("rows", rows, self.num_rows + 1)
-        check_range("state_slots", state_slots, self.num_slots + 1, first=-1)
+        check_range("state_slots", state_slots, self.num_slots + 1)
         for _, cache in self.stacks:
             for tensor in (cache.conv, cache.temporal):
                 clear_slots(_as_words(tensor), state_slots)

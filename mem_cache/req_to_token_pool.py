@@ -49,8 +49,8 @@ class HybridReqToTokenPool:
             self.mamba_pool.admit(rows, state_slots, phases)
 
     def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
-        """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] integers each; a
-        page -1 is padding. A model without attention layers has no table: nothing is written.
+        """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] integers each; the
+        first page of row 0 with page 0 is padding. A model without attention layers has no table: nothing is written.
 
         Raises:
             PoolError: a row that this pool does not have, or a page behind the last one of a row.

@@ -10,9 +10,9 @@ from hybridrt.config import LayerSpec
 from hybridrt.config_fields import OFF, PERIOD, SIZE, TAPS, FieldTypes
 from hybridrt.config_json import FLAG, NULL, OBJECT, TRUE, either, integer, list_of, number, one_of
 from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family, FamilyFields, interleaved, latent_attention
+from hybridrt.families.base import Family, FamilyFields, derive_ffns, ffns, interleaved, latent_attention
 from hybridrt.families.kimi_linear import FIELDS as KIMI
-from hybridrt.families.kimi_linear import OLDER, derive_feed_forward, feed_forward_parts
+from hybridrt.families.kimi_linear import OLDER
 from hybridrt.kinds.kda import KDAConfig
 
 LEFT_OUT = ("mla_use_nope", "num_nextn_predict_layers")
@@ -60,7 +60,7 @@ def _derive(fields: dict[str, Any]) -> None:
     if fields["layer_types"] is None:
         group, count = fields["layer_group_size"], fields["num_hidden_layers"]
         fields["layer_types"] = ["linear_attention" if (i + 1) % group else "full_attention" for i in range(count)]
-    derive_feed_forward(fields)
+    derive_ffns(fields)
 
 
 def check_shared_experts(hf: Any) -> None:
@@ -78,7 +78,7 @@ def _describe(hf: Any) -> FamilyFields:
     bound = float(hf.kda_lower_bound) if hf.kda_safe_gate else None
     kda = KDAConfig(hf.linear_num_heads, hf.linear_head_dim, hf.linear_conv_kernel_dim, lower_bound=bound)
     head = (LayerSpec(True, None, "moe"),) if hf.num_mtp_layers == 1 else ()
-    layers = interleaved(hf, kda, latent_attention(hf, rotary=True), feed_forward_parts(hf))
+    layers = interleaved(hf, kda, latent_attention(hf, rotary=True), ffns(hf))
     return layers | {"mtp_layers": head}
 
 

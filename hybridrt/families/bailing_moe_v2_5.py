@@ -15,8 +15,7 @@ from hybridrt.config_json import NULL, TRUE, check_fields, either, one_of
 from hybridrt.errors import ConfigError, shown
 from hybridrt.families.bailing_hybrid import FAMILY as HYBRID
 from hybridrt.families.bailing_hybrid import check_shared_experts
-from hybridrt.families.base import FamilyFields, interleaved, latent_attention
-from hybridrt.families.kimi_linear import feed_forward_parts
+from hybridrt.families.base import FamilyFields, ffns, interleaved, latent_attention
 from hybridrt.kinds.simple_gla import SimpleGLAConfig
 
 FIELDS: FieldTypes = {
@@ -69,7 +68,7 @@ def _describe(hf: Any) -> FamilyFields:
     check_shared_experts(hf)
     count, group = hf.num_hidden_layers, hf.layer_group_size
     full = [(i + 1) % group == 0 or i >= count // group * group for i in range(count)]
-    layers = interleaved(hf, _linear(hf), latent_attention(hf, rotary=True), feed_forward_parts(hf), full)
+    layers = interleaved(hf, _linear(hf), latent_attention(hf, rotary=True), ffns(hf), full)
     return layers | {"mtp_layers": (LayerSpec(True, None, "moe"),) if hf.num_mtp_layers == 1 else ()}
 
 

@@ -162,6 +162,18 @@ def derive_gdn(fields: dict[str, Any]) -> None:
         fields["layer_types"] = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
 
 
+def derive_ffns(fields: dict[str, Any]) -> None:
+    """An MLP in the first layers, and experts in the others, where the file does not list them."""
+    if fields["mlp_layer_types"] is None:
+        dense = fields["first_k_dense_replace"]
+        fields["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(fields["num_hidden_layers"])]
+
+
+def ffns(hf: Any) -> list[str]:
+    """ "moe" or "mlp" of each layer."""
+    return ["moe" if kind == "sparse" else "mlp" for kind in hf.mlp_layer_types]
+
+
 def gdn_config(hf: Any, beta_scale: float = 1.0) -> GDNConfig:
     """Gated Delta Net by the names that transformers gives its fields."""
     return GDNConfig(

@@ -4,36 +4,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config_fields import (
-    COUNT,
-    EPSILON,
-    LATENT,
-    MAX_EXPERTS,
-    MAX_LAYERS,
-    MULTIPLIER,
-    OFF,
-    SIZE,
-    STATE,
-    TAPS,
-    FieldTypes,
-)
-from hybridrt.config_json import FLAG, NULL, TRUE, FieldType, check_fields, either, integer, list_of, one_of
+from hybridrt.config_fields import EPSILON, LATENT, MAX_EXPERTS, MAX_LAYERS, MULTIPLIER, SIZE, STATE, TAPS, FieldTypes
+from hybridrt.config_json import FALSE, FLAG, NULL, TRUE, FieldType, check_fields, either, integer, list_of, one_of
 from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family, FamilyFields, interleaved, latent_attention
+from hybridrt.families.base import Family, FamilyFields, derive_ffns, ffns, interleaved, latent_attention
 from hybridrt.kinds.kda import KDAConfig
 
 GATES = ("gate_lower_bound", "use_full_rank_gate")
+UNGATED = FieldType(
+    f"an object without {' and '.join(GATES)}", lambda v: isinstance(v, Mapping) and not any(map(v.get, GATES))
+)
 FIELDS: FieldTypes = {
     **LATENT,
-    "num_local_experts": integer(1, MAX_EXPERTS),
-    **dict.fromkeys(("n_group", "topk_group", "num_experts_per_tok"), integer(1, MAX_EXPERTS)),
+    **dict.fromkeys(("num_local_experts", "n_group", "topk_group", "num_experts_per_tok"), integer(1, MAX_EXPERTS)),
     "n_shared_experts": integer(1, 64),
-    "moe_intermediate_size": SIZE,
+    **dict.fromkeys(("moe_intermediate_size", "linear_num_heads"), SIZE),
     "routed_scaling_factor": MULTIPLIER,
     "layer_types": list_of(one_of("linear_attention", "full_attention")),
     "mlp_layer_types": list_of(one_of("dense", "sparse")),
     "linear_head_dim": STATE,
-    "linear_num_heads": SIZE,
     "linear_conv_kernel_dim": TAPS,
     "rms_norm_eps": EPSILON,
     **dict.fromkeys(("attention_bias", "norm_topk_prob"), FLAG),
@@ -44,14 +33,9 @@ FIELDS: FieldTypes = {
     "num_nextn_predict_layers": either(NULL, integer(0, 0)),
     # Of Kimi-K3: further residuals, experts over a latent vector, and gates.
     **dict.fromkeys(("attn_res_block_size", "routed_expert_hidden_size"), either(NULL, integer(0, 0))),
-    **dict.fromkeys(("mla_use_output_gate", "latent_moe_use_norm"), OFF),
+    **dict.fromkeys(("mla_use_output_gate", "latent_moe_use_norm"), either(NULL, FALSE)),
     "first_k_dense_replace": integer(0, MAX_LAYERS),
-    "linear_attn_config": either(
-        NULL,
-        FieldType(
-            f"an object without {' and '.join(GATES)}", lambda v: isinstance(v, Mapping) and not any(map(v.get, GATES))
-        ),
-    ),
+    "linear_attn_config": either(NULL, UNGATED),
 }
 
 DEFAULTS: dict[str, Any] = {
@@ -71,10 +55,8 @@ OLDER = {
 }  # fmt: skip
 # Of linear_attn_config, and the fields that they are. Layers are counted from 1 there.
 LINEAR = {
-    "head_dim": "linear_head_dim",
-    "num_heads": "linear_num_heads",
-    "short_conv_kernel_size": "linear_conv_kernel_dim",
-}
+    "head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim",
+}  # fmt: skip
 PLACES = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
 # Of experts alone, by the names of published files and of those that transformers writes.
 EXPERTS = (
@@ -87,20 +69,13 @@ def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Without experts (null or 0) each layer has an MLP, as in the published code; the fields of experts are then null
     or 0 as well, which transformers reads only in part."""
     counts = ("num_experts", "num_local_experts")
-    check_fields(raw, dict.fromkeys(counts, either(NULL, COUNT)), file)
+    check_fields(raw, dict.fromkeys(counts, either(NULL, integer(0, MAX_EXPERTS))), file)
     name = next((count for count in counts if count in raw), None)
     if name is None or raw[name]:
         return dict(raw)
     if "sparse" in (raw.get("mlp_layer_types") or ()):
         raise ConfigError(f"{file}: {name} is {raw[name]}, but mlp_layer_types has sparse layers, which have experts")
     return {k: v for k, v in raw.items() if k not in EXPERTS} | {"first_k_dense_replace": MAX_LAYERS}
-
-
-def derive_feed_forward(fields: dict[str, Any]) -> None:
-    """An MLP in the first layers, and experts in the others, where the file does not list them."""
-    if fields["mlp_layer_types"] is None:
-        dense = fields["first_k_dense_replace"]
-        fields["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(fields["num_hidden_layers"])]
 
 
 def _derive(fields: dict[str, Any]) -> None:
@@ -113,17 +88,12 @@ def _derive(fields: dict[str, Any]) -> None:
         else:
             kinds = {i + 1: "full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(count)}
         fields["layer_types"] = [kinds.get(i + 1) for i in range(count)]
-    derive_feed_forward(fields)
-
-
-def feed_forward_parts(hf: Any) -> list[str]:
-    """ "moe" or "mlp" of each layer."""
-    return ["moe" if kind == "sparse" else "mlp" for kind in hf.mlp_layer_types]
+    derive_ffns(fields)
 
 
 def _describe(hf: Any) -> FamilyFields:
     kda = KDAConfig(hf.linear_num_heads, hf.linear_head_dim, hf.linear_conv_kernel_dim, gate_rank=hf.linear_head_dim)
-    return interleaved(hf, kda, latent_attention(hf, rotary=False), feed_forward_parts(hf))
+    return interleaved(hf, kda, latent_attention(hf, rotary=False), ffns(hf))
 
 
 FAMILY = Family(

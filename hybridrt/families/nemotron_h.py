@@ -17,11 +17,16 @@ from hybridrt.config_fields import (
     TAPS,
     FieldTypes,
 )
-from hybridrt.config_json import FLAG, NULL, TEXT, FieldType, check_fields, either, integer, list_of
-from hybridrt.errors import ConfigError, shown
-from hybridrt.families.base import Family, FamilyFields, attention_config, current_kind
+from hybridrt.config_json import FLAG, NULL, FieldType, check_fields, either, integer, list_of, one_of
+from hybridrt.families.base import Family, FamilyFields, attention_config
 from hybridrt.kinds.mamba2 import Mamba2Config
 
+BLOCKS = {
+    "linear_attention": LayerSpec(False, "mamba2", None),
+    "full_attention": LayerSpec(True, None, None),
+    "mlp": LayerSpec(False, None, "mlp"),
+    "moe": LayerSpec(False, None, "moe"),
+}
 FIELDS: FieldTypes = {
     **COMMON,
     **ATTENTION,
@@ -29,7 +34,7 @@ FIELDS: FieldTypes = {
     "ssm_state_size": STATE,
     "conv_kernel": TAPS,
     "chunk_size": CHUNK,
-    **dict.fromkeys(("layers_block_type", "mtp_layers_block_type"), list_of(TEXT)),
+    **dict.fromkeys(("layers_block_type", "mtp_layers_block_type"), list_of(one_of(*BLOCKS))),
     "num_nextn_predict_layers": COUNT,
     **dict.fromkeys(("n_routed_experts", "num_experts_per_tok"), COUNT),
     **dict.fromkeys(("n_group", "topk_group"), integer(1, MAX_EXPERTS)),
@@ -65,11 +70,8 @@ def _derive(fields: dict[str, Any]) -> None:
     if fields["layers_block_type"] is None:
         fields["layers_block_type"] = _spelled(fields, "hybrid_override_pattern", "ME*-")
     fields["num_hidden_layers"] = len(fields["layers_block_type"])
-    given = fields["mtp_layers_block_type"]
-    kinds = [current_kind(kind) for kind in (MTP_KINDS if given is None else given)]
-    if kinds == MTP_KINDS:
-        kinds = _spelled(fields, "mtp_hybrid_override_pattern", "*E")
-    fields["mtp_layers_block_type"] = kinds
+    if fields["mtp_layers_block_type"] in (None, MTP_KINDS):
+        fields["mtp_layers_block_type"] = _spelled(fields, "mtp_hybrid_override_pattern", "*E")
 
 
 def _spelled(fields: dict[str, Any], name: str, default: str) -> list[str]:
@@ -79,28 +81,14 @@ def _spelled(fields: dict[str, Any], name: str, default: str) -> list[str]:
 
 
 def _describe(hf: Any) -> FamilyFields:
-    kinds = {
-        "linear_attention": LayerSpec(False, "mamba2", None),
-        "full_attention": LayerSpec(True, None, None),
-        "mlp": LayerSpec(False, None, "mlp"),
-        "moe": LayerSpec(False, None, "moe"),
-    }
-    for name in ("layers_block_type", "mtp_layers_block_type"):
-        if unknown := sorted(set(getattr(hf, name)) - set(kinds)):
-            raise ConfigError(f"{name} holds {shown(unknown)}; known kinds are {sorted(kinds)}")
     mamba = Mamba2Config(
-        num_heads=hf.mamba_num_heads,
-        head_dim=hf.mamba_head_dim,
-        state_size=hf.ssm_state_size,
-        n_groups=hf.n_groups,
-        conv_kernel=hf.conv_kernel,
-        chunk_size=hf.chunk_size,
+        hf.mamba_num_heads, hf.mamba_head_dim, hf.ssm_state_size, hf.n_groups, hf.conv_kernel, hf.chunk_size,
         # transformers raises time steps to time_step_min in prefill, and not in decode. The fused path of the published
         # code raises them in neither, nor does vLLM.
         dt_limit=(0.0, math.inf),
-    )
-    layers = tuple(kinds[k] for k in hf.layers_block_type)
-    head = tuple(kinds[k] for k in hf.mtp_layers_block_type) if hf.num_nextn_predict_layers == 1 else ()
+    )  # fmt: skip
+    layers = tuple(BLOCKS[k] for k in hf.layers_block_type)
+    head = tuple(BLOCKS[k] for k in hf.mtp_layers_block_type) if hf.num_nextn_predict_layers == 1 else ()
     # Nemotron-H rotates nothing: its attention layers take positions from the recurrent layers around them.
     attention = attention_config(hf, rotary=False)
     return {"layers": layers, "linear": {"mamba2": mamba}, "attention": attention, "mtp_layers": head}

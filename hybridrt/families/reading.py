@@ -36,7 +36,7 @@ def read_fields(raw: Mapping[str, Any], family: Family, file: Path) -> SimpleNam
             fields[name] = value
     if fields.get("num_key_value_heads", 0) is None:
         fields["num_key_value_heads"] = fields.get("num_attention_heads")
-    for name in LAYER_LISTS & family.fields.keys():
+    for name in (LAYER_LISTS | {"mtp_layers_block_type"}) & family.fields.keys():
         if isinstance(kinds := fields.get(name), list):
             fields[name] = [current_kind(kind) for kind in kinds]
     # What a default leaves open may be left open in the file as well: `derive` fills it in.

@@ -1,5 +1,4 @@
-"""What changes in the tables of request rows around a step: a few integers, in one launch each on a GPU. Entries of
-slot -1 or page -1 are padding and change nothing."""
+"""What changes in the tables of request rows around a step: a few integers, in one launch each on a GPU."""
 
 import torch
 from torch import Tensor
@@ -15,22 +14,21 @@ def enter_rows(rows: Tensor, state_slots: Tensor, phases: Tensor | None, apart: 
     Args:
         rows, state_slots, phases: [n] integers.
     """
-    real = state_slots >= 0
-    index, starts = rows[real].long(), torch.zeros_like(state_slots) if phases is None else phases % apart
-    tables.req_to_state_slot[index] = state_slots[real].int()
-    tables.ring_start[index] = starts[real].int()
+    index = rows.long()
+    tables.req_to_state_slot[index] = state_slots.int()
+    tables.ring_start[index] = torch.zeros_like(state_slots).int() if phases is None else (phases % apart).int()
     tables.ring_length.index_fill_(0, index, 0)
 
 
 @operation(By("triton"))
 def clear_slots(states: Tensor, state_slots: Tensor) -> None:
-    """Zeroes the slots of all layers.
+    """Zeroes slots in all layers. The scratch slot 0, which pads them, stays as it is.
 
     Args:
         states: [L, S + 1, n] pool of any dtype, contiguous.
         state_slots: [b] integers.
     """
-    states.index_fill_(1, state_slots[state_slots >= 0].long(), 0)
+    states.index_fill_(1, state_slots[state_slots > 0].long(), 0)
 
 
 @operation(By("triton"))
@@ -42,8 +40,8 @@ def enter_pages(rows: Tensor, page_indices: Tensor, pages: Tensor, req_to_token:
         req_to_token: [R + 1, max_context] int32, whole pages.
     """
     table = req_to_token.view(req_to_token.shape[0], -1, page_size)
-    real, offsets = pages >= 0, torch.arange(page_size, device=pages.device)
-    table[rows[real].long(), page_indices[real].long()] = (pages[real, None] * page_size + offsets).int()
+    offsets = torch.arange(page_size, device=pages.device)
+    table[rows.long(), page_indices.long()] = (pages[:, None] * page_size + offsets).int()
 
 
 @operation(By("triton"))

@@ -15,13 +15,12 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots_ptr + i, mask=i < count, other=-1)
-    mask = slot >= 0
+    mask = i < count
     row = tl.load(rows_ptr + i, mask=mask, other=0)
     start = tl.zeros([BLOCK], tl.int32)
     if phases_ptr is not None:
         start += (tl.load(phases_ptr + i, mask=mask, other=0) % apart).to(tl.int32)
-    tl.store(state_slots_ptr + row, slot.to(tl.int32), mask=mask)
+    tl.store(state_slots_ptr + row, tl.load(slots_ptr + i, mask=mask).to(tl.int32), mask=mask)
     tl.store(ring_start_ptr + row, start, mask=mask)
     tl.store(ring_length_ptr + row, tl.zeros([BLOCK], tl.int32), mask=mask)
 
@@ -34,8 +33,7 @@ def _pages_kernel(  # type: ignore[no-untyped-def]
     offset = tl.arange(0, BLOCK)
     row, index = tl.load(rows_ptr + i).to(tl.int64), tl.load(indices_ptr + i)
     slots = tl.load(pages_ptr + i) * PAGE + offset
-    mask = (offset < PAGE) & (slots >= 0)
-    tl.store(table_ptr + row * table_sr + index * PAGE + offset, slots.to(tl.int32), mask=mask)
+    tl.store(table_ptr + row * table_sr + index * PAGE + offset, slots.to(tl.int32), mask=offset < PAGE)
 
 
 @triton.jit
@@ -44,7 +42,7 @@ def _clear_kernel(  # type: ignore[no-untyped-def]
 ):
     """Grid [programs of a slot, layers, slots]. A slot has SIZE numbers."""
     slot = tl.load(slots_ptr + tl.program_id(2)).to(tl.int64)
-    if slot >= 0:
+    if slot > 0:
         numbers = states_ptr + tl.program_id(1).to(tl.int64) * states_sl + slot * SIZE
         for start in range(tl.program_id(0) * BLOCK, SIZE, tl.num_programs(0) * BLOCK):
             i = start + tl.arange(0, BLOCK)

@@ -137,13 +137,12 @@ def pack_bookkeeping(plan: StepPlan) -> Columns:
 
 def pad_bookkeeping(columns: Columns, rows: int, entries: int) -> Columns:
     """`pack_bookkeeping` of a step without page copies, penalties and rules, with `rows` admissions and `entries`
-    page-table entries. What pads them is of request row 0, slot -1 and page -1: it changes nothing of a request."""
+    page-table entries. What pads them is of the scratch entries: request row 0, slot 0 and page 0."""
     padded = dict(columns)
     of_rows = ("admit_rows", "admit_state_slots", "admit_phases", "seeds", "constants")
     for name in (*of_rows, "page_rows", "page_indices", "pages"):
         column, size = columns[name], rows if name in of_rows else entries
-        fill = -1 if name in ("admit_state_slots", "pages") else 0
-        padded[name] = np.full((size, *column.shape[1:]), fill, np.int32)
+        padded[name] = np.zeros((size, *column.shape[1:]), np.int32)
         padded[name][: len(column)] = column
     return padded
 

@@ -23,14 +23,9 @@ def test_rows(phases: Tensor | None) -> None:
     assert tables.ring_length.tolist() == [5, 5, 0, 5, 0, 5, 5, 0, 5]
 
 
-def test_padding_changes_nothing() -> None:
-    tables = RowTables(*torch.full((3, 9), 5, dtype=torch.int32))
-    enter_rows(int32(2, 0, 0), int32(11, -1, -1), int32(7, 0, 0), 16, tables)
-    assert [table.tolist() for table in tables] == [[5, 5, value, *[5] * 6] for value in (11, 7, 0)]
-    pages, states = torch.full((2, 8), 5, dtype=torch.int32), torch.full((2, 3, 4), 5.0)
-    enter_pages(int32(1, 0), int32(1, 0), int32(3, -1), pages, 4)
-    assert pages.tolist() == [[5] * 8, [*[5] * 4, 12, 13, 14, 15]]
-    clear_slots(states, int32(-1, 1, -1))
+def test_padding_leaves_the_scratch_slot_as_it_is() -> None:
+    states = torch.full((2, 3, 4), 5.0)
+    clear_slots(states, int32(0, 1, 0))
     assert states.tolist() == [[[5] * 4, [0] * 4, [5] * 4]] * 2
 
 
