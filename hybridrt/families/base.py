@@ -70,7 +70,7 @@ class Family:
         activation: hidden_act that the model implements.
         mtp_head: "module:class" of its multi-token-prediction head.
         section: for a model of text and images: the object of config.json that describes its text part, the only part
-            that runs. `config_class` reads it.
+            that runs. It is read like the file of a text model.
         image_tokens: fields of config.json that give the tokens in whose place images stand.
     """
 
