@@ -46,7 +46,10 @@ def test_mamba2() -> None:
     walks = [u for u in usages if u["kernel"] == "_walk_kernel"]
     assert len(walks) == 4
     check(walks, SHARED, {"_walk_kernel": 72})
-    check([u for u in usages if u not in walks], SHARED // 2)
+    # The outputs of 257 to 512 tokens with states of 256 columns have all registers that there are. Triton 3.6, which
+    # their tiles were measured with, parks nothing, and Triton 3.9 eight numbers.
+    parked = 0 if triton.__version__.startswith("3.6.") else 32
+    check([u for u in usages if u not in walks], SHARED // 2, {"_outputs_kernel": parked})
 
 
 def test_mamba1() -> None:
