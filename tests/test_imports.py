@@ -83,6 +83,6 @@ print(torch._dynamo.is_compiling(), sum(name.startswith("torch._dynamo") for nam
 
 
 def test_operations_without_data_do_without_the_compiler_of_torch() -> None:
-    """Which is there for whoever needs it."""
+    """It can still be imported afterwards."""
     shown = subprocess.check_output([sys.executable, "-c", META], text=True, cwd=ROOT)
     assert shown.splitlines() == ["1", "[2.0, 2.0]", "False True"]

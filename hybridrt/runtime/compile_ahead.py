@@ -41,7 +41,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",  # a context of CUDA takes half a gigabyte of the GPU's memory in every process
     "OMP_NUM_THREADS": "1",
     "TRITON_INTERPRET": "0",
-    "TRITON_STORE_BINARY_ONLY": "1",  # whoever launches a kernel opens all of its files: four, and not nine
+    "TRITON_STORE_BINARY_ONLY": "1",  # a launch opens all files of a kernel: four instead of nine
     "HYBRIDRT_DEBUG": "",
 }
 _WORKER = "hybridrt.runtime.compile_worker"

@@ -14,8 +14,8 @@ _NAME = "torch._dynamo"
 
 
 def leave_out_dynamo() -> None:
-    """Puts a module with `disable` alone in its place, unless it is imported already. Whoever asks for anything else of
-    it gets the real one."""
+    """Puts a module with `disable` alone in its place, unless it is imported already. Any other
+    name is looked up in the real one."""
     if _NAME not in sys.modules:
         sys.modules[_NAME] = _Stand(_NAME)
 

@@ -32,7 +32,7 @@ from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand
 from tests.support.checkpoints import CheckpointStore, has_replay
 from tests.support.levels import sweep
-from tests.support.prompt_steps import Play
+from tests.support.prompt_steps import Play, capture_prompts
 from tests.support.session import Sample, Session, check_sample, greedy
 
 SIZES = ((0, 3), (16, 48))
@@ -186,12 +186,7 @@ def test_an_engine_on_graphs_gives_the_same_tokens(name: str, mode: str, checkpo
     checkpoint = checkpoints[name]
     session = Session(checkpoint.path, state_mode=mode, page_size=4, cache_slots=6)
     runner, seen = session.runner, list[tuple[StepPlan, Bucket]]()
-    runner.prompt_graphs = graphs = PromptGraphs(
-        model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
-        last_tokens=runner.last_tokens, max_bs=3, max_tokens=48, saves=True, sizes=SIZES,
-        enter_tables=partial(enter_tables, runner.pools, runner.sampling_table),
-    )  # fmt: skip
-    graphs.capture()
+    graphs = capture_prompts(runner, SIZES, saves=True)
     replay = graphs.replay
 
     def noted(plan: StepPlan, bucket: Bucket) -> Any:
@@ -215,12 +210,7 @@ def test_graphs_change_the_tables(checkpoints: CheckpointStore, monkeypatch: pyt
     checkpoint, before = checkpoints["falcon-plain"], list[int]()
     session = Session(checkpoint.path, page_size=1, cache_slots=6)
     runner = session.runner
-    runner.prompt_graphs = graphs = PromptGraphs(
-        model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
-        last_tokens=runner.last_tokens, max_bs=3, max_tokens=48, saves=True, sizes=((3,), (16,)),
-        enter_tables=partial(enter_tables, runner.pools, runner.sampling_table),
-    )  # fmt: skip
-    graphs.capture()
+    capture_prompts(runner, ((3,), (16,)), saves=True)
     apply = runner._apply_bookkeeping
 
     def noted(plan: StepPlan) -> None:

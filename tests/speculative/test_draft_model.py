@@ -1,19 +1,17 @@
 """The draft model's own steps."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hybridrt.runtime import prompt_columns
 from hybridrt.runtime.prompt_columns import PROMPT_ROWS
-from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.step import StepPlan
-from hybridrt.runtime.step_batch import enter_tables
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from tests.speculative.test_schedules import Rigs
 from tests.support.checkpoints import VOCAB
+from tests.support.prompt_steps import capture_prompts
 from tests.support.speculation import Rig
 
 ROWS = PROMPT_ROWS + 2
@@ -40,12 +38,7 @@ def test_more_rows_than_a_graph_holds_catch_up_in_several(tmp_path: Path, monkey
         return found
 
     wanted = answers()
-    runner.prompt_graphs = graphs = PromptGraphs(
-        model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
-        last_tokens=runner.last_tokens, max_bs=0, max_tokens=48, saves=False, sizes=((0,), (48,)),
-        enter_tables=partial(enter_tables, runner.pools, runner.sampling_table),
-    )  # fmt: skip
-    graphs.capture()
+    graphs = capture_prompts(runner, ((0,), (48,)), saves=False)
     replayed, launched, launch = list[int](), list[StepPlan](), runner.launch
     replay = graphs.replay
     runner.launch = lambda plan: launched.append(plan) or launch(plan)  # type: ignore[method-assign, func-returns-value]

@@ -1,10 +1,27 @@
-"""Random steps with prompts, for tests of their graphs."""
+"""Random steps with prompts, for tests of their graphs, and graphs for a runner on a CPU."""
 
 import random
+from collections.abc import Sequence
+from functools import partial
 
 from hybridrt.runtime.prompt_columns import PROMPT_ROWS
+from hybridrt.runtime.prompt_graphs import PromptGraphs
 from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from hybridrt.runtime.step_batch import enter_tables
+from hybridrt.runtime.step_runner import StepRunner
 from tests.support.checkpoints import VOCAB
+
+
+def capture_prompts(runner: StepRunner, sizes: tuple[Sequence[int], Sequence[int]], *, saves: bool) -> PromptGraphs:
+    """Gives a runner graphs of up to 48 prompt tokens, which it replays from then on. `sizes` and `saves` as in
+    PromptGraphs."""
+    runner.prompt_graphs = graphs = PromptGraphs(
+        model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
+        last_tokens=runner.last_tokens, max_bs=max(sizes[0]), max_tokens=48, saves=saves, sizes=sizes,
+        enter_tables=partial(enter_tables, runner.pools, runner.sampling_table),
+    )  # fmt: skip
+    graphs.capture()
+    return graphs
 
 
 class Play:
