@@ -26,22 +26,32 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
+def _block_of(i, row_start, cut, row_end, Q: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First token of a row's block i, and how many it has: blocks of Q tokens up to the cut, then up to the end.
+
+    64 bits for where a block begins, 32 for the way from there: fewer registers and instructions for addresses."""
+    before = tl.cdiv(cut - row_start, Q)
+    start = tl.where(i < before, row_start + i * Q, cut + (i - before) * Q)
+    return start.to(tl.int64), tl.minimum(tl.where(i < before, cut, row_end) - start, Q)
+
+
+@triton.jit
 def _walk_kernel(  # type: ignore[no-untyped-def]
     x_ptr, B_ptr, C_ptr, out_ptr, A_ptr, states_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
-    ends_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr,
+    starts_ptr, save_slots_ptr, save_lengths_ptr,
     x_strides: tl.constexpr, B_strides: tl.constexpr, C_strides: tl.constexpr, out_strides: tl.constexpr,
     states_ss: tl.constexpr, step, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
-    CHUNK: tl.constexpr, Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [parts of P, heads, rows]. The blocks of a chunk have Q tokens, but for its last one."""
+    """Grid [parts of P, heads, rows]. A row's state stays behind its cut, if it has one."""
     begin(PDL)
-    BLOCKS: tl.constexpr = (CHUNK + Q - 1) // Q  # of a chunk
     h, row = tl.program_id(1), tl.program_id(2)
     t, n, p = tl.arange(0, Q), tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     read, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
-    first, last = tl.load(first_chunk_ptr + row), tl.load(last_chunk_ptr + row)
-    row_start, row_end = tl.load(ends_ptr + first), tl.load(ends_ptr + last + 1)
+    row_start, row_end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+    cut, save = row_start, read * 0
+    if save_slots_ptr is not None:
+        cut, save = row_start + tl.load(save_lengths_ptr + row), tl.load(save_slots_ptr + row).to(tl.int64)
     out_ptr += h * out_strides[1]
     out_tile = t[:, None] * out_strides[0] + p[None, :]
     if read < 0:
@@ -51,7 +61,6 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
             tl.store(out_ptr + token * out_strides[0] + out_tile, zeros, mask=live)
         return
 
-    # 64 bits for where a block begins, 32 for the way from there: fewer registers and instructions for addresses.
     x_ptr += h * x_strides[1]
     B_ptr += h // HEADS_PER_GROUP * B_strides[1]
     C_ptr += h // HEADS_PER_GROUP * C_strides[1]
@@ -66,19 +75,15 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     apart = t[:, None] - t[None, :]
     pairs = step * tl.where(apart >= 0, tl.exp2(rate * tl.maximum(apart, 0).to(tl.float32)), 0.0)
     from_start = tl.exp2(rate * (t + 1).to(tl.float32))
-    # Where blocks begin is computed, not loaded: addresses that wait for a load would keep Triton from fetching ahead.
-    boundary = tl.load(ends_ptr + tl.minimum(first, last) + 1)
-    for i in range(0, (last - first + 1) * BLOCKS):
-        end = boundary + i // BLOCKS * CHUNK
-        start = tl.maximum(end - CHUNK, row_start) + i % BLOCKS * Q
-        size = tl.minimum(tl.minimum(end, row_end) - start, Q)  # not above 0 behind the end of a short chunk
+    before = tl.cdiv(cut - row_start, Q)
+    for i in range(0, before + tl.cdiv(row_end - cut, Q)):
+        start, size = _block_of(i, row_start, cut, row_end, Q)
         live = t < size
-        start = start.to(tl.int64)
         query = tl.load(C_ptr + start * C_strides[0] + C_tile, mask=tile_mask(live, n, N, BLOCK_N), other=0.0)
         key = tl.load(B_ptr + start * B_strides[0] + B_tile, mask=tile_mask(live, n, N, BLOCK_N), other=0.0)
         x = tl.load(x_ptr + start * x_strides[0] + x_tile, mask=tile_mask(live, p, P, BLOCK_P), other=0.0)
         to_end = step * tl.exp2(rate * tl.maximum(size - 1 - t, 0).to(tl.float32))
-        total = tl.exp2(rate * tl.maximum(size, 0).to(tl.float32))
+        total = tl.exp2(rate * size.to(tl.float32))
         held = state.to(key.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * pairs
         y = tl.dot(query, held, input_precision=PRECISION) * from_start[:, None]
@@ -87,10 +92,8 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
         tl.store(outputs, y.to(out_ptr.dtype.element_ty), mask=tile_mask(live, p, P, BLOCK_P))
         weighted = (x.to(tl.float32) * to_end[:, None]).to(key.dtype)
         state = tl.dot(tl.trans(key), weighted, state * total, input_precision=PRECISION)
-        if saves_ptr is not None:
-            save = tl.load(saves_ptr + first + i // BLOCKS).to(tl.int64)
-            if save > 0:  # each block of the chunk; that of the last one stays
-                tl.store(cells + save * states_ss, state.to(states_ptr.dtype.element_ty), mask=inside)
+        if (i == before - 1) & (save > 0):
+            tl.store(cells + save * states_ss, state.to(states_ptr.dtype.element_ty), mask=inside)
     tl.store(cells + write * states_ss, state.to(states_ptr.dtype.element_ty), mask=inside)
 
 
@@ -103,14 +106,14 @@ def decays_are_fixed(inputs: SSMInputs, weights: SSMWeights) -> bool:
 
 def fixed_decay_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor) -> None:
     """`mamba2_chunk_scan` of tokens whose `decays_are_fixed`; `out` [T, H, P] gets the outputs of the rows' tokens."""
-    (x, _, B, C, _), (states, read_slots, write_slots, _), (_, has_initial, plan, saves) = inputs, state, prompts
+    (x, _, B, C, _), (states, read_slots, write_slots, _), (starts, has_initial, plan, saves) = inputs, state, prompts
     (heads, dim), state_dim = x.shape[1:], B.shape[2]
     tile = walk_tile(plan.chunk_size, heads, dim, state_dim, x)
     _walk_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, len(read_slots)](
-        x, B, C, out, weights.A, states, read_slots, write_slots, has_initial, plan.cu_chunk_seqlens, plan.first_chunk,
-        plan.last_chunk, None if saves is None else saves.chunk_slots, strides(x), strides(B), strides(C), strides(out),
-        states.stride(0), weights.dt_limit[0], P=dim, N=state_dim, HEADS_PER_GROUP=heads // B.shape[1],
-        CHUNK=plan.chunk_size, PRECISION=dot_precision(x.dtype), **tile, **pdl(x.device),
+        x, B, C, out, weights.A, states, read_slots, write_slots, has_initial, starts,
+        *((None, None) if saves is None else (saves.row_slots, saves.row_lengths)), strides(x), strides(B), strides(C),
+        strides(out), states.stride(0), weights.dt_limit[0], P=dim, N=state_dim, HEADS_PER_GROUP=heads // B.shape[1],
+        PRECISION=dot_precision(x.dtype), **tile, **pdl(x.device),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.kernels import mamba2_scan_triton
-from hybridrt.kernels.chunk_plan import plan_chunks
+from hybridrt.kernels.chunk_plan import chunk_columns, chunk_plan, plan_chunks
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
 from hybridrt.kernels.records import SavedStates
 from tests.support.flat import flat
@@ -147,20 +147,24 @@ def test_two_steps_equal_one(split: int) -> None:
     close(parts[1], whole[1], 2e-6)
 
 
-def test_states_behind_chunks_stay(form: Form) -> None:
+@pytest.mark.parametrize("saved", [16, 32, 40, 48, 80])
+def test_states_within_prompts_stay(form: Form, saved: int) -> None:
+    """Chunks end there, too: within the first one, at its end, and within later ones."""
     torch.manual_seed(7)
-    inputs, states = scan_inputs(49), poisoned(5, 4, 3, 5)
-    plan = plan_chunks([0, 0], [40, 9], 32)
-    saves = SavedStates(int32(3, 0, 0), int32(3, 0), int32(32, 0))
-    flat(
+    inputs, states = scan_inputs(93), poisoned(5, 4, 3, 5)
+    columns = chunk_columns([0, 0], [84, 9], 32, [saved, 0])
+    plan = chunk_plan({name: torch.from_numpy(column) for name, column in columns.items()}, columns, [84, 9], 32)
+    slots = [3 * (end == saved) for end in columns["cu_chunk_seqlens"][1:]]
+    out = flat(
         mamba2_chunk_scan, **inputs.terms() | form.changed, states=states, read_state_slots=int32(1, 2),
         write_state_slots=int32(1, 2), has_initial_state=torch.tensor([False, False]),
-        query_start_loc=int32(0, 40, 49), plan=plan, saves=saves,
+        query_start_loc=int32(0, 84, 93), plan=plan, saves=SavedStates(int32(*slots), int32(3, 0), int32(saved, 0)),
     )  # fmt: skip
-    _, after = scan_loop(inputs[:40], torch.zeros(4, 3, 5), *form.terms)
-    close(states[3], after[31], 1e-5)
+    expected, after = scan_loop(inputs[:84], torch.zeros(4, 3, 5), *form.terms)
+    close(out[:84], expected, 1e-5)
+    close(states[3], after[saved - 1], 1e-5)
     close(states[1], after[-1], 1e-5)
-    close(states[2], scan_loop(inputs[40:], torch.zeros(4, 3, 5), *form.terms)[1][-1], 1e-5)
+    close(states[2], scan_loop(inputs[84:], torch.zeros(4, 3, 5), *form.terms)[1][-1], 1e-5)
 
 
 def test_neighbours_change_nothing() -> None:
