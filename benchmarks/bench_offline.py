@@ -72,7 +72,7 @@ def prefill_tokens_per_s(llm: LLM, count: int, length: int) -> float:
 
 def most_tokens(args: argparse.Namespace) -> int:
     """That a request generates: as many as are measured, and one in each step that computes the others' prompts."""
-    return LAST + max(64, FIRST + max(args.batches, default=0) * args.ctx // EngineConfig.chunked_prefill_size)
+    return LAST + max(64, FIRST + max(args.batches, default=0) * args.ctx // args.chunk)
 
 
 def measure(args: argparse.Namespace, llm: LLM) -> list[dict[str, Any]]:
@@ -118,6 +118,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=sizes, default=[1, 32, 128, 256])
     parser.add_argument("--ctx", type=int, default=1024, help="tokens of context around which decode is measured")
     parser.add_argument("--prefill", type=shapes, default=[], help="e.g. 1x8192,16x2048,1x32768")
+    parser.add_argument("--chunk", type=int, default=EngineConfig.chunked_prefill_size, help="chunked_prefill_size")
     parser.add_argument("--first-token", type=sizes, default=[], help="tokens of prompts, e.g. 128,512")
     parser.add_argument("--mixed", type=shapes, default=[], help="decode rows and tokens of a chunk, e.g. 32x256")
     parser.add_argument("--prefix-cache", action="store_true", help="prompts leave states for others")
@@ -142,7 +143,7 @@ def main() -> None:
         args.model, load_format="dummy", max_model_len=longest, mamba_ssm_dtype=args.state_dtype,
         state_mode=args.state_mode, attention_backend=args.attention,
         prefill_attention_backend=args.prefill_attention, max_running_requests=rows,
-        tp_size=args.tp, prefix_cache=args.prefix_cache,
+        tp_size=args.tp, prefix_cache=args.prefix_cache, chunked_prefill_size=args.chunk,
     )  # fmt: skip
     print(llm.plan.summary())
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0))

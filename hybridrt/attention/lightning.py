@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from hybridrt.attention.mamba2 import Mamba2AttnBackend
 from hybridrt.attention.segments import ExtendSegment
+from hybridrt.kernels.activation import sigmoid_mul
 from hybridrt.kernels.records import ConvWeights, SSMWeights
 
 
@@ -30,4 +30,4 @@ class LightningAttnBackend(Mamba2AttnBackend):
         return ConvWeights(layer.no_taps)
 
     def conved_chunks(self, layer: Any, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
-        return F.silu(xBC)
+        return sigmoid_mul(xBC, xBC)  # PyTorch's SiLU takes five times as long on rows that are apart
