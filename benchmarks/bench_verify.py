@@ -54,9 +54,10 @@ class Rig:
         pages = torch.arange(plan.num_rows * share, device=self.device)
         table.admit(rows, rows)
         table.write_pages(rows.repeat_interleave(share), pages % share, pages + 1)
+        # Each row has a token of its own: rows with the same one would pick the same experts.
+        own = torch.arange(plan.num_rows + 1, dtype=torch.int32, device=self.device)
         self.graphs = GraphRunner(
-            model=model, backend=self.backend, req_to_token_pool=table,
-            last_tokens=torch.zeros(plan.num_rows + 1, dtype=torch.int32, device=self.device), max_bs=max(sizes),
+            model=model, backend=self.backend, req_to_token_pool=table, last_tokens=own, max_bs=max(sizes),
             tokens=self.tokens,
         )  # fmt: skip
         self.graphs.capture(sizes=sizes)
