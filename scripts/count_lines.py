@@ -2,8 +2,9 @@
 
 python scripts/count_lines.py [CHECKOUT] [--list FILE]
 
-With --list it also counts, by headings, what the lines of FILE name: a folder, a file, or a name in a file
-("engine/llm.py:LLM.chat"). scripts/new_since_repairs.txt names what has come since the lines of code were counted last.
+With --list it also counts, by headings, what the lines of FILE name: a folder, a file, or a class, function or constant
+of a file ("engine/llm.py:LLM.chat"). scripts/new_since_repairs.txt names what has come since the lines of code were
+counted last.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import io
 import tokenize
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 FOLDERS = ("hybridrt", "models", "mem_cache")
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -49,36 +51,49 @@ def count_listed(checkout: Path, listing: str) -> Counter[str]:
     """Lines of code by heading of a list. A heading is a comment behind an empty line.
 
     Raises:
-        ValueError: a line names what the checkout does not have.
+        ValueError: a line names what the checkout does not have, or what another line has counted.
     """
     counts: Counter[str] = Counter()
+    counted: set[tuple[Path, int]] = set()
     heading, before = "", "first"
     for line in listing.splitlines():
         if line.startswith("#"):
             heading = line.removeprefix("# ") if not before else heading
         elif line:
-            counts[heading] += _lines_at(checkout, *line.partition(":")[::2])
+            lines = _lines_at(checkout, *line.partition(":")[::2])
+            if lines & counted:
+                raise ValueError(f"{line} is counted twice: take it out of the list")
+            counted |= lines
+            counts[heading] += len(lines)
         before = line
     return counts
 
 
-def _lines_at(checkout: Path, place: str, name: str) -> int:
+def _lines_at(checkout: Path, place: str, name: str) -> set[tuple[Path, int]]:
+    """The files and numbers of the lines that a line of a list counts."""
     path = checkout / place
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
         raise ValueError(f"{place} is not there: take it out of the list")
     if not name:
-        return sum(code_lines(file.read_text()) for file in files)
+        return {(file, number) for file in files for number in numbers_of_code(file.read_text())}
     source = path.read_text()
-    node: ast.AST = ast.parse(source)
+    node: Any = ast.parse(source)
     for part in name.split("."):
-        found = [each for each in ast.iter_child_nodes(node) if getattr(each, "name", None) == part]
+        found = [each for each in ast.iter_child_nodes(node) if part in _names(each)]
         if not found:
             raise ValueError(f"{place} has no {name}: take it out of the list")
         node = found[-1]
-    assert isinstance(node, DOCUMENTED) and not isinstance(node, ast.Module)
-    first = min(each.lineno for each in (node, *node.decorator_list))
-    return len(numbers_of_code(source) & set(range(first, (node.end_lineno or first) + 1)))
+    first = min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
+    return {(path, number) for number in numbers_of_code(source) & set(range(first, node.end_lineno + 1))}
+
+
+def _names(node: Any) -> list[str]:
+    """What a class, a function or an assignment to one name defines."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return [target.id for target in targets if isinstance(target, ast.Name)]
+    return [node.name] if isinstance(node, DOCUMENTED) and not isinstance(node, ast.Module) else []
 
 
 def show(counts: Counter[str]) -> None:

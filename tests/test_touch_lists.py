@@ -1,4 +1,4 @@
-"""How many files another family, kind, drafter or attention backend takes: those that name one that is there."""
+"""How many files another family, kind, drafter or attention backend takes; and the list of new code is true."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.count_lines import code_lines
+from scripts.count_lines import code_lines, count_listed
 
 ROOT = Path(__file__).parents[1]
 # Kernels are given, and so is the way in which a family writes its tool calls. What inspects an installation, or offers
@@ -126,3 +126,22 @@ def test_a_parser_of_tool_calls_takes_two_short_files(cls: str, file: str) -> No
 ])  # fmt: skip
 def test_an_attention_backend_takes_two_files(cls: str, file: str) -> None:
     assert files_that_name(cls) == {f"hybridrt/attention/{file}.py", "hybridrt/attention/registry.py"}
+
+
+def test_the_list_of_new_code_names_what_is_there_and_once() -> None:
+    assert count_listed(ROOT, (ROOT / "scripts" / "new_since_repairs.txt").read_text()).total()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "hybridrt/gone.py",
+        "hybridrt/errors.py:GoneError",
+        "hybridrt/errors.py:shown.gone",
+        "hybridrt/errors.py\nhybridrt/errors.py:shown",
+        "models/jamba.py\nmodels",
+    ],
+)
+def test_a_list_that_is_wrong_is_not_counted(lines: str) -> None:
+    with pytest.raises(ValueError, match="take it out of the list"):
+        count_listed(ROOT, lines)

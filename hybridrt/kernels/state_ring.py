@@ -54,11 +54,11 @@ class RingFolds:
     write_state_slots: Tensor | None = None
 
 
-def check_ring_width(width: int, tokens: int) -> None:
-    """Raises ConfigError unless a ring of `width` columns takes a step of `tokens` tokens."""
-    if width < tokens:
-        raise ConfigError(f"a state ring of {width} columns cannot take a step of {tokens} tokens: build the pool with "
-                          f"tokens_per_step={tokens}")  # fmt: skip
+def check_ring_width(*_: Any, width: int, widest: int) -> None:
+    """Raises ConfigError unless a ring of `width` columns takes a step of `widest` tokens."""
+    if width < widest:
+        raise ConfigError(f"a state ring of {width} columns cannot take a step of {widest} tokens: build the pool with "
+                          f"tokens_per_step={widest}")  # fmt: skip
 
 
 def check_step(inputs: Tensor, step: FusedStep) -> None:
@@ -68,14 +68,10 @@ def check_step(inputs: Tensor, step: FusedStep) -> None:
         raise ConfigError(f"a fused step's conv ends in SiLU, not in {activation!r}")
     check_update(inputs, step.conv_weights, step.conv_state, step.conv_nodes)
     if step.ring is not None:
-        check_ring_width(step.ring.gates.shape[2], inputs.shape[1])
+        check_ring_width(width=step.ring.gates.shape[2], widest=inputs.shape[1])
 
 
-def _check_advance(*_: Any, width: int, widest: int) -> None:
-    check_ring_width(width, widest)
-
-
-@operation(By("triton"), check=_check_advance)
+@operation(By("triton"), check=check_ring_width)
 def advance_ring(
     start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int
 ) -> RingFolds:

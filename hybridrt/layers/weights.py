@@ -69,12 +69,10 @@ def unchanged(t: torch.Tensor) -> torch.Tensor:
 TensorPart = tuple[str, Transform]
 # Other numbers, integers or float8, mean nothing without their scales, and nothing here multiplies by these.
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-DUMMY_FILLS = ("normal", "ones", "zeros", "decay", "dt_bias")
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str, dummy: str = "normal") -> nn.Parameter:
-    """An uninitialised parameter; `dummy` says how load_format="dummy" fills it (DUMMY_FILLS)."""
-    assert dummy in DUMMY_FILLS, dummy
+    """An uninitialised parameter; `dummy` says how load_format="dummy" fills it (`fill_dummy`)."""
     param = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
     param.dummy = dummy  # type: ignore[attr-defined]
     return param
