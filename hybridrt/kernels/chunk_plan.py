@@ -58,10 +58,15 @@ def chunk_plan(
     )
 
 
-def chunk_columns(
+def chunk_columns(computed: Sequence[int], new: Sequence[int], chunk_size: int) -> dict[str, np.ndarray]:
+    """The tensors of a ChunkPlan by name, as host arrays of int32."""
+    return {name: np.array(values, np.int32) for name, values in chunk_lists(computed, new, chunk_size).items()}
+
+
+def chunk_lists(
     computed: Sequence[int], new: Sequence[int], chunk_size: int, cuts: Sequence[int] | None = None
-) -> dict[str, np.ndarray]:
-    """The tensors of a ChunkPlan by name, as host arrays of int32.
+) -> dict[str, list[int]]:
+    """The tensors of a ChunkPlan by name, as lists.
 
     Args:
         cuts: for each request a number of its new tokens behind which a chunk ends, too; 0: none.
@@ -78,8 +83,7 @@ def chunk_columns(
         requests += [request] * len(stops)
         last_chunks.append(len(requests) - 1 if stops else -1)
         start += length
-    columns = (ends, requests, first_chunks, last_chunks)
-    return {name: np.array(column, np.int32) for name, column in zip(CHUNK_COLUMNS, columns)}
+    return dict(zip(CHUNK_COLUMNS, (ends, requests, first_chunks, last_chunks)))
 
 
 def most_chunks(rows: int, tokens: int, chunk_size: int) -> int:

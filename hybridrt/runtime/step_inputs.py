@@ -135,18 +135,6 @@ def pack_bookkeeping(plan: StepPlan) -> Columns:
     }
 
 
-def pad_bookkeeping(columns: Columns, rows: int, entries: int) -> Columns:
-    """`pack_bookkeeping` of a step without page copies, penalties and rules, with `rows` admissions and `entries`
-    page-table entries. What pads them is of the scratch entries: request row 0, slot 0 and page 0."""
-    padded = dict(columns)
-    of_rows = ("admit_rows", "admit_state_slots", "admit_phases", "seeds", "constants")
-    for name in (*of_rows, "page_rows", "page_indices", "pages"):
-        column, size = columns[name], rows if name in of_rows else entries
-        padded[name] = np.zeros((size, *column.shape[1:]), np.int32)
-        padded[name][: len(column)] = column
-    return padded
-
-
 def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
     return np.concatenate([np.asarray(p, np.int32) for p in parts]) if parts else NO_INTEGERS
 
@@ -190,6 +178,12 @@ class StagingRing:
         for column in columns.values():
             parts += column.reshape(-1), _GAPS[-column.size % _ALIGNED]
         np.concatenate(parts, out=staging.numpy())
+        self._copy(into, staging)
+
+    def copy_packed(self, into: torch.Tensor, packed: np.ndarray) -> None:
+        """One copy of [packed_size] int32, which may change as soon as this returns."""
+        staging = self._staging(into)
+        staging.numpy()[:] = packed
         self._copy(into, staging)
 
     def copy_rows(self, into: torch.Tensor, columns: Columns, padding: Columns, size: int) -> None:
