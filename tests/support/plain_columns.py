@@ -72,7 +72,7 @@ def _chunks(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int], s
         count = most_chunks(len(extend), bucket.tokens, size) + bucket.prompts
         plan = pad_chunks({name: columns[packed] for name, packed in names.items()}, count)
         columns |= {names[name]: column for name, column in plan.items()}
-        saved = columns.pop(f"saves of {size}")
+        saved = columns[f"saves of {size}"]
         columns[f"saves of {size}"] = np.pad(saved, (0, count - len(saved)))
     if saves is StateSaves.AT_CHUNKS:
         return columns
