@@ -138,7 +138,7 @@ class PaddedColumns:
         return shapes
 
     def _fill_padding(self, seq_len_fill: int) -> None:
-        """What differs from 0 where a step has nothing."""
+        """What differs from 0 where a step has nothing. Positions are 0: rotary tables end with the longest request."""
         columns, (rows, tokens) = self.columns, self._bucket
         columns["seq_lens"][:rows] = seq_len_fill
         columns["new_pages"][:] = -1

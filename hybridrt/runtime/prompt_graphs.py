@@ -128,7 +128,7 @@ class PromptGraphs:
 
     def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
         """One step up to its logits, in inference mode. The bucket holds it and enters what it changes in tables. The
-        next replay overwrites the logits."""
+        next replay overwrites what is returned."""
         graph = self._graphs[bucket]
         assert graph.replay is not None
         if self.poisoned:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import combinations
-from operator import or_
+from operator import attrgetter, or_
 from struct import Struct
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +20,7 @@ from hybridrt.runtime.token_rules import admit_rules, allocate_rules, pack_rules
 from hybridrt.sampling_params import SamplingParams
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_NUMBERS = attrgetter(*FLOATS, "top_k")
 _CONSTANTS = Struct(f"=q{len(FLOATS)}f2i")
 
 # Sampling of every kind: each has kernels of its own, and so has each set of filters.
@@ -209,7 +210,7 @@ class SamplingTable:
             struct.error, OverflowError: the table holds no such number.
         """
         count = -1 if rules is None else rules.count
-        return _CONSTANTS.pack(seed, *(getattr(params, name) for name in FLOATS), params.top_k, count)
+        return _CONSTANTS.pack(seed, *_NUMBERS(params), count)
 
     @classmethod
     def pack_constants(cls, admissions: Sequence[Admission]) -> np.ndarray:

@@ -85,7 +85,7 @@ def test_staging_is_written_again_once_its_copy_is_done(sizes: Sequence[int], mo
         )
         copies[i % 3]()
         column[:] = line[:] = -1  # what was passed may change at once
-    assert len(stream.work) == 2 * len(ring._pinned), "no copy is waited for earlier than needed"
+    assert len(stream.work) == 2 * 3, "three copies may be under way"
     stream.drain()
     assert [into.found.unique().tolist() for into in targets] == [[i] for i in range(17)]
 
