@@ -1,5 +1,6 @@
 """How a ragged prefill is cut into chunks that no request shares and that do not move with the prefix."""
 
+from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -74,15 +75,15 @@ def chunk_lists(
     # A loop, not array operations: most steps have few chunks, and the device waits for this.
     ends, requests, first_chunks, last_chunks, start = [0], list[int](), list[int](), list[int](), 0
     for request, (done, length) in enumerate(zip(computed, new)):
-        first = (done // chunk_size + 1) * chunk_size - done
-        stops = [*range(first, length, chunk_size), length] if length else []
-        if cuts is not None and cuts[request] and cuts[request] not in stops:
-            stops = sorted((*stops, cuts[request]))
+        end = start + length
+        stops = [*range(start + chunk_size - done % chunk_size, end, chunk_size), end] if length else []
+        if cuts is not None and cuts[request] and start + cuts[request] not in stops:
+            insort(stops, start + cuts[request])
         first_chunks.append(len(requests) if stops else 0)
-        ends += [start + stop for stop in stops]
+        ends += stops
         requests += [request] * len(stops)
         last_chunks.append(len(requests) - 1 if stops else -1)
-        start += length
+        start = end
     return dict(zip(CHUNK_COLUMNS, (ends, requests, first_chunks, last_chunks)))
 
 
