@@ -18,7 +18,7 @@ class ChunkPlan:
     A chunk ends where the request ends or where an absolute position is a multiple of `chunk_size`, so the chunks of
     a prompt are the same however it was split into steps. A request without new tokens has no chunk.
 
-    In a graph, chunks without tokens follow that belong to no request (`pad_chunks`), and what the host knows are
+    In a graph, chunks without tokens follow that belong to no request, and what the host knows are
     bounds: one request has all tokens.
 
     Attributes:
@@ -90,14 +90,6 @@ def chunk_lists(
 def most_chunks(rows: int, tokens: int, chunk_size: int) -> int:
     """No `rows` requests with `tokens` new tokens in all have more chunks: each may begin and end within one."""
     return tokens // chunk_size + 2 * rows
-
-
-def pad_chunks(columns: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
-    """`chunk_columns` of a graph, which has `count` chunks: those behind the last one have no tokens."""
-    ends, seq_idx, first, last = (columns[name] for name in CHUNK_COLUMNS)
-    ends = np.concatenate((ends, np.full(count + 1 - len(ends), ends[-1], np.int32)))
-    seq_idx = np.concatenate((seq_idx, np.zeros(count - len(seq_idx), np.int32)))
-    return dict(zip(CHUNK_COLUMNS, (ends, seq_idx, first, last)))
 
 
 def ith_chunks(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor]:

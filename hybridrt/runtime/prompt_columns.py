@@ -5,19 +5,19 @@ to request row 0 and to no state slot. Behind the prompts stands one padding row
 rows without tokens. So every token of a graph belongs to a row, and the rows' tokens always add up to the bucket's.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hybridrt.kernels.chunk_plan import most_chunks, pad_chunks
+from hybridrt.kernels.chunk_plan import most_chunks
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.saved_states import saved_state_lists
 from hybridrt.runtime.step import DecodeRows, ExtendRow, StepPlan
-from hybridrt.runtime.step_inputs import Columns, chunk_names, cut, packed_size
-from hybridrt.runtime.step_passes import Run, in_pass, pack_runs, runs_of
+from hybridrt.runtime.step_inputs import chunk_names, cut, packed_size
+from hybridrt.runtime.step_passes import RUN_COLUMNS, Run, in_pass, run_lists, runs_of
 
 # Of a step; larger ones keep a device busy without graphs. Padding costs what tokens cost, unless there are fewer than
 # 200 or so: then the weights take longer to read.
@@ -107,7 +107,7 @@ class PaddedColumns:
 
     def __init__(self, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> None:
         self._bucket, self._sizes, self._saves = bucket, sizes, saves
-        self.shapes = _shapes(bucket) | self._recurrent_shapes()
+        self.shapes = _shapes(bucket) | _recurrent_shapes(bucket, sizes, saves)
         self.flat = np.zeros(packed_size(self.shapes), np.int32)
         sections = cut(torch.from_numpy(self.flat), self.shapes)
         self.columns = {name: section.numpy() for name, section in sections.items()}
@@ -124,19 +124,6 @@ class PaddedColumns:
             if name in self.columns:
                 self.columns[name][: len(values)] = values
 
-    def _recurrent_shapes(self) -> dict[str, tuple[int, ...]]:
-        bucket, rows, at_chunks = self._bucket, self._bucket.prompts + 1, self._saves is StateSaves.AT_CHUNKS
-        if self._saves is StateSaves.SECOND_PASS:
-            return {name: column.shape for name, column in _pack_passes((), bucket, self._sizes).items()}
-        shapes: dict[str, tuple[int, ...]] = {"read_state_slots": (rows,)}
-        shapes |= {"row_slots": (rows,), "row_lengths": (rows,)} if at_chunks else {}
-        for size in self._sizes:
-            count = most_chunks(rows, bucket.tokens, size) + bucket.prompts  # a saved state divides a chunk
-            lengths = zip(chunk_names(size).values(), (count + 1, count, rows, rows))
-            shapes |= {name: (length,) for name, length in lengths}
-            shapes |= {f"saves of {size}": (count,)} if at_chunks else {}
-        return shapes
-
     def _fill_padding(self, seq_len_fill: int) -> None:
         """What differs from 0 where a step has nothing. Positions are 0: rotary tables end with the longest request."""
         columns, (rows, tokens) = self.columns, self._bucket
@@ -144,10 +131,11 @@ class PaddedColumns:
         columns["new_pages"][:] = -1
         columns["query_start_loc"][:] = np.minimum(np.arange(len(columns["query_start_loc"])), rows)
         columns["query_start_loc"][rows + 1 :] += tokens
-        for size in self._sizes if self._saves is not StateSaves.SECOND_PASS else ():
-            names = chunk_names(size)
-            columns[names["cu_chunk_seqlens"]][1:] = tokens
-            columns[names["last_chunk"]][:] = -1
+        for name, column in columns.items():
+            if name.startswith("cu_chunk_seqlens"):  # all chunks of a pass have as many tokens as its runs
+                column[1:] = self._bucket.tail if name.endswith(in_pass("", 1)) else tokens
+            elif name.startswith("last_chunk"):
+                column[:] = -1
 
     def _pack_bookkeeping(self, plan: StepPlan) -> None:
         columns, admissions, start = self.columns, plan.admissions, 0
@@ -190,18 +178,13 @@ class PaddedColumns:
         for name, values in zip(("sample_at", "sample_rows", "output_indices"), zip(*sampling)):
             columns[name][decoding : decoding + len(values)] = values
 
-    def _recurrent(self, extend: Sequence[ExtendRow]) -> Mapping[str, Sequence[int] | np.ndarray]:
+    def _recurrent(self, extend: Sequence[ExtendRow]) -> dict[str, list[int]]:
         """What the recurrent layers need of the prompts: the first values of columns."""
-        if self._saves is StateSaves.SECOND_PASS:
-            return _pack_passes(extend, self._bucket, self._sizes)
         left = self._bucket.tokens - sum(len(row.tokens) for row in extend)
-        lists = saved_state_lists([*extend, _padding_row(left)], self._sizes)
-        return lists | {"read_state_slots": [row.read_state_slot for row in extend]}
-
-
-def _padding_row(tokens: int) -> ExtendRow:
-    """What stands behind the prompts of a step."""
-    return ExtendRow(0, 0, range(tokens), 0, False)
+        padded = [*extend, ExtendRow(0, 0, range(left), 0, False)]
+        if self._saves is StateSaves.SECOND_PASS:
+            return _pass_lists(padded, self._bucket, self._sizes)
+        return saved_state_lists(padded, self._sizes) | {"read_state_slots": [row.read_state_slot for row in extend]}
 
 
 def _shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
@@ -220,22 +203,39 @@ def _shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
 
 
-def _pack_passes(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int]) -> Columns:
-    """The two passes over a bucket's prompts, padded. A prompt that saves a state has two runs in the first one."""
-    left = bucket.tokens - sum(len(row.tokens) for row in extend)
-    padded = [*extend, _padding_row(left), *[_padding_row(0)] * (bucket.prompts - len(extend))]
-    last, (first, second) = len(padded) - 1, (runs_of(padded, number) for number in (0, 1))
+def _recurrent_shapes(bucket: Bucket, sizes: Sequence[int], saves: StateSaves) -> dict[str, tuple[int, ...]]:
+    """Of the sections that recurrent layers need."""
+    rows, lengths = bucket.prompts + 1, dict[str, int]()
+    if saves is StateSaves.SECOND_PASS:
+        for number, (runs, tokens) in enumerate(((2 * rows - 1, bucket.tokens), (rows, bucket.tail))):
+            of_pass = dict.fromkeys(RUN_COLUMNS, runs) | {"query_start_loc": runs + 1, "tokens": number * tokens}
+            for size in sizes:
+                of_pass |= _chunk_lengths(size, runs, most_chunks(runs, tokens, size))
+            lengths |= {in_pass(name, number): length for name, length in of_pass.items()}
+        return {name: (length,) for name, length in lengths.items()}
+    at_chunks = saves is StateSaves.AT_CHUNKS
+    lengths |= dict.fromkeys(("read_state_slots", *(("row_slots", "row_lengths") if at_chunks else ())), rows)
+    for size in sizes:
+        count = most_chunks(rows, bucket.tokens, size) + bucket.prompts  # a saved state divides a chunk
+        lengths |= _chunk_lengths(size, rows, count) | ({f"saves of {size}": count} if at_chunks else {})
+    return {name: (length,) for name, length in lengths.items()}
+
+
+def _chunk_lengths(size: int, rows: int, count: int) -> dict[str, int]:
+    """Of the columns of a plan of `count` chunks. Those behind a step's last chunk have no tokens."""
+    return dict(zip(chunk_names(size).values(), (count + 1, count, rows, rows)))
+
+
+def _pass_lists(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int]) -> dict[str, list[int]]:
+    """The two passes over a bucket's prompts and the padding row behind them, with runs without tokens up to the
+    bucket's number. A prompt that saves a state has two runs in the first pass."""
+    last, (first, second) = bucket.prompts, (runs_of(extend, number) for number in (0, 1))
     behind = sum(run.length for run in second)
+    first += [Run(row, 0, 0, 0, bucket.tokens, 0) for row in range(len(extend), bucket.prompts + 1)]
     first += [Run(last, -1, -1, 0, bucket.tokens, 0)] * (2 * bucket.prompts + 1 - len(first))
     second.append(Run(last, -1, -1, 0, 0, bucket.tail - behind))
     second += [Run(last, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second))
-    columns = pack_runs(first, 0, sizes) | pack_runs(second, 1, sizes)
+    lists = run_lists(first, 0, sizes) | run_lists(second, 1, sizes)
     # What pads the second pass stands for token 0, which is never behind a saved state.
-    columns[in_pass("tokens", 1)][behind:] = 0
-    for number, (runs, tokens) in enumerate(((first, bucket.tokens), (second, bucket.tail))):
-        for size in sizes:
-            names = {name: in_pass(packed, number) for name, packed in chunk_names(size).items()}
-            plan = {name: columns[packed] for name, packed in names.items()}
-            plan = pad_chunks(plan, most_chunks(len(runs), tokens, size))
-            columns |= {names[name]: column for name, column in plan.items()}
-    return columns
+    del lists[in_pass("tokens", 1)][behind:]
+    return lists

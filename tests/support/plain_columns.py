@@ -4,11 +4,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hybridrt.kernels.chunk_plan import most_chunks, pad_chunks
-from hybridrt.runtime.prompt_columns import Bucket, StateSaves, _pack_passes
+from hybridrt.kernels.chunk_plan import CHUNK_COLUMNS, most_chunks
+from hybridrt.runtime.prompt_columns import Bucket, StateSaves
 from hybridrt.runtime.saved_states import saved_state_lists
 from hybridrt.runtime.step import DecodeRows, ExtendRow, StepPlan, int32s
 from hybridrt.runtime.step_inputs import Columns, chunk_names, pack_batch, pack_bookkeeping
+from hybridrt.runtime.step_passes import Run, in_pass, run_lists, runs_of
 
 OF_ROWS = ("admit_rows", "admit_state_slots", "admit_phases", "seeds", "constants")
 OF_PAGES = ("page_rows", "page_indices", "pages")
@@ -23,7 +24,7 @@ def pack_plainly(plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: St
     columns |= _sampled(plan, columns, bucket)
     if saves is StateSaves.SECOND_PASS:
         columns.pop("read_state_slots", None)
-        return columns | _pack_passes(plan.extend, bucket, sizes)
+        return columns | _passes(padded.extend, bucket, sizes)
     columns["read_state_slots"] = int32s(row.read_state_slot for row in padded.extend)
     return columns | _chunks(padded.extend, bucket, sizes, saves)
 
@@ -70,10 +71,36 @@ def _chunks(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int], s
     for size in sizes:
         names = chunk_names(size)
         count = most_chunks(len(extend), bucket.tokens, size) + bucket.prompts
-        plan = pad_chunks({name: columns[packed] for name, packed in names.items()}, count)
+        plan = _pad_chunks({name: columns[packed] for name, packed in names.items()}, count)
         columns |= {names[name]: column for name, column in plan.items()}
         saved = columns[f"saves of {size}"]
         columns[f"saves of {size}"] = np.pad(saved, (0, count - len(saved)))
     if saves is StateSaves.AT_CHUNKS:
         return columns
     return {packed: columns[packed] for size in sizes for packed in chunk_names(size).values()}
+
+
+def _passes(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int]) -> Columns:
+    """The two passes over the rows of a bucket. A prompt that saves a state has two runs in the first one."""
+    last, (first, second) = len(extend) - 1, (runs_of(extend, number) for number in (0, 1))
+    behind = sum(run.length for run in second)
+    first += [Run(last, -1, -1, 0, bucket.tokens, 0)] * (2 * bucket.prompts + 1 - len(first))
+    second.append(Run(last, -1, -1, 0, 0, bucket.tail - behind))
+    second += [Run(last, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second))
+    lists = run_lists(first, 0, sizes) | run_lists(second, 1, sizes)
+    columns = {name: int32s(values) for name, values in lists.items()}
+    columns[in_pass("tokens", 1)][behind:] = 0
+    for number, (runs, tokens) in enumerate(((first, bucket.tokens), (second, bucket.tail))):
+        for size in sizes:
+            names = {name: in_pass(packed, number) for name, packed in chunk_names(size).items()}
+            plan = {name: columns[packed] for name, packed in names.items()}
+            plan = _pad_chunks(plan, most_chunks(len(runs), tokens, size))
+            columns |= {names[name]: column for name, column in plan.items()}
+    return columns
+
+
+def _pad_chunks(plan: Columns, count: int) -> Columns:
+    """A chunk plan with `count` chunks: those behind the last one have no tokens."""
+    ends, seq_idx, first, last = (plan[name] for name in CHUNK_COLUMNS)
+    missing = count - len(seq_idx)
+    return dict(zip(CHUNK_COLUMNS, (np.pad(ends, (0, missing), "edge"), np.pad(seq_idx, (0, missing)), first, last)))
