@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from hybridrt.kernels.chunk_plan import chunk_lists
 from hybridrt.runtime.prompt_columns import Bucket, PaddedColumns, StateSaves
 from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepPlan, int32s
 from hybridrt.sampling_params import SamplingParams
@@ -61,3 +62,13 @@ def test_columns_that_are_filled_again_equal_plain_ones(
             seen |= {name} if wanted[name].any() else set()
     unused = {"penalty_rows", "output_tokens", "prompt_tokens", "copy_sources", "copy_targets"}
     assert not unused & seen and {"seeds", "pages", "input_ids", "sample_rows"} <= seen
+
+
+def test_chunks_end_where_states_are_saved_and_nowhere_twice() -> None:
+    """Of 8 tokens: a request behind 5 others, one that saves at the end of a chunk, one without tokens, one that saves
+    its first token's state."""
+    plan = chunk_lists([5, 0, 3, 6], [9, 16, 0, 4], 8, [7, 8, 0, 1])
+    assert plan["cu_chunk_seqlens"] == [0, 3, 7, 9, 17, 25, 26, 27, 29]
+    assert plan["seq_idx"] == [0, 0, 0, 1, 1, 3, 3, 3]
+    assert (plan["first_chunk"], plan["last_chunk"]) == ([0, 3, 0, 5], [2, 4, -1, 7])
+    assert chunk_lists([5], [9], 8) == chunk_lists([5], [9], 8, [0]) != chunk_lists([5], [9], 8, [7])
