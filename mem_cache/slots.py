@@ -33,7 +33,7 @@ class Slot(int):
         return f"Slot({self.index}, {self.generation})"
 
 
-_slot = partial(int.__new__, Slot)  # from an integer that is a handle already
+slot_of = partial(int.__new__, Slot)  # from an integer that is a handle already
 
 
 class Slots(Sequence[Slot]):
@@ -94,7 +94,7 @@ class Slots(Sequence[Slot]):
         return self._size
 
     def __iter__(self) -> Iterator[Slot]:
-        return map(_slot, self.keys.tolist())
+        return map(slot_of, self.keys.tolist())
 
     @overload
     def __getitem__(self, place: int) -> Slot: ...
@@ -102,7 +102,7 @@ class Slots(Sequence[Slot]):
     def __getitem__(self, place: slice) -> "Slots": ...
     def __getitem__(self, place: int | slice) -> "Slot | Slots":
         found = self.keys[place]
-        return Slots.of_keys(found.copy()) if isinstance(place, slice) else _slot(int(found))
+        return Slots.of_keys(found.copy()) if isinstance(place, slice) else slot_of(int(found))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

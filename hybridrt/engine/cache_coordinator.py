@@ -155,8 +155,8 @@ class CacheCoordinator:
             return False
         request.prefix, request.prefill_end, request.arrived = match, prefill_end, None
         request.settled, request.first_page = match.length, first
-        request.row = self.rows.alloc(1)[0]
-        request.state_slot = self.slots.alloc(1)[0] if self.slots.total else None
+        request.row = self.rows.alloc_one()
+        request.state_slot = self.slots.alloc_one() if self.slots.total else None
         request.pages = Slots(match.pages, self.pages.alloc(need))
         self._fill_columns(request)
         self.prefixes.admitted(request, match)
@@ -351,7 +351,7 @@ class CacheCoordinator:
         if request.prefix.tail is not None:
             own = request.pages[request.borrowed_pages]
             plan.page_copies.append(PageCopy(request.prefix.tail.index, own.index))
-        for page, own in zip(request.prefix.window, request.pages):
+        for page, own in zip(window := request.prefix.window, request.pages[: len(window)]):
             plan.page_copies.append(PageCopy(page.index, own.index))
         if request.prefix.staged is not None:
             start = request.prefix.staged_from

@@ -356,7 +356,7 @@ class PrefixStore:
             self._slots.unlock([state])
             request.prefix = replace(match, state=None)
         self._slots.evict([state])
-        return self._slots.alloc(1)[0]
+        return self._slots.alloc_one()
 
     def _spare_slot(self, new: NewState) -> Slot | None:
         """A slot for a state. No request can lack it: as many as there are free rows stay free, or could be."""
@@ -365,7 +365,7 @@ class PrefixStore:
         short = self._reserved_slots() + 1 - self._slots.num_free
         if short > 0:
             self.evict(0, short, new=new)
-        return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
+        return self._slots.alloc_one() if self._slots.num_free > self._reserved_slots() else None
 
     def _reserved_slots(self) -> int:
         """Slots that waiting requests take as soon as they get rows: for these, a state would be evicted that may be

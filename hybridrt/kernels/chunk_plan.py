@@ -1,5 +1,6 @@
 """How a ragged prefill is cut into chunks that no request shares and that do not move with the prefix."""
 
+from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ class ChunkPlan:
     A chunk ends where the request ends or where an absolute position is a multiple of `chunk_size`, so the chunks of
     a prompt are the same however it was split into steps. A request without new tokens has no chunk.
 
-    In a graph, chunks without tokens follow that belong to no request (`pad_chunks`), and what the host knows are
+    In a graph, chunks without tokens follow that belong to no request, and what the host knows are
     bounds: one request has all tokens.
 
     Attributes:
@@ -58,10 +59,15 @@ def chunk_plan(
     )
 
 
-def chunk_columns(
+def chunk_columns(computed: Sequence[int], new: Sequence[int], chunk_size: int) -> dict[str, np.ndarray]:
+    """The tensors of a ChunkPlan by name, as host arrays of int32."""
+    return {name: np.array(values, np.int32) for name, values in chunk_lists(computed, new, chunk_size).items()}
+
+
+def chunk_lists(
     computed: Sequence[int], new: Sequence[int], chunk_size: int, cuts: Sequence[int] | None = None
-) -> dict[str, np.ndarray]:
-    """The tensors of a ChunkPlan by name, as host arrays of int32.
+) -> dict[str, list[int]]:
+    """The tensors of a ChunkPlan by name, as lists.
 
     Args:
         cuts: for each request a number of its new tokens behind which a chunk ends, too; 0: none.
@@ -69,30 +75,21 @@ def chunk_columns(
     # A loop, not array operations: most steps have few chunks, and the device waits for this.
     ends, requests, first_chunks, last_chunks, start = [0], list[int](), list[int](), list[int](), 0
     for request, (done, length) in enumerate(zip(computed, new)):
-        first = (done // chunk_size + 1) * chunk_size - done
-        stops = [*range(first, length, chunk_size), length] if length else []
-        if cuts is not None and cuts[request] and cuts[request] not in stops:
-            stops = sorted((*stops, cuts[request]))
+        end = start + length
+        stops = [*range(start + chunk_size - done % chunk_size, end, chunk_size), end] if length else []
+        if cuts is not None and cuts[request] and start + cuts[request] not in stops:
+            insort(stops, start + cuts[request])
         first_chunks.append(len(requests) if stops else 0)
-        ends += [start + stop for stop in stops]
+        ends += stops
         requests += [request] * len(stops)
         last_chunks.append(len(requests) - 1 if stops else -1)
-        start += length
-    columns = (ends, requests, first_chunks, last_chunks)
-    return {name: np.array(column, np.int32) for name, column in zip(CHUNK_COLUMNS, columns)}
+        start = end
+    return dict(zip(CHUNK_COLUMNS, (ends, requests, first_chunks, last_chunks)))
 
 
 def most_chunks(rows: int, tokens: int, chunk_size: int) -> int:
     """No `rows` requests with `tokens` new tokens in all have more chunks: each may begin and end within one."""
     return tokens // chunk_size + 2 * rows
-
-
-def pad_chunks(columns: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
-    """`chunk_columns` of a graph, which has `count` chunks: those behind the last one have no tokens."""
-    ends, seq_idx, first, last = (columns[name] for name in CHUNK_COLUMNS)
-    ends = np.concatenate((ends, np.full(count + 1 - len(ends), ends[-1], np.int32)))
-    seq_idx = np.concatenate((seq_idx, np.zeros(count - len(seq_idx), np.int32)))
-    return dict(zip(CHUNK_COLUMNS, (ends, seq_idx, first, last)))
 
 
 def ith_chunks(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor]:

@@ -10,12 +10,14 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from hybridrt.kernels.chunk_plan import most_chunks, pad_chunks
-from hybridrt.runtime.saved_states import pack_saved_states
+from hybridrt.kernels.chunk_plan import most_chunks
+from hybridrt.runtime.sampler import SamplingTable
+from hybridrt.runtime.saved_states import saved_state_lists
 from hybridrt.runtime.step import DecodeRows, ExtendRow, StepPlan
-from hybridrt.runtime.step_inputs import Columns, chunk_names, pack_batch, pack_bookkeeping, pad_bookkeeping
-from hybridrt.runtime.step_passes import Run, in_pass, pack_runs, runs_of
+from hybridrt.runtime.step_inputs import chunk_names, cut, packed_size
+from hybridrt.runtime.step_passes import RUN_COLUMNS, Run, in_pass, run_lists, runs_of
 
 # Of a step; larger ones keep a device busy without graphs. Padding costs what tokens cost, unless there are fewer than
 # 200 or so: then the weights take longer to read.
@@ -88,75 +90,152 @@ class StateSaves(Enum):
     SECOND_PASS = auto()  # a first pass ends there, a second one computes the tokens behind
 
 
-def pack_padded(plan: StepPlan, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> Columns:
-    """`pack_bookkeeping` and `pack_batch` of a step, padded. The shapes depend on the other arguments alone.
+class PaddedColumns:
+    """The columns of a bucket's steps, padded: views of one array that is made once and filled anew for each step. A
+    first token waits for it, so what pads is copied in one go, and a step writes its own numbers alone.
 
     Args:
         sizes: of chunks.
         seq_len_fill: tokens of a padding row of the decode segment.
+
+    Attributes:
+        flat: [packed_size] int32, what is copied to the device.
+        shapes: of the sections of `flat`.
+        columns: by name, views of `flat`: what `pack_bookkeeping` and `pack_batch` pack, `sample_at`, `sample_rows` and
+            `output_indices` without gaps, and the chunk plans, saved states or passes.
     """
-    padded = pad_step(plan, bucket, seq_len_fill)
-    columns = pad_bookkeeping(pack_bookkeeping(plan), bucket.prompts, bucket.entries) | pack_batch(padded, 1)
-    real = sum(len(row.tokens) for row in plan.extend)
-    columns["extend_positions"][real:] = 0  # rotary tables end with the longest request
-    columns |= _sampled(plan, columns, bucket)
+
+    def __init__(self, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> None:
+        self._bucket, self._sizes, self._saves = bucket, sizes, saves
+        self.shapes = _shapes(bucket) | _recurrent_shapes(bucket, sizes, saves)
+        self.flat = np.zeros(packed_size(self.shapes), np.int32)
+        sections = cut(torch.from_numpy(self.flat), self.shapes)
+        self.columns = {name: section.numpy() for name, section in sections.items()}
+        self._fill_padding(seq_len_fill)
+        self._padding = self.flat.copy()
+
+    def pack(self, plan: StepPlan) -> None:
+        """Fills the columns with a step that the bucket holds. Of what changes in tables it has what a graph enters."""
+        self.flat[:] = self._padding
+        self._pack_bookkeeping(plan)
+        self._pack_decode(plan.decode)
+        self._pack_prompts(plan.extend, len(plan.decode))
+        for name, values in self._recurrent(plan.extend).items():
+            if name in self.columns:
+                self.columns[name][: len(values)] = values
+
+    def _fill_padding(self, seq_len_fill: int) -> None:
+        """What differs from 0 where a step has nothing. Positions are 0: rotary tables end with the longest request."""
+        columns, (rows, tokens) = self.columns, self._bucket
+        columns["seq_lens"][:rows] = seq_len_fill
+        columns["new_pages"][:] = -1
+        columns["query_start_loc"][:] = np.minimum(np.arange(len(columns["query_start_loc"])), rows)
+        columns["query_start_loc"][rows + 1 :] += tokens
+        for name, column in columns.items():
+            if name.startswith("cu_chunk_seqlens"):  # all chunks of a pass have as many tokens as its runs
+                column[1:] = self._bucket.tail if name.endswith(in_pass("", 1)) else tokens
+            elif name.startswith("last_chunk"):
+                column[:] = -1
+
+    def _pack_bookkeeping(self, plan: StepPlan) -> None:
+        columns, admissions, start = self.columns, plan.admissions, 0
+        if n := len(admissions):
+            constants = SamplingTable.pack_constants(admissions)
+            columns["seeds"][:n], columns["constants"][:n] = constants[:, :2], constants[:, 2:]
+            columns["admit_rows"][:n] = [a.row for a in admissions]
+            columns["admit_state_slots"][:n] = [a.state_slot for a in admissions]
+            columns["admit_phases"][:n] = [a.phase for a in admissions]
+        for write in plan.page_writes:
+            end = start + len(write.pages)
+            columns["page_rows"][start:end] = write.row
+            columns["page_indices"][start:end] = np.arange(write.first_page, write.first_page + end - start)
+            columns["pages"][start:end] = write.pages
+            start = end
+
+    def _pack_decode(self, decode: DecodeRows) -> None:
+        if n := len(decode):
+            columns = self.columns
+            columns["rows"][:n] = columns["sample_rows"][:n] = decode.rows
+            columns["output_indices"][:n] = decode.output_indices
+            columns["sample_at"][:n] = np.arange(n)
+            np.add(decode.computed, 1, out=columns["seq_lens"][:n])
+
+    def _pack_prompts(self, extend: Sequence[ExtendRow], decoding: int) -> None:
+        columns, first, count, start = self.columns, self._bucket.decode_rows, len(extend), 0
+        ends = list[int]()
+        for row in extend:
+            end = start + len(row.tokens)
+            columns["input_ids"][start:end] = row.tokens
+            columns["extend_rows"][start:end] = row.row
+            columns["extend_positions"][start:end] = np.arange(row.computed, row.computed + end - start)
+            ends.append(first + end)
+            start = end
+        prompts, lens = slice(first, first + count), [row.computed + len(row.tokens) for row in extend]
+        columns["rows"][prompts] = [row.row for row in extend]
+        columns["seq_lens"][first : first + count + 1] = [*lens, self._bucket.tokens - start]
+        columns["query_start_loc"][first + 1 : first + 1 + count] = ends
+        sampling = [(end - 1, row.row, row.output_index) for row, end in zip(extend, ends) if row.sample]
+        for name, values in zip(("sample_at", "sample_rows", "output_indices"), zip(*sampling)):
+            columns[name][decoding : decoding + len(values)] = values
+
+    def _recurrent(self, extend: Sequence[ExtendRow]) -> dict[str, list[int]]:
+        """What the recurrent layers need of the prompts: the first values of columns."""
+        left = self._bucket.tokens - sum(len(row.tokens) for row in extend)
+        padded = [*extend, ExtendRow(0, 0, range(left), 0, False)]
+        if self._saves is StateSaves.SECOND_PASS:
+            return _pass_lists(padded, self._bucket, self._sizes)
+        return saved_state_lists(padded, self._sizes) | {"read_state_slots": [row.read_state_slot for row in extend]}
+
+
+def _shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
+    """Of the sections that every graph has."""
+    rows, prompts, tokens, none = bucket.decode_rows, bucket.prompts, bucket.tokens, (0,)
+    sampled, batch = (rows + prompts,), (rows + prompts + 1,)
+    return {
+        "seeds": (prompts, 2), "constants": (prompts, SamplingTable.CONSTANTS),
+        "penalty_rows": none, "output_tokens": none, "prompt_tokens": none,
+        **dict.fromkeys(("admit_rows", "admit_state_slots", "admit_phases"), (prompts,)),
+        **dict.fromkeys(("page_rows", "page_indices", "pages"), (bucket.entries,)),
+        "copy_sources": none, "copy_targets": none,
+        "rows": batch, "seq_lens": batch, "output_indices": sampled, "new_pages": (rows,),
+        "query_start_loc": (rows + prompts + 2,), "sample_at": sampled, "sample_rows": sampled,
+        **dict.fromkeys(("input_ids", "extend_rows", "extend_positions"), (tokens,)),
+    }  # fmt: skip
+
+
+def _recurrent_shapes(bucket: Bucket, sizes: Sequence[int], saves: StateSaves) -> dict[str, tuple[int, ...]]:
+    """Of the sections that recurrent layers need."""
+    rows, lengths = bucket.prompts + 1, dict[str, int]()
     if saves is StateSaves.SECOND_PASS:
-        columns.pop("read_state_slots", None)
-        return columns | _pack_passes(padded.extend, bucket, sizes)
-    columns["read_state_slots"] = np.array([row.read_state_slot for row in padded.extend], np.int32)
-    return columns | _pack_chunks(padded.extend, bucket, sizes, saves)
+        for number, (runs, tokens) in enumerate(((2 * rows - 1, bucket.tokens), (rows, bucket.tail))):
+            of_pass = dict.fromkeys(RUN_COLUMNS, runs) | {"query_start_loc": runs + 1, "tokens": number * tokens}
+            for size in sizes:
+                of_pass |= _chunk_lengths(size, runs, most_chunks(runs, tokens, size))
+            lengths |= {in_pass(name, number): length for name, length in of_pass.items()}
+        return {name: (length,) for name, length in lengths.items()}
+    at_chunks = saves is StateSaves.AT_CHUNKS
+    lengths |= dict.fromkeys(("read_state_slots", *(("row_slots", "row_lengths") if at_chunks else ())), rows)
+    for size in sizes:
+        count = most_chunks(rows, bucket.tokens, size) + bucket.prompts  # a saved state divides a chunk
+        lengths |= _chunk_lengths(size, rows, count) | ({f"saves of {size}": count} if at_chunks else {})
+    return {name: (length,) for name, length in lengths.items()}
 
 
-def pad_step(plan: StepPlan, bucket: Bucket, seq_len_fill: int) -> StepPlan:
-    """The rows of a step with those that pad it."""
-    decode, extend = plan.decode, plan.extend
-    missing, left = bucket.decode_rows - len(decode), bucket.tokens - sum(len(row.tokens) for row in extend)
-    zeros, computed = np.zeros(missing, np.int32), np.full(missing, seq_len_fill - 1, np.int32)
-    ends = (decode.rows, zeros), (decode.computed, computed), (decode.output_indices, zeros), (decode.num_drafts, zeros)
-    padding = [ExtendRow(0, 0, [0] * left, 0, False)]
-    padding += [ExtendRow(0, 0, (), 0, False)] * (bucket.prompts - len(extend))
-    return StepPlan(decode=DecodeRows(*map(np.concatenate, ends)), extend=[*extend, *padding])
+def _chunk_lengths(size: int, rows: int, count: int) -> dict[str, int]:
+    """Of the columns of a plan of `count` chunks. Those behind a step's last chunk have no tokens."""
+    return dict(zip(chunk_names(size).values(), (count + 1, count, rows, rows)))
 
 
-def _sampled(plan: StepPlan, columns: Columns, bucket: Bucket) -> Columns:
-    """The tokens that a step samples from, first and without gaps: sample_at, sample_rows and output_indices, of as
-    many lines as a bucket samples at most."""
-    n, chosen = len(plan.decode), [row.sample for row in plan.extend]
-    first = bucket.decode_rows
-    ends = columns["query_start_loc"][first + 1 : first + 1 + len(chosen)][chosen] - 1
-    sampling = [row for row in plan.extend if row.sample]
-    parts = {
-        "sample_at": (np.arange(n, dtype=np.int32), ends),
-        "sample_rows": (plan.decode.rows, np.array([row.row for row in sampling], np.int32)),
-        "output_indices": (plan.decode.output_indices, np.array([row.output_index for row in sampling], np.int32)),
-    }
-    padding = np.zeros(bucket.decode_rows + bucket.prompts - n - len(sampling), np.int32)
-    return {name: np.concatenate((*part, padding)) for name, part in parts.items()}
-
-
-def _pack_chunks(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int], saves: StateSaves) -> Columns:
-    """The chunk plans of a bucket's prompts, padded. With AT_CHUNKS also `SavedStates`."""
-    spare = bucket.prompts  # a saved state divides a chunk
-    columns = pack_saved_states(extend, sizes, lambda size: most_chunks(len(extend), bucket.tokens, size) + spare)
-    if saves is StateSaves.AT_CHUNKS:
-        return columns
-    return {packed: columns[packed] for size in sizes for packed in chunk_names(size).values()}
-
-
-def _pack_passes(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int]) -> Columns:
-    """The two passes over a bucket's prompts, padded. A prompt that saves a state has two runs in the first one."""
-    last, (first, second) = len(extend) - 1, (runs_of(extend, number) for number in (0, 1))
+def _pass_lists(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int]) -> dict[str, list[int]]:
+    """The two passes over a bucket's prompts and the padding row behind them, with runs without tokens up to the
+    bucket's number. A prompt that saves a state has two runs in the first pass."""
+    last, (first, second) = bucket.prompts, (runs_of(extend, number) for number in (0, 1))
     behind = sum(run.length for run in second)
+    first += [Run(row, 0, 0, 0, bucket.tokens, 0) for row in range(len(extend), bucket.prompts + 1)]
     first += [Run(last, -1, -1, 0, bucket.tokens, 0)] * (2 * bucket.prompts + 1 - len(first))
     second.append(Run(last, -1, -1, 0, 0, bucket.tail - behind))
     second += [Run(last, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second))
-    columns = pack_runs(first, 0, sizes) | pack_runs(second, 1, sizes)
+    lists = run_lists(first, 0, sizes) | run_lists(second, 1, sizes)
     # What pads the second pass stands for token 0, which is never behind a saved state.
-    columns[in_pass("tokens", 1)][behind:] = 0
-    for number, (runs, tokens) in enumerate(((first, bucket.tokens), (second, bucket.tail))):
-        for size in sizes:
-            names = {name: in_pass(packed, number) for name, packed in chunk_names(size).items()}
-            plan = {name: columns[packed] for name, packed in names.items()}
-            plan = pad_chunks(plan, most_chunks(len(runs), tokens, size))
-            columns |= {names[name]: column for name, column in plan.items()}
-    return columns
+    del lists[in_pass("tokens", 1)][behind:]
+    return lists

@@ -29,24 +29,25 @@ from hybridrt.runtime.prompt_columns import (
     PROMPT_ROWS,
     PROMPT_TOKENS,
     Bucket,
+    PaddedColumns,
     StateSaves,
     make_buckets,
-    pack_padded,
 )
 from hybridrt.runtime.sampler import SampledLines
 from hybridrt.runtime.saved_states import saved_states
 from hybridrt.runtime.step import StepPlan
 from hybridrt.runtime.step_batch import fill_decode, make_batch
-from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, cut, packed_size
+from hybridrt.runtime.step_inputs import Sections, StagingRing, chunk_plans, cut
 from hybridrt.runtime.step_passes import extend_passes
 
 
 @dataclass
 class PromptGraph:
-    """One bucket: what a replay fills (`packed`, by name in `sections`), the tokens that the graph derives from it, its
-    batch over these tensors, its part of the logits, and the replay."""
+    """One bucket: what a replay fills on the host (`host`) and on the device (`packed`, by name in `sections`), the
+    tokens that the graph derives from it, its batch over these tensors, its part of the logits, and the replay."""
 
     bucket: Bucket
+    host: PaddedColumns
     packed: torch.Tensor
     sections: Sections
     inputs: TokenInputs
@@ -104,10 +105,9 @@ class PromptGraphs:
         free, stack = free_device_bytes(self.model.device), self.model.stack
         largest_first = sorted(self.buckets, key=lambda bucket: (bucket.tokens, bucket.decode_rows), reverse=True)
         for bucket in tqdm(largest_first, desc="capturing prompt graphs", disable=not progress):
-            columns = self._pack(StepPlan(), bucket)
-            graph = self._allocate(bucket, columns)
-            self._fill(graph, columns, num_real=0)
-            self._set_bounds(graph, columns)
+            graph = self._allocate(bucket)
+            self._fill(graph, StepPlan())
+            self._set_bounds(graph)
             self.backend.prepare(graph.batch, graph=self._view)
             # A run before the capture takes as long as the capture. One for each number of decode rows is enough.
             warm = any(known.decode_rows == bucket.decode_rows for known in self._graphs)
@@ -128,47 +128,43 @@ class PromptGraphs:
 
     def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
         """One step up to its logits, in inference mode. The bucket holds it and enters what it changes in tables. The
-        next replay overwrites the logits."""
+        next replay overwrites what is returned."""
         graph = self._graphs[bucket]
         assert graph.replay is not None
         if self.poisoned:
             self._poison(graph)
-        columns = self._pack(plan, bucket)
-        self._fill(graph, columns, num_real=len(plan.decode))
+        self._fill(graph, plan)
         if self.exact:
-            self._set_bounds(graph, columns)
+            self._set_bounds(graph)
         self.backend.prepare(graph.batch, graph=self._view)
         graph.replay()
         m = len(plan.decode) + sum(row.sample for row in plan.extend)
-        rows, indices = columns["sample_rows"][:m], columns["output_indices"][:m]
-        sections = graph.sections
-        return SampledLines(
-            sections["sample_rows"][:m], sections["output_indices"][:m], (rows, indices), graph.logits[:m]
-        )
+        sections, columns = graph.sections, graph.host.columns
+        on_host = columns["sample_rows"][:m], columns["output_indices"][:m]
+        return SampledLines(sections["sample_rows"][:m], sections["output_indices"][:m], on_host, graph.logits[:m])
 
-    def _pack(self, plan: StepPlan, bucket: Bucket) -> Columns:
-        return pack_padded(plan, bucket, self.backend.chunk_sizes, self.saves, self.backend.seq_len_fill)
-
-    def _allocate(self, bucket: Bucket, columns: Columns) -> PromptGraph:
-        """The buffers of a bucket, whose columns have these shapes."""
+    def _allocate(self, bucket: Bucket) -> PromptGraph:
+        """The buffers of a bucket."""
         (rows, tokens), device = bucket, self.model.device
-        shapes = {name: column.shape for name, column in columns.items()}
-        packed = torch.zeros(packed_size(shapes), dtype=torch.int32, device=device)
-        sections, inputs = cut(packed, shapes), TokenInputs.allocate(rows + tokens, device)
+        host = PaddedColumns(bucket, self.backend.chunk_sizes, self.saves, self.backend.seq_len_fill)
+        packed = torch.zeros(len(host.flat), dtype=torch.int32, device=device)
+        sections, inputs = cut(packed, host.shapes), TokenInputs.allocate(rows + tokens, device)
         batch = make_batch(
             self.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, rows, None, 0,
             read_state_slots=sections.get("read_state_slots"),
             saved_states=saved_states(sections, self.backend.chunk_sizes),
         )  # fmt: skip
-        return PromptGraph(bucket, packed, sections, inputs, batch, self._logits[: rows + bucket.prompts])
+        return PromptGraph(bucket, host, packed, sections, inputs, batch, self._logits[: rows + bucket.prompts])
 
-    def _fill(self, graph: PromptGraph, columns: Columns, num_real: int) -> None:
-        self._staging.copy(graph.packed, columns)
-        graph.batch.num_real = num_real
+    def _fill(self, graph: PromptGraph, plan: StepPlan) -> None:
+        """Copies a step to the device."""
+        graph.host.pack(plan)
+        self._staging.copy_packed(graph.packed, graph.host.flat)
+        graph.batch.num_real = len(plan.decode)
 
-    def _set_bounds(self, graph: PromptGraph, columns: Columns) -> None:
+    def _set_bounds(self, graph: PromptGraph) -> None:
         """What the host knows of a step. A capture has one row with all tokens: these are bounds for all replays."""
-        batch, sizes = graph.batch, self.backend.chunk_sizes
+        batch, columns, sizes = graph.batch, graph.host.columns, self.backend.chunk_sizes
         batch.query_lens_cpu = np.diff(columns["query_start_loc"]).tolist()
         batch.seq_lens_cpu = columns["seq_lens"].tolist() if self.exact else None
         if self.saves is StateSaves.SECOND_PASS:

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import combinations
-from operator import or_
+from operator import attrgetter, or_
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from hybridrt.runtime.token_rules import admit_rules, allocate_rules, pack_rules
 from hybridrt.sampling_params import SamplingParams
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_NUMBERS = attrgetter(*FLOATS, "top_k")
 _CONSTANTS = Struct(f"=q{len(FLOATS)}f2i")
 
 # Sampling of every kind: each has kernels of its own, and so has each set of filters.
@@ -182,6 +183,8 @@ class SamplingTable:
     `floats` is [len(FLOATS), R + 1], the rest [R + 1, ...]: the constants of any rows, [n] each, are contiguous.
     """
 
+    CONSTANTS: ClassVar[int] = _CONSTANTS.size // 4 - 2  # integers of a request's `constants`, its seed apart
+
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._constants = torch.zeros(len(FLOATS) + 2, num_rows + 1, dtype=torch.int32, device=device)
         self.top_k, rule_counts = self._constants[-2:]
@@ -207,7 +210,13 @@ class SamplingTable:
             struct.error, OverflowError: the table holds no such number.
         """
         count = -1 if rules is None else rules.count
-        return _CONSTANTS.pack(seed, *(getattr(params, name) for name in FLOATS), params.top_k, count)
+        return _CONSTANTS.pack(seed, *_NUMBERS(params), count)
+
+    @classmethod
+    def pack_constants(cls, admissions: Sequence[Admission]) -> np.ndarray:
+        """[n, 2 + CONSTANTS] int32: the seed of each request and the rest of its `constants`, as bits."""
+        rows = bytearray().join(cls.constants(a.params, a.seed, a.rules) for a in admissions)
+        return np.frombuffer(rows, np.int32).reshape(-1, 2 + cls.CONSTANTS)
 
     @classmethod
     def pack(cls, admissions: Sequence[Admission]) -> dict[str, np.ndarray]:
@@ -215,8 +224,7 @@ class SamplingTable:
         counted = [a for a in admissions if a.params.uses_penalties]
         outputs = [(a.row, t) for a in counted for t in a.tokens[a.prompt_len :]]
         prompts = [(a.row, t) for a in counted for t in a.tokens[: a.prompt_len]]
-        rows = bytearray().join(cls.constants(a.params, a.seed, a.rules) for a in admissions)
-        constants = np.frombuffer(rows, np.int32).reshape(-1, _CONSTANTS.size // 4)
+        constants = cls.pack_constants(admissions)
         return {
             "seeds": constants[:, :2],
             "constants": constants[:, 2:],

@@ -135,18 +135,6 @@ def pack_bookkeeping(plan: StepPlan) -> Columns:
     }
 
 
-def pad_bookkeeping(columns: Columns, rows: int, entries: int) -> Columns:
-    """`pack_bookkeeping` of a step without page copies, penalties and rules, with `rows` admissions and `entries`
-    page-table entries. What pads them is of the scratch entries: request row 0, slot 0 and page 0."""
-    padded = dict(columns)
-    of_rows = ("admit_rows", "admit_state_slots", "admit_phases", "seeds", "constants")
-    for name in (*of_rows, "page_rows", "page_indices", "pages"):
-        column, size = columns[name], rows if name in of_rows else entries
-        padded[name] = np.zeros((size, *column.shape[1:]), np.int32)
-        padded[name][: len(column)] = column
-    return padded
-
-
 def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
     return np.concatenate([np.asarray(p, np.int32) for p in parts]) if parts else NO_INTEGERS
 
@@ -174,6 +162,7 @@ class StagingRing:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pinned: list[torch.Tensor | None] = [None] * 3
+        self._views: list[tuple[torch.Tensor, np.ndarray] | None] = [None] * 3  # of the last size, of each
         self._events: list[torch.cuda.Event | None] = [None] * 3
         self._next = 0
 
@@ -186,17 +175,22 @@ class StagingRing:
 
     def copy(self, into: torch.Tensor, columns: Columns) -> None:
         """One copy of all columns into [packed_size] int32."""
-        staging, parts = self._staging(into), list[np.ndarray]()
+        (staging, flat), parts = self._staging(into), list[np.ndarray]()
         for column in columns.values():
             parts += column.reshape(-1), _GAPS[-column.size % _ALIGNED]
-        np.concatenate(parts, out=staging.numpy())
+        np.concatenate(parts, out=flat)
+        self._copy(into, staging)
+
+    def copy_packed(self, into: torch.Tensor, packed: np.ndarray) -> None:
+        """One copy of [packed_size] int32, which may change as soon as this returns."""
+        staging, flat = self._staging(into)
+        flat[:] = packed
         self._copy(into, staging)
 
     def copy_rows(self, into: torch.Tensor, columns: Columns, padding: Columns, size: int) -> None:
         """One copy of all columns into [packed_size] int32, each continued to `size` rows with its row of `padding`. A
         column may be shorter than the others, or empty."""
-        staging, start = self._staging(into), 0
-        flat = staging.numpy()
+        (staging, flat), start = self._staging(into), 0
         for name, column in columns.items():
             fill, n = padding[name], len(column)
             count = fill.size * size
@@ -209,17 +203,19 @@ class StagingRing:
             start += _aligned(count)
         self._copy(into, staging)
 
-    def _staging(self, into: torch.Tensor) -> torch.Tensor:
-        """Pinned memory for a copy to `into`; on a CPU `into` itself."""
+    def _staging(self, into: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+        """Pinned memory for a copy to `into`, as a tensor and as an array; on a CPU `into` itself."""
         if self.device.type == "cpu":
-            return into
+            return into, into.numpy()
         i, size = self._next, into.numel()
-        event, staging = self._events[i], self._pinned[i]
+        event, pinned, views = self._events[i], self._pinned[i], self._views[i]
         if event is not None:
             event.synchronize()  # three copies back: done long ago unless the host runs far ahead
-        if staging is None or staging.numel() < size:
-            staging = self._pinned[i] = torch.empty(max(size, 4096) * 2, dtype=torch.int32, pin_memory=True)
-        return staging[:size]
+        if views is None or len(views[1]) != size:  # most copies of a ring have one size
+            if pinned is None or pinned.numel() < size:
+                pinned = self._pinned[i] = torch.empty(max(size, 4096) * 2, dtype=torch.int32, pin_memory=True)
+            views = self._views[i] = pinned[:size], pinned[:size].numpy()
+        return views
 
     def _copy(self, into: torch.Tensor, staging: torch.Tensor) -> None:
         if self.device.type == "cpu":

@@ -1,16 +1,17 @@
 """Chunks that leave states within them: the passes in which a step's recurrent layers compute them."""
 
 from collections.abc import Iterable, Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import NamedTuple
 
 import numpy as np
 
 from hybridrt.forward_batch import ExtendPass
-from hybridrt.runtime.step import ExtendRow, int32s
-from hybridrt.runtime.step_inputs import Columns, Sections, chunk_plans, pack_chunks
+from hybridrt.kernels.chunk_plan import chunk_lists
+from hybridrt.runtime.step import ExtendRow
+from hybridrt.runtime.step_inputs import Columns, Sections, chunk_names, chunk_plans
 
-_COLUMNS = ("rows", "read_state_slots", "write_state_slots", "query_start_loc", "start_positions", "tokens")
+RUN_COLUMNS = ("rows", "read_state_slots", "write_state_slots", "query_start_loc", "start_positions", "tokens")
 
 
 class Run(NamedTuple):
@@ -33,21 +34,22 @@ def pack_passes(extend: Sequence[ExtendRow], sizes: Iterable[int]) -> Columns:
     columns: Columns = {}
     saves = max((len(row.saves) for row in extend), default=0)
     for number in range(saves + 1 if saves else 0):
-        columns |= pack_runs(runs_of(extend, number), number, sizes)
+        lists = run_lists(runs_of(extend, number), number, sizes)
+        columns |= {name: np.array(values, np.int32) for name, values in lists.items()}
     return columns
 
 
-def pack_runs(runs: Sequence[Run], number: int, sizes: Iterable[int]) -> Columns:
+def run_lists(runs: Sequence[Run], number: int, sizes: Iterable[int]) -> dict[str, list[int]]:
     """The integers of pass `number`."""
     position, length = [run.position for run in runs], [run.length for run in runs]
-    starts = np.cumsum([0, *length], dtype=np.int32)
-    tokens = [np.arange(run.token, run.token + run.length, dtype=np.int32) for run in runs] if number else []
-    parts = (
-        int32s(run.row for run in runs), int32s(run.read for run in runs), int32s(run.write for run in runs),
-        starts, int32s(position), np.concatenate(tokens) if tokens else int32s(()),
-    )  # fmt: skip
-    parts_by_name = dict(zip(_COLUMNS, parts)) | pack_chunks(position, length, sizes)
-    return {in_pass(name, number): part for name, part in parts_by_name.items()}
+    tokens = [token for run in runs for token in range(run.token, run.token + run.length)] if number else []
+    slots = [run.read for run in runs], [run.write for run in runs]
+    parts = [run.row for run in runs], *slots, [0, *accumulate(length)], position, tokens
+    lists = dict(zip(RUN_COLUMNS, parts))
+    for size in sizes:
+        plan = chunk_lists(position, length, size)
+        lists |= {packed: plan[name] for name, packed in chunk_names(size).items()}
+    return {in_pass(name, number): values for name, values in lists.items()}
 
 
 def runs_of(extend: Sequence[ExtendRow], number: int) -> list[Run]:
@@ -77,7 +79,7 @@ def extend_passes(columns: Columns, sections: Sections, sizes: Sequence[int]) ->
         host = {name.removesuffix(suffix): part for name, part in columns.items() if name.endswith(suffix)}
         device = {name.removesuffix(suffix): part for name, part in sections.items() if name.endswith(suffix)}
         lengths = np.diff(host["query_start_loc"]).tolist()
-        rows, reads, writes, starts, positions, tokens = (device[name] for name in _COLUMNS)
+        rows, reads, writes, starts, positions, tokens = (device[name] for name in RUN_COLUMNS)
         plans = chunk_plans(host, device, lengths, sizes)
         found.append(ExtendPass(rows, reads, writes, starts, positions, tokens if number else None, plans))
     return found

@@ -27,6 +27,19 @@ def test_short_allocation_takes_nothing() -> None:
     assert counts(pool) == (2, 1, 0)
 
 
+def test_one_entry_is_taken_as_one_of_several_is() -> None:
+    single, several = SlotAllocator(3, "slot"), SlotAllocator(3, "slot")
+    for _ in range(2):
+        one, (other,) = single.alloc_one(), several.alloc(1)
+        assert isinstance(one, Slot) and one == other and counts(single) == counts(several)
+        single.free([one])
+        several.free([other])
+    single.alloc(3)
+    with pytest.raises(OutOfSlotsError, match="1 x slot wanted, 0 of 3 free"):
+        single.alloc_one()
+    assert counts(single) == (0, 3, 0)
+
+
 def test_double_free_frees_nothing() -> None:
     pool = SlotAllocator(3, "slot")
     a, b = pool.alloc(2)

@@ -19,7 +19,7 @@ from hybridrt.kernels import launch
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.runtime import prompt_columns
 from hybridrt.runtime.graph_runner import ClosureRecorder, CudaGraphRecorder
-from hybridrt.runtime.prompt_columns import Bucket, StateSaves, pack_padded
+from hybridrt.runtime.prompt_columns import Bucket, PaddedColumns, StateSaves
 from hybridrt.runtime.prompt_graphs import PromptGraphs, splits
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.saved_states import saved_states
@@ -32,6 +32,7 @@ from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand
 from tests.support.checkpoints import CheckpointStore, has_replay
 from tests.support.levels import sweep
+from tests.support.plain_columns import pack_plainly
 from tests.support.prompt_steps import Play, capture_prompts
 from tests.support.session import Sample, Session, check_sample, greedy
 
@@ -86,7 +87,7 @@ def padded_batch(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> t
     kind = (
         (StateSaves.AT_CHUNKS if hand.backend.saves_at_chunks else StateSaves.SECOND_PASS) if saves else StateSaves.NONE
     )
-    columns = pack_padded(plan, bucket, sizes, kind, hand.backend.seq_len_fill)
+    columns = pack_plainly(plan, bucket, sizes, kind, hand.backend.seq_len_fill)
     sections = {name: torch.from_numpy(column) for name, column in columns.items()}
     decoded = TokenInputs.allocate(n, torch.device("cpu"))
     if n:
@@ -269,8 +270,9 @@ def test_what_a_bucket_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_padding_stands_at_positions_that_every_rotary_table_has() -> None:
     """A table may be shorter than a bucket by less than a page."""
     plan = StepPlan(extend=[ExtendRow(1, 3, [7, 7], 0, True)])
-    columns = pack_padded(plan, Bucket(0, 24), (16,), StateSaves.NONE, 1)
-    assert columns["extend_positions"].tolist() == [3, 4, *[0] * 22]
+    padded = PaddedColumns(Bucket(0, 24), (16,), StateSaves.NONE, 1)
+    padded.pack(plan)
+    assert padded.columns["extend_positions"].tolist() == [3, 4, *[0] * 22]
 
 
 def test_the_option_leaves_them_out(checkpoints: CheckpointStore) -> None:

@@ -1,6 +1,10 @@
 """Sections of the one copy to the device are aligned there, whatever their lengths are."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +31,63 @@ def test_sections_start_on_16_bytes(lengths: tuple[int, ...]) -> None:
     for name, array in sections.items():
         assert found[name].tolist() == array.tolist()
         assert found[name].storage_offset() % 4 == 0
+
+
+class LateStream:
+    """A stream whose work is done when the host waits for it: copies read their sources then."""
+
+    def __init__(self) -> None:
+        self.work = list[Callable[[], object]]()
+
+    def drain(self) -> None:
+        while self.work:
+            self.work.pop(0)()
+
+    def into(self, size: int) -> Any:
+        """A tensor of the device."""
+        found = torch.zeros(size, dtype=torch.int32)
+
+        def copy_(source: torch.Tensor, non_blocking: bool) -> None:
+            assert non_blocking
+            self.work.append(lambda: found.__class__.copy_(found, source))
+
+        return SimpleNamespace(numel=found.numel, copy_=copy_, found=found)
+
+    def event(self) -> Any:
+        """One of its events; a wait for it does the work in front of it and no more."""
+        waits = list[object]()
+
+        def record() -> None:
+            waits[:] = [mark := object()]
+            self.work.append(lambda: waits.remove(mark) if mark in waits else None)
+
+        def synchronize() -> None:
+            while waits:
+                self.work.pop(0)()
+
+        return SimpleNamespace(record=record, synchronize=synchronize)
+
+
+@pytest.mark.parametrize("sizes", [(8,), (8, 24, 20_000, 12)])
+def test_staging_is_written_again_once_its_copy_is_done(sizes: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device reads a buffer as late as it may. Copies of all kinds take turns."""
+    stream, empty = LateStream(), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **more: empty(*shape, **more))
+    monkeypatch.setattr(torch.cuda, "Event", stream.event)
+    ring, targets = StagingRing(torch.device("cuda")), list[Any]()
+    for i in range(17):
+        targets.append(into := stream.into(size := sizes[i % len(sizes)]))
+        column, line = np.full(size, i, np.int32), np.full(1, i, np.int32)
+        copies: tuple[Callable[[], None], ...] = (
+            partial(ring.copy_packed, into, column),
+            partial(ring.copy, into, {"a": column}),
+            partial(ring.copy_rows, into, {"a": line}, {"a": line}, size),
+        )
+        copies[i % 3]()
+        column[:] = line[:] = -1  # what was passed may change at once
+    assert len(stream.work) == 2 * 3, "three copies may be under way"
+    stream.drain()
+    assert [into.found.unique().tolist() for into in targets] == [[i] for i in range(17)]
 
 
 @pytest.mark.parametrize("new", [(1,), (3, 40, 9), (17, 1, 1, 1, 1)])

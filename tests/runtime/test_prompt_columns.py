@@ -1,0 +1,74 @@
+"""The columns of a step that is padded to a bucket: filled in place, step after step, and equal to plain ones."""
+
+import random
+from collections.abc import Iterator
+from itertools import product
+
+import msgspec
+import numpy as np
+import pytest
+
+from hybridrt.kernels.chunk_plan import chunk_lists
+from hybridrt.runtime.prompt_columns import Bucket, PaddedColumns, StateSaves
+from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepPlan, int32s
+from hybridrt.sampling_params import SamplingParams
+from tests.support.plain_columns import pack_plainly
+from tests.support.prompt_steps import Play
+
+SPARE = 50  # the first state slot that belongs to no row
+CASES = list(product(StateSaves, ((16,), (64, 256), ()), (0, 1)))
+
+
+def steps(bucket: Bucket, saves: bool, seed: int) -> Iterator[StepPlan]:
+    """Steps that fit a bucket, with admissions, page writes and cached states; one fills it, and one is of decode rows
+    and one token."""
+    draw, rows = random.Random(seed), range(1, 30)
+    play = Play(
+        dict.fromkeys(rows, 0), SPARE if saves else None, seed, tokens=bucket.tokens, longest=2000,
+        decoding=bucket.decode_rows, prompts=bucket.prompts,
+    )  # fmt: skip
+    yield StepPlan(extend=[ExtendRow(1, 0, [7] * bucket.tokens, 0, True)])
+    for _ in range(12):
+        plan = play.step()
+        plan.extend = [
+            msgspec.structs.replace(row, read_state_slot=draw.choice((0, 9)), output_index=draw.randrange(5))
+            for row in plan.extend
+        ]
+        for row in draw.sample(rows, draw.randint(0, bucket.prompts)):
+            params = SamplingParams(temperature=draw.random(), top_p=0.5, top_k=draw.randint(1, 9))
+            plan.admissions.append(Admission(row, row + 1, list(range(row, 99)), 70, params, draw.randrange(2**63)))
+        for row in draw.sample(rows, draw.randint(0, 4)):
+            pages = int32s(draw.randrange(1, 5000) for _ in range(draw.randint(1, 60)))
+            plan.page_writes.append(PageWrite(row, draw.randrange(40), pages))
+        yield plan
+    yield StepPlan(decode=plan.decode, extend=[ExtendRow(2, 5, [3], 1, False)])
+
+
+@pytest.mark.parametrize("bucket", [Bucket(0, 128), Bucket(8, 320)])
+@pytest.mark.parametrize(("saves", "sizes", "fill"), CASES)
+def test_columns_that_are_filled_again_equal_plain_ones(
+    saves: StateSaves, sizes: tuple[int, ...], fill: int, bucket: Bucket
+) -> None:
+    """Nothing of an earlier step is left. Sections have one place in the array, one behind the other."""
+    padded, seen = PaddedColumns(bucket, sizes, saves, fill), set[str]()
+    for plan in steps(bucket, saves is not StateSaves.NONE, seed=len(sizes)):
+        padded.pack(plan)
+        wanted = pack_plainly(plan, bucket, sizes, saves, fill)
+        assert padded.columns.keys() == wanted.keys() and list(padded.columns) == list(padded.shapes)
+        for name, column in padded.columns.items():
+            assert column.dtype == np.int32 and column.shape == padded.shapes[name]
+            assert np.array_equal(column, wanted[name]), name
+            assert np.shares_memory(column, padded.flat) or not column.size
+            seen |= {name} if wanted[name].any() else set()
+    unused = {"penalty_rows", "output_tokens", "prompt_tokens", "copy_sources", "copy_targets"}
+    assert not unused & seen and {"seeds", "pages", "input_ids", "sample_rows"} <= seen
+
+
+def test_chunks_end_where_states_are_saved_and_nowhere_twice() -> None:
+    """Of 8 tokens: a request behind 5 others, one that saves at the end of a chunk, one without tokens, one that saves
+    its first token's state."""
+    plan = chunk_lists([5, 0, 3, 6], [9, 16, 0, 4], 8, [7, 8, 0, 1])
+    assert plan["cu_chunk_seqlens"] == [0, 3, 7, 9, 17, 25, 26, 27, 29]
+    assert plan["seq_idx"] == [0, 0, 0, 1, 1, 3, 3, 3]
+    assert (plan["first_chunk"], plan["last_chunk"]) == ([0, 3, 0, 5], [2, 4, -1, 7])
+    assert chunk_lists([5], [9], 8) == chunk_lists([5], [9], 8, [0]) != chunk_lists([5], [9], 8, [7])
