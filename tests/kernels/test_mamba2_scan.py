@@ -3,12 +3,13 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hybridrt.kernels import mamba2_scan_triton
-from hybridrt.kernels.chunk_plan import chunk_columns, chunk_plan, plan_chunks
+from hybridrt.kernels.chunk_plan import chunk_lists, chunk_plan, plan_chunks
 from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
 from hybridrt.kernels.records import SavedStates
 from tests.support.flat import flat
@@ -152,7 +153,7 @@ def test_states_within_prompts_stay(form: Form, saved: int) -> None:
     """Chunks end there, too: within the first one, at its end, and within later ones."""
     torch.manual_seed(7)
     inputs, states = scan_inputs(93), poisoned(5, 4, 3, 5)
-    columns = chunk_columns([0, 0], [84, 9], 32, [saved, 0])
+    columns = {name: np.array(c, np.int32) for name, c in chunk_lists([0, 0], [84, 9], 32, [saved, 0]).items()}
     plan = chunk_plan({name: torch.from_numpy(column) for name, column in columns.items()}, columns, [84, 9], 32)
     slots = [3 * (end == saved) for end in columns["cu_chunk_seqlens"][1:]]
     out = flat(
