@@ -74,8 +74,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What a sweep leaves to the slow level runs there with programs in a shuffled order, and in their own order in the
-    soak level: it would be the same computation twice."""
+    soak level: it would be the same computation twice. What it leaves to the soak level is not slow, although a
+    shuffled order is."""
     for item in items:
+        if any(mark.name == "soak" for mark in item.own_markers):
+            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
         spec = getattr(item, "callspec", None)
         own = [mark for mark in item.own_markers if mark.name != "slow"]
         if spec is not None and spec.params.get("provider") == "triton" and len(own) < len(item.own_markers):

@@ -48,8 +48,20 @@ def test_what_a_sweep_leaves_out_is_slow() -> None:
 
 def test_each_level_draws_more() -> None:
     found = [(each.values, [mark.name for mark in each.marks]) for each in drawn("abc", 2, 4, 10)]
-    slow, soak = ([((name, count), [mark]) for name in "abc"] for count, mark in ((10, "slow"), (30, "soak")))
+    slow, soak = ([((name, count), [mark]) for name in "abc"] for count, mark in ((10, "slow"), (50, "soak")))
     assert found == [(("a", 4), []), (("c", 4), []), *slow, *soak]
+    found = [(each.values, [mark.name for mark in each.marks]) for each in drawn("abc", 2, 4, 4)]
+    assert found[:3] == [(("a", 4), []), (("c", 4), []), (("b", 4), ["slow"])], "not what the default level draws"
+    assert [marks for _, marks in found[3:]] == [["soak"]] * 3
+
+
+def test_what_is_left_to_the_soak_level_does_not_run_in_the_slow_one(request: pytest.FixtureRequest) -> None:
+    """One mark may be the provider's, the other one a seed's."""
+    item = pytest.Function.from_parent(request.node.parent, name="one", callobj=lambda: None)
+    item.add_marker("slow")
+    item.add_marker("soak")
+    pytest_collection_modifyitems([item])
+    assert [each.name for each in item.own_markers] == ["soak"]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """The commands put together, and what every one of them does with an error."""
 
 import errno
+import itertools
 import sys
+from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
+import shellingham
 import typer
+from typer.completion import install_callback, show_callback
 from typer.core import TyperCommand, TyperGroup
 
 import hybridrt
@@ -20,10 +24,21 @@ from hybridrt.cli.terminal import discard_output, open_streams
 from hybridrt.errors import EngineError, HybridrtError, PoolError, ServerError, TransferError
 
 RUNTIME_FAILURES = (EngineError, PoolError, ServerError, TransferError)
+COMPLETION = {"--install-completion": install_callback, "--show-completion": show_callback}
+SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
 class ErrorLineGroup(TyperGroup):
-    """Turns an error that hybridrt raises on purpose into one line and an exit status."""
+    """Turns an error that hybridrt raises on purpose into one line and an exit status. Takes the name of a shell behind
+    the options that install and show completion: typer's own take none and ask the parent processes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = list(itertools.takewhile(lambda arg: arg.startswith("-"), args))
+        others = {"-h", "--help", "--version"} & set(options)
+        for param in () if others or ctx.resilient_parsing else self.get_params(ctx):
+            for option in COMPLETION.keys() & set(options) & set(param.opts):
+                COMPLETION[option](ctx, param, _shell(option, *args[len(options) :][:1]))
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -47,6 +62,20 @@ class PanelCommand(TyperCommand):
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def _shell(option: str, named: str = "") -> str:
+    """The shell of that name, or the one that this process was started from."""
+    shell = named
+    if not named:
+        with suppress(shellingham.ShellDetectionFailure, RuntimeError):  # no parent is one, or the system cannot tell
+            shell = shellingham.detect_shell()[0]
+    if shell in SHELLS:
+        return shell
+    known = f"{', '.join(SHELLS[:-1])} and {SHELLS[-1]}"
+    what = f"{shell!r} has no completion" if shell else "no shell was found that this command was started from"
+    _print_error(f"{what}; name one of {known}, as in `hybridrt {option} bash`")
+    raise typer.Exit(2)
 
 
 def _print_error(text: str) -> None:

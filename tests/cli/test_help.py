@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shellingham
 from typer.testing import CliRunner
 
 from hybridrt.cli.app import app
@@ -64,3 +65,27 @@ def test_completion_scripts_of_shells(tmp_path: Path) -> None:
     assert "_HYBRIDRT_COMPLETE=complete_bash" in script.read_text()
     asked = {"_HYBRIDRT_COMPLETE": "complete_bash", "COMP_WORDS": "hybridrt serve --specul", "COMP_CWORD": "2"}
     assert hybridrt(tmp_path, **asked).split() == ["--speculative"]
+
+
+@pytest.mark.parametrize(("parent", "what"), [
+    (None, "no shell was found that this command was started from"), ("sh", "'sh' has no completion"),
+])  # fmt: skip
+@pytest.mark.parametrize("option", ["--install-completion", "--show-completion"])
+def test_a_shell_that_is_not_found_is_asked_for(
+    option: str, parent: str | None, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service, a cron job and a test have no shell among their parents."""
+
+    def detect_shell() -> tuple[str, str]:
+        if parent is None:
+            raise shellingham.ShellDetectionFailure
+        return parent, f"/bin/{parent}"
+
+    monkeypatch.setattr(shellingham, "detect_shell", detect_shell)
+    result = CliRunner().invoke(app, [option])
+    names = "bash, zsh, fish, powershell and pwsh"
+    wanted = f"error: {what}; name one of {names}, as in `hybridrt {option} bash`\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", wanted)
+    result = CliRunner().invoke(app, ["--show-completion", "fish"])
+    assert result.exit_code == 0 and result.stdout.startswith("complete --command")
+    assert "Usage" in CliRunner().invoke(app, [option, "--help"]).stdout

@@ -4,7 +4,7 @@ import linecache
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,34 +123,48 @@ def struck(scene: Callable[[LLM], None], lines: Lines, monkeypatch: pytest.Monke
     return raised
 
 
-def sample(
-    scene: Callable[[LLM], None],
-    strike: Callable[[], None],
-    files: set[str],
-    monkeypatch: pytest.MonkeyPatch,
-    most: int,
-) -> list[int]:
-    """Numbers of lines to strike: of the times that each line runs at most so many, evenly spread from the first."""
-    lines = Lines(strike, files=files)
-    assert not struck(scene, lines, monkeypatch)
-    times = defaultdict[tuple[str, int], list[int]](list)
+def runs_of_lines(
+    name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> dict[tuple[str, int], list[int]]:
+    """The lines of a scene, and the numbers of their runs among all."""
+    lines = Lines(strike, files=files_of(strike))
+    assert not struck(SCENES[name], lines, monkeypatch)
+    runs = defaultdict[tuple[str, int], list[int]](list)
     for i, line in enumerate(lines.seen):
-        times[line].append(i)
-    return sorted({runs[k * (len(runs) - 1) // max(most - 1, 1)] for runs in times.values() for k in range(most)})
+        runs[line].append(i)
+    return runs
 
 
-def sweep(
-    name: str, strike: Callable[[], None], most: int, monkeypatch: pytest.MonkeyPatch, part: slice = slice(None)
-) -> None:
-    """Strikes at most `most` runs of each line, or a part of these."""
-    scene, files = SCENES[name], FILES if strike is sigint else FILES - LOCKS
+def files_of(strike: Callable[[], None]) -> set[str]:
+    return FILES if strike is sigint else FILES - LOCKS
+
+
+def sample(name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+    """Numbers of lines to strike: of the times that each line runs at most so many, evenly spread from the first."""
+    runs_of_each = runs_of_lines(name, strike, monkeypatch).values()
+    return sorted({runs[k * (len(runs) - 1) // max(most - 1, 1)] for runs in runs_of_each for k in range(most)})
+
+
+def share(name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The first runs of this scene's lines, but for those that another scene strikes: of the scenes that run a line
+    one does, the next one for the next line."""
+    runs = {each: runs_of_lines(each, strike, monkeypatch) for each in SCENES}
+    found = []
+    for line, (first, *_) in runs[name].items():
+        having = [each for each in SCENES if line in runs[each]]
+        if having[line[1] % len(having)] == name:
+            found.append(first)
+    return found
+
+
+def sweep(name: str, strike: Callable[[], None], chosen: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strikes these of a scene's lines, one in each run."""
     lost = []
-    chosen = sample(scene, strike, files, monkeypatch, most)[part]
     assert len(chosen) > 20
     for at in chosen:
-        lines = Lines(strike, at, files)
+        lines = Lines(strike, at, files_of(strike))
         try:
-            raised = struck(scene, lines, monkeypatch)
+            raised = struck(SCENES[name], lines, monkeypatch)
             assert raised, "the interrupt was swallowed"
         except (AssertionError, EngineError) as e:
             file, line = lines.seen[at]
@@ -164,7 +178,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(
     name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`sigint` is Ctrl-C; `anything` is an exception that some other means raises in the middle of a line."""
-    sweep(name, strike, 1, monkeypatch, slice(None, None, 10))
+    sweep(name, strike, sample(name, strike, monkeypatch, 1)[::10], monkeypatch)
 
 
 @pytest.mark.slow
@@ -173,7 +187,8 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(
 def test_an_interrupt_at_every_line_once(
     name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep(name, strike, 1, monkeypatch)
+    """In one of the scenes. The soak level strikes it in all of them."""
+    sweep(name, strike, share(name, strike, monkeypatch), monkeypatch)
 
 
 @pytest.mark.soak
@@ -183,7 +198,7 @@ def test_an_interrupt_at_every_line_twelve_times(
     name: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line runs up to 800 times in a scene of 20,000 lines."""
-    sweep(name, strike, 12, monkeypatch)
+    sweep(name, strike, sample(name, strike, monkeypatch, 12), monkeypatch)
 
 
 def test_interrupts_end_a_call_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:

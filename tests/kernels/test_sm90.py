@@ -14,7 +14,6 @@ import triton
 
 ROOT = Path(__file__).parents[2]
 SHARED = 227 * 1024  # bytes of a multiprocessor
-pytestmark = pytest.mark.slow
 
 
 def compiled(table: str) -> list[dict[str, Any]]:
@@ -34,6 +33,7 @@ def check(usages: list[dict[str, Any]], shared: int, spills: dict[str, int] | No
         assert usage["shared"] <= shared, usage
 
 
+@pytest.mark.slow
 def test_mamba2() -> None:
     """Two programs or more share a multiprocessor, but for those that walk through a prompt with what comes next on its
     way. Their registers are full, and a few addresses are parked."""
@@ -52,6 +52,7 @@ def test_mamba2() -> None:
     check([u for u in usages if u not in walks], SHARED // 2, {"_outputs_kernel": parked})
 
 
+@pytest.mark.slow
 def test_mamba1() -> None:
     """The scan keeps a channel in one thread, so that its loops over tokens need no shared memory and so few registers
     that twenty programs share a multiprocessor's 64 K."""
@@ -64,6 +65,7 @@ def test_mamba1() -> None:
         assert not loop or usage["shared"] == 0, usage
 
 
+@pytest.mark.slow
 def test_skinny_linear() -> None:
     """The kernel of one token leaves registers for eight programs of its kind on a multiprocessor. ptxas parks an
     address or two of the other one, far from any limit, to fit one more program."""
@@ -74,6 +76,7 @@ def test_skinny_linear() -> None:
     assert all(u["registers"] <= 64 for u in usages if u["kernel"] == "_matvec_kernel")
 
 
+@pytest.mark.slow
 def test_attention_gated_delta_net_experts_and_sampling() -> None:
     usages = compiled("others")
     expected = {
@@ -91,6 +94,7 @@ def test_attention_gated_delta_net_experts_and_sampling() -> None:
     check(usages, SHARED, {"_threshold_kernel": 16 if old else 0, "_channels_kernel": 56 if old else 16})
 
 
+@pytest.mark.slow
 def test_latent_attention() -> None:
     """The accumulator of 512 numbers a head fills the registers, and does not leave them."""
     usages = compiled("latent")
@@ -99,8 +103,13 @@ def test_latent_attention() -> None:
     check(usages, SHARED)
 
 
-def test_every_kernel_compiles_with_and_without_its_optional_arguments() -> None:
-    names = {f"{usage['module']} {usage['kernel']}" for usage in compiled("optional")}
+@pytest.mark.parametrize(
+    "table", [pytest.param("optional", marks=pytest.mark.slow), pytest.param("optional whole", marks=pytest.mark.soak)]
+)
+def test_every_kernel_compiles_with_and_without_its_optional_arguments(table: str) -> None:
+    """Triton's front end tells whether a branch fits its arguments. The tests above compile most kernels to the end:
+    here that is left to the soak level, but for kernels that they do not launch."""
+    names = {f"{usage['module']} {usage['kernel']}" for usage in compiled(table)}
     launched = {
         f"{file.stem} {name}" for file in (ROOT / "hybridrt" / "kernels").glob("*_triton.py")
         for name in re.findall(r"^    *(?:return )?(_\w+_kernel)\[", file.read_text(), re.MULTILINE)

@@ -142,7 +142,7 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
         ],
         1,
         30,
-        150,
+        90,
     ),
 )
 def test_the_tree_is_a_dictionary_of_prefixes(page_size: int, recurrent: bool, lookahead: int, examples: int) -> None:

@@ -29,7 +29,7 @@ from hybridrt.runtime.step import StepResult
 from hybridrt.server.warm_up import warm_up
 from tests.gpu.test_ready import AT_ONCE, LENGTH, ROWS, draw_body, draws_of
 
-REQUESTS = 120
+REQUESTS = 80
 GPU = KNOWN["h200"]
 HTTP_ALONE = {"echo", "return_token_ids", "guided_choice"}  # fields that SamplingParams lacks
 

@@ -17,8 +17,10 @@ def sweep(values: Iterable[Any], every: int, most: int | None = None) -> list[An
 
 def drawn(values: Iterable[Any], every: int, quick: int, most: int) -> list[Any]:
     """A sweep of a test that draws examples, whose number is its last parameter: each `every`-th value draws `quick` by
-    default, and each value draws `most` in the slow level and three times as many in the soak level."""
+    default, and each value draws `most` in the slow level and five times as many in the soak level. Examples are the
+    same ones each time, so the slow level leaves out what the default level draws as many of."""
     packed = [value if isinstance(value, tuple) else (value,) for value in values]
     some = [pytest.param(*each, quick) for each in packed[::every]]
-    more = [(most, pytest.mark.slow), (3 * most, pytest.mark.soak)]
-    return some + [pytest.param(*each, count, marks=mark) for count, mark in more for each in packed]
+    slow = [each for i, each in enumerate(packed) if most > quick or i % every]
+    more = [(slow, most, pytest.mark.slow), (packed, 5 * most, pytest.mark.soak)]
+    return some + [pytest.param(*each, count, marks=mark) for these, count, mark in more for each in these]
