@@ -230,11 +230,14 @@ class MambaPool:
         if replay:
             self._fold(self._rings(rows, slots.int()))
 
-    def snapshot_known(self, rows: torch.Tensor, slots: torch.Tensor, copies: Sequence[tuple[int, int]]) -> None:
-        """`snapshot` where the host knows the slots: it needs no memory beside them.
+    def snapshot_known(
+        self, copies: Sequence[tuple[int, int]], rings: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """`snapshot` where the host knows the slots: one launch for each, and no memory beside them.
 
         Args:
-            copies: of each row the slot that it owns, and its entry of `slots`.
+            copies: of each row the slot that it owns, and the one that it is copied to.
+            rings: `rows` and `slots` of `snapshot`, which replay mode alone needs.
         """
         replay = self.spec.mode == "replay"
         for _, cache in self.stacks:
@@ -242,6 +245,7 @@ class MambaPool:
                 for own, target in copies:
                     tensor[:, target].copy_(tensor[:, own])
         if replay:
+            rows, slots = rings()
             self._fold(self._rings(rows, slots.int()))
 
     def restore(self, slots: torch.Tensor, rows: torch.Tensor) -> None:

@@ -216,7 +216,7 @@ def test_a_history_that_leaves_an_answer_starts_within_it(
     bench: Bench, mode: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 14 tokens behind a prompt of 5 it keeps 9; the states are after 8 and 12 of all, the prompt's after 4."""
-    monkeypatch.setattr(answer_states, "FIRST", 1)
+    monkeypatch.setattr(answer_states, "APART", 4)
     first = Turn(5, False, 14, False, 0, None)
     history = [*TEXT[:5], *bench.tokens_alone(first)[:9], 7]
     session, found = bench.session(mode), {}

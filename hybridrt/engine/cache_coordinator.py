@@ -257,7 +257,7 @@ class CacheCoordinator:
         answers, and copies to and from main memory. True if it should be launched even without rows: something is
         fetched."""
         plan.donations = list(self.donations)
-        if plan.decode:
+        if plan.decode and self.prefixes.answers.pass_step(plan.decode):
             plan.snapshots = self.prefixes.leave(plan.decode, rows)
         if self.prefixes.windows is not None:
             plan.kept_pages = list(self.prefixes.windows.copies)

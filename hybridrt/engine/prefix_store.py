@@ -142,7 +142,7 @@ class PrefixStore:
 
     def leave(self, decode: DecodeRows, rows: Sequence[tuple[Request, int]]) -> list[Snapshot]:
         """The states that a step's decode rows leave within their answers. `rows`: of the step, those first."""
-        return self.answers.leave(decode, rows, self.grid, self._slot_within)
+        return self.answers.leave(decode, rows, self._slot_within)
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
         """Where a chunk from `start` to `end` ends at best: a state that is saved is that before one of its tokens."""
@@ -178,7 +178,7 @@ class PrefixStore:
         if not self.keeps:
             return
         if self._slots.total and self.windows is None:
-            self.answers.begin(request, self.grid)
+            self.answers.begin(request)
         ids = request.ids[: request.prefill_end]
         taken, node = self._insert(request, ids, request.saves)
         self._pages.lock(taken.pages)
@@ -337,11 +337,12 @@ class PrefixStore:
         salt = request.params.cache_salt or ""
         self._seen.note(ids, salt)
         kinds = {place: StateKind.FORK for place in states if place in request.save_at[1:]}
-        kinds |= {place: StateKind.ANSWER for place, slot in states.items() if slot in self.answers}
-        taken, node = self.tree.insert(ids, request.pages, states, salt, len(request.prompt), kinds)
+        within = {place: StateKind.ANSWER for place, slot in states.items() if slot in self.answers}
+        taken, node = self.tree.insert(ids, request.pages, states, salt, len(request.prompt), kinds | within)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
-        self._evicted(self.tree.thin(node, MOST))
+        if within:
+            self._evicted(self.tree.thin(node, MOST))
         if self.tier is not None:
             # The state in a slot of the request is whole once the cache has taken it, and its ring is folded.
             kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers}
@@ -363,9 +364,9 @@ class PrefixStore:
         """A slot for a state within an answer: one that is free, or that of another such state, whose request has ended
         or, if there is none, still runs; but not one of the latest `fresh`."""
         if len(request.saves) >= MOST:
-            self._slots.free(self.answers.spread(request, self.grid))
+            self._slots.free(self.answers.spread(request))
         if self._slots.num_free <= self._reserved_slots() and not self._evicted(self.tree.evict(0, 1, new=NewState(0))):
-            gone = self.answers.spread(request, self.grid)
+            gone = self.answers.spread(request)
             self._slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
         return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
 

@@ -154,11 +154,14 @@ class StepRunner:
             pool.donate(self._staging.upload({"rows": np.array(rows, np.int32)})["rows"])
 
     def _snapshot(self, copies: Sequence[Snapshot]) -> None:
-        pool = self.pools.req_to_token.mamba_pool
-        if pool is not None:
+        def rings() -> tuple[torch.Tensor, torch.Tensor]:
             columns = {"rows": int32s(copy.row for copy in copies), "slots": int32s(copy.slot for copy in copies)}
             sections = self._staging.upload(columns)
-            pool.snapshot_known(sections["rows"], sections["slots"], [(copy.own, copy.slot) for copy in copies])
+            return sections["rows"], sections["slots"]
+
+        pool = self.pools.req_to_token.mamba_pool
+        if pool is not None:
+            pool.snapshot_known([(copy.own, copy.slot) for copy in copies], rings)
 
     def _choose_launch(self, plan: StepPlan, tokens: int) -> Callable[[], LaunchSampling]:
         """What launches a step up to its sampling: one graph for all rows, a graph for the decode rows and the chunks
