@@ -1,11 +1,11 @@
 """Which requests leave a state within their answer while they decode: for histories that leave the answer there.
 
 A request that decodes has one state, which moves on with its tokens. A copy of it takes time of the step, and a slot
-that only such a history needs. So a step in `APART` looks for rows that are due, all others count it down, and slots are
-given up before those of other states. An answer has few states, evenly spaced: if it has as many as it may, or slots
-are short, every second one is given up, and the next ones are twice as far apart. With n of them a history computes 1/n
-of the answer again at most, wherever it leaves that: more of them would save little, and each is a node that every later
-request on this path walks through.
+that only such a history needs. So one step in `APART` leaves states of all rows that are due, the others count down to
+it, and slots are given up before those of other states. An answer has few states, evenly spaced: if it has as many as
+it may, or slots are short, every second one is given up, and the next ones are twice as far apart. With n of them a
+history computes 1/n of the answer again at most, wherever it leaves that: more of them would save little, and each is a
+node that every later request on this path walks through.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from hybridrt.engine.request import Request
 from hybridrt.mem_cache.slots import Slot
 from hybridrt.runtime.step import DecodeRows, Snapshot
 
-APART = 128  # tokens between the first states, and between the steps that leave some: other steps cost nothing
+APART = 128  # tokens between the first states of an answer, and between the steps that leave some
 AT_ONCE = 8  # states that a step may copy
 MOST = 32  # states within an answer, and within all answers of a text
 
@@ -34,7 +34,7 @@ class AnswerStates:
         self._due_at = np.full(num_rows + 1, UNLIMITED, np.int32)  # by row: tokens before its next state
         self._gaps = np.full(num_rows + 1, APART, np.int32)  # by row: tokens between its states
         self._of = dict[Slot, tuple[Request, int]]()  # by slot, the oldest first: whose it is, and after which token
-        self._ahead = APART  # no row has moved on by more than APART tokens until this is 0
+        self._ahead = APART  # tokens that a row may still gain before the next step that leaves states
 
     def __len__(self) -> int:
         return len(self._of)

@@ -258,7 +258,7 @@ class CacheCoordinator:
         fetched."""
         plan.donations = list(self.donations)
         if plan.decode and self.prefixes.answers.pass_step(plan.decode):
-            plan.snapshots = self.prefixes.leave(plan.decode, rows)
+            plan.snapshots = self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
         if self.prefixes.windows is not None:
             plan.kept_pages = list(self.prefixes.windows.copies)
         if self.prefixes.tier is not None:

@@ -17,7 +17,6 @@ from hybridrt.mem_cache.radix_node import Node, StateKind
 from hybridrt.mem_cache.seen_texts import SeenTexts
 from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.mem_cache.state_worth import NewState
-from hybridrt.runtime.step import DecodeRows, Snapshot
 
 GRID = 16
 MAX_SAVES = 3
@@ -139,10 +138,6 @@ class PrefixStore:
             ends = (prompt - 1, match.fork, *sorted({*parts, *request.boundaries}, reverse=True))
             grid = dict.fromkeys(min(end, prompt - 1) // self.grid * self.grid for end in ends)
             request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
-
-    def leave(self, decode: DecodeRows, rows: Sequence[tuple[Request, int]]) -> list[Snapshot]:
-        """The states that a step's decode rows leave within their answers. `rows`: of the step, those first."""
-        return self.answers.leave(decode, rows, self._slot_within)
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
         """Where a chunk from `start` to `end` ends at best: a state that is saved is that before one of its tokens."""
@@ -282,6 +277,16 @@ class PrefixStore:
         self.evict(self._pages.total, self._slots.total)
         return not self._pages.num_cached and not self._slots.num_cached
 
+    def slot_within(self, request: Request, fresh: int) -> Slot | None:
+        """A slot for a state within an answer: one that is free, or that of another such state, whose request has ended
+        or, if there is none, still runs; but not one of the latest `fresh`."""
+        if len(request.saves) >= MOST:
+            self._slots.free(self.answers.spread(request))
+        if self._slots.num_free <= self._reserved_slots() and not self._evicted(self.tree.evict(0, 1, new=NewState(0))):
+            gone = self.answers.spread(request)
+            self._slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
+        return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
+
     def counters(self) -> dict[str, int]:
         """Fields of EngineCounters."""
         held = {} if self.tier is None else {
@@ -359,16 +364,6 @@ class PrefixStore:
             return slot
         arrivals = self.tree.waiting.behind(request.ids[:place], request.params.cache_salt or "")
         return self._spare_slot(NewState(place - request.prefix.length, arrivals))
-
-    def _slot_within(self, request: Request, fresh: int) -> Slot | None:
-        """A slot for a state within an answer: one that is free, or that of another such state, whose request has ended
-        or, if there is none, still runs; but not one of the latest `fresh`."""
-        if len(request.saves) >= MOST:
-            self._slots.free(self.answers.spread(request))
-        if self._slots.num_free <= self._reserved_slots() and not self._evicted(self.tree.evict(0, 1, new=NewState(0))):
-            gone = self.answers.spread(request)
-            self._slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
-        return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
 
     def _evicted(self, gone: CacheEntries) -> Sequence[Slot]:
         """What the tree has given up is free. Returns the slots."""
