@@ -32,6 +32,13 @@ MAX_LEN, PAGE, ROWS, PAGES, CACHE_SLOTS = 64, 4, 2, 26, 2
 STARTS = (1, 4, 5, 8, 12, 13, 24)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def states_within_answers_few_tokens_apart() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answer_states, "APART", 4)
+        yield
+
+
 @dataclass(frozen=True)
 class Turn:
     """A prompt: the text's first tokens, maybe with what the model answered to them, and one more token."""
@@ -212,11 +219,8 @@ def test_a_donated_slot_may_hold_a_state_within_an_answer_in_the_same_step(
 
 @pytest.mark.parametrize("mode", ["classic", "replay"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_history_that_leaves_an_answer_starts_within_it(
-    bench: Bench, mode: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_history_that_leaves_an_answer_starts_within_it(bench: Bench, mode: str, overlap: bool) -> None:
     """Of 14 tokens behind a prompt of 5 it keeps 9; the states are after 8 and 12 of all, the prompt's after 4."""
-    monkeypatch.setattr(answer_states, "APART", 4)
     first = Turn(5, False, 14, False, 0, None)
     history = [*TEXT[:5], *bench.tokens_alone(first)[:9], 7]
     session, found = bench.session(mode), {}
@@ -252,7 +256,7 @@ def test_a_row_continues_from_a_snapshot(name: str, mode: str, checkpoints: Chec
     hand.mamba.restore(spare, row)
     restored = hand.state(2, 13)
     assert_close(restored, state, 0.0)
-    hand.mamba.snapshot_known(row, spare, [(hand.slot(2), 6)])
+    hand.mamba.snapshot_known([(hand.slot(2), 6)], lambda: (row, spare))
     before = hand.snapshot()
 
     hand.admit(3)
