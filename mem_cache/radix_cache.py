@@ -27,7 +27,6 @@ from hybridrt.mem_cache.prefix_cache import NO_MATCH, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.radix_node import Node, StateKind, in_common, is_idle_leaf, leaves_prompt, left_answer
 from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.mem_cache.state_worth import NewState, StateWorths
-from hybridrt.mem_cache.waiting_texts import WaitingTexts
 
 
 class RadixCache:
@@ -48,6 +47,7 @@ class RadixCache:
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._worths = StateWorths()
+        self.waiting = self._worths.waiting  # the prompts of waiting requests
         self._order = count()
         self._size = 0  # nodes, without roots
         self._leaves: list[tuple[int, int, Node]] = []  # heap by `used`; entries may be out of date
@@ -235,9 +235,9 @@ class RadixCache:
         return state
 
     @property
-    def waiting(self) -> WaitingTexts:
-        """The prompts of waiting requests."""
-        return self._worths.waiting
+    def num_within(self) -> int:
+        """States within answers."""
+        return len(self._worths.answers)
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""

@@ -70,6 +70,7 @@ class StateWorths:
         inflation: GreedyDual's L: the greatest worth of a state that was evicted.
         admitted: the latest arrival that waits no longer.
         classes: by Node.kind.
+        answers: nodes whose states are within answers, the oldest first.
     """
 
     def __init__(self) -> None:
@@ -81,14 +82,14 @@ class StateWorths:
         self._awaited = dict[int, Node]()  # by arrival: the node of a waiting request's state
         self._order = count()
         self._states = dict[Node, None]()  # nodes that have a state
-        self._answers = dict[Node, None]()  # of these, those within answers, the oldest first
+        self.answers = dict[Node, None]()
         self._heap: list[tuple[float, int, Node]] = []  # the others by worth; entries may be out of date
 
     def of(self, node: Node) -> float:
         """GreedyDual's value of a node's state: the inflation at its last use (now, while the request that has left it
         still runs), plus the tokens between the state before it and this one, weighted by how often states of its class
         are used."""
-        if node in self._answers or (node.passed and not node.awaited):
+        if node in self.answers or (node.passed and not node.awaited):
             return 0.0
         saved = saved_tokens(node)
         if node.awaited:
@@ -102,8 +103,8 @@ class StateWorths:
         Args:
             clock: of the tree, as Node.used.
         """
-        if self._answers:
-            return next(iter(self._answers))
+        if self.answers:
+            return next(iter(self.answers))
         if new is not None and not new.saved:
             return None
         while self._heap:
@@ -135,7 +136,7 @@ class StateWorths:
             self._states[node] = None
             node.base, node.hits, node.passed = self.inflation, 0, False
             if node.kind is StateKind.ANSWER:
-                self._answers[node] = None
+                self.answers[node] = None
             else:
                 self.classes[node.kind].made += 1
         self._compare_classes()
@@ -175,8 +176,8 @@ class StateWorths:
 
     def _needed(self, node: Node) -> None:
         """A request needs a node's state. If that is within an answer, it is like a prompt's from here on."""
-        if node in self._answers:
-            del self._answers[node]
+        if node in self.answers:
+            del self.answers[node]
             node.kind = StateKind.PROMPT
             self.classes[node.kind].made += 1
             self._compare_classes()
@@ -198,7 +199,7 @@ class StateWorths:
     def dropped(self, node: Node) -> None:
         """A node's state is given up. Its requests use the next one above."""
         del self._states[node]
-        self._answers.pop(node, None)
+        self.answers.pop(node, None)
         before, arrivals, node.awaited = state_before(node, within_answers=True), node.awaited, set()
         for arrival in arrivals:
             del self._awaited[arrival]

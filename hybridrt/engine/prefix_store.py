@@ -360,7 +360,8 @@ class PrefixStore:
 
     def _slot_for(self, request: Request, place: int) -> Slot | None:
         """A slot for the state after the first `place` tokens of a request's prompt."""
-        if self._slots.num_free <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
+        spare = self._slots.num_free + len(self.answers) + self.tree.num_within
+        if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot
         arrivals = self.tree.waiting.behind(request.ids[:place], request.params.cache_salt or "")
         return self._spare_slot(NewState(place - request.prefix.length, arrivals))

@@ -101,6 +101,21 @@ def test_a_running_request_gives_them_up_for_others() -> None:
     assert rig.outputs["long", 0].token_ids == tokens_alone(PROMPT, 1, 100, VOCAB)
 
 
+def test_no_conversation_gives_up_the_state_that_it_started_from_for_their_sake() -> None:
+    """They have all free slots when the next turn leaves the state of its prompt."""
+    rig = rig_of(rows=2, slots=10)
+    turn = [8, 8, 8, 8, 8, 8]
+    turn += rig.finish(turn, max_tokens=2, ignore_eos=True, seed=2).token_ids
+    rig.add(PROMPT, "long", max_tokens=100, ignore_eos=True, seed=1)
+    for _ in range(40):
+        rig.step()
+    assert len(rig.pools.prefixes.answers) > 3 and states(rig, StateKind.END) == [7]
+    rig.add([*turn, *range(10, 20)], "next", max_tokens=2, ignore_eos=True, seed=3)
+    for _ in range(8):
+        rig.step()
+    assert rig.outputs["next", 0].metrics.cached_tokens == 7 and states(rig, StateKind.END) == [7, 19]
+
+
 @pytest.mark.parametrize("rows", [1, AT_ONCE, 12])
 def test_few_steps_leave_states_and_few_of_them(rows: int) -> None:
     """One step in APART, AT_ONCE in a step at most. No row is left out for good."""
