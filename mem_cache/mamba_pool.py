@@ -230,6 +230,24 @@ class MambaPool:
         if replay:
             self._fold(self._rings(rows, slots.int()))
 
+    def snapshot_known(
+        self, copies: Sequence[tuple[int, int]], rings: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """`snapshot` where the host knows the slots: one launch for each, and no memory beside them.
+
+        Args:
+            copies: of each row the slot that it owns, and the one that it is copied to.
+            rings: `rows` and `slots` of `snapshot`, which replay mode alone needs.
+        """
+        replay = self.spec.mode == "replay"
+        for _, cache in self.stacks:
+            for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
+                for own, target in copies:
+                    tensor[:, target].copy_(tensor[:, own])
+        if replay:
+            rows, slots = rings()
+            self._fold(self._rings(rows, slots.int()))
+
     def restore(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Copies the state in `slots` into the slots that `rows` own and empties their rings."""
         own, source = self.req_to_state_slot[rows].long(), slots.long()

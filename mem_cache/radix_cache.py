@@ -17,8 +17,9 @@ takes states in the order of mem_cache/state_worth.py.
 """
 
 import heapq
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
+from types import MappingProxyType
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from hybridrt.mem_cache.prefix_cache import NO_MATCH, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.radix_node import Node, StateKind, in_common, is_idle_leaf, leaves_prompt, left_answer
 from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.mem_cache.state_worth import NewState, StateWorths
-from hybridrt.mem_cache.waiting_texts import WaitingTexts
 
 
 class RadixCache:
@@ -47,6 +47,7 @@ class RadixCache:
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._worths = StateWorths()
+        self.waiting = self._worths.waiting  # the prompts of waiting requests
         self._order = count()
         self._size = 0  # nodes, without roots
         self._leaves: list[tuple[int, int, Node]] = []  # heap by `used`; entries may be out of date
@@ -69,19 +70,16 @@ class RadixCache:
             if not pages:
                 return PrefixMatch(known=known, retokenised=left)
             found = self._covering(node, pages)
-            return PrefixMatch(
-                pages * self.page_size, self._pages(found)[:pages], known=known, node=found, retokenised=left
-            )
+            held = self._pages(found)[:pages]
+            return PrefixMatch(pages * self.page_size, held, known=known, node=found, retokenised=left)
         fork = known if leaves_prompt(node, known) else 0
         while node.parent is not None and (node.state is None or node.end > min(known, limit)):
             node = node.parent
         if node.parent is None:
             return PrefixMatch(known=known, retokenised=left, fork=fork)
-        owner = self._tail_node(node)
+        owner, held = self._tail_node(node), self._pages(node)
         tail = None if owner is None else owner.tail if owner is node or not owner.pages else owner.pages[0]
-        return PrefixMatch(
-            node.end, self._pages(node), node.state, tail, known, node, owner, retokenised=left, fork=fork
-        )
+        return PrefixMatch(node.end, held, node.state, tail, known, node, owner, retokenised=left, fork=fork)
 
     def held(self, tokens: np.ndarray, salt: str = "") -> tuple[PrefixMatch, set[int]]:
         """What the tree has of a text, usable or not: its complete pages, to be locked or used, and where its states
@@ -162,7 +160,7 @@ class RadixCache:
         states: Mapping[int, Slot],
         salt: str = "",
         prompt: int | None = None,
-        forks: Collection[int] = (),
+        kinds: Mapping[int, StateKind] = MappingProxyType({}),
     ) -> tuple[CacheEntries, "Node"]:
         """Offers KV and states of a text.
 
@@ -171,7 +169,7 @@ class RadixCache:
             pages: all pages of the text, in order. The tree recognises by their index those that it has already.
             states: slots by the number of tokens whose state they hold.
             prompt: how many of the tokens were a prompt; None: all.
-            forks: the numbers of tokens, of those in `states`, after which other prompts go on differently.
+            kinds: of `states`, those where prompts part and those within an answer.
 
         Returns:
             The entries that the tree takes over (the caller keeps the others), and the deepest node of the text: a root
@@ -189,11 +187,11 @@ class RadixCache:
         # The deepest node first: one of its pages may hold the tail of a state above.
         for node in reversed(made):
             whole = node.end + self.lookahead >= len(tokens)
-            node.kind = StateKind.FORK if node.end in forks else StateKind.END if whole else StateKind.PROMPT
+            node.kind = kinds.get(node.end, StateKind.END if whole else StateKind.PROMPT)
             self._keep_state(node, states[node.end], pages, taken_pages)
         self._worths.made(made, tokens, salt)
         self._use(deepest)
-        self._prune(deepest)
+        self._prune(deepest, kept=deepest)
         return CacheEntries(taken_pages, [node.state for node in made if node.state is not None]), deepest
 
     def evict(self, num_pages: int, num_states: int, *, new: NewState | None = None) -> CacheEntries:
@@ -207,6 +205,15 @@ class RadixCache:
                 self._worths.inflation = max(self._worths.inflation, self._worths.of(node))
             self._drop_state(node, pages, states)
             self._prune(node)
+        return CacheEntries(pages, states)
+
+    def thin(self, node: Node, most: int) -> CacheEntries:
+        """Removes the states within answers on the path of a node, but for the deepest `most`, and returns them."""
+        within = [step for step in node.path if step.state is not None and step.kind is StateKind.ANSWER]
+        pages, states = Slots(), list[Slot]()
+        for step in within[most:]:
+            self._drop_state(step, pages, states)
+            self._prune(step, kept=node)
         return CacheEntries(pages, states)
 
     def supersede(self, match: PrefixMatch) -> Slot | None:
@@ -228,9 +235,9 @@ class RadixCache:
         return state
 
     @property
-    def waiting(self) -> WaitingTexts:
-        """The prompts of waiting requests."""
-        return self._worths.waiting
+    def num_within(self) -> int:
+        """States within answers."""
+        return len(self._worths.answers)
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
@@ -299,21 +306,12 @@ class RadixCache:
 
     def _split(self, node: Node, at: int) -> Node:
         """Cuts an edge after `at` tokens; returns the upper node."""
-        assert node.parent is not None
         kept = node.state or node.tail or node.readers or node.children
         if not kept and self.complete(node.start) + len(node.pages) <= self.complete(node.start + at):
             node.tokens = node.tokens[:at].copy()  # nothing would be left below
             return node
-        node.parent.children[node.first] = upper = Node(
-            node.tokens[:at], node.start, node.parent, used=node.used, answer=node.answer, first=node.first
-        )
-        held = self.complete(upper.end) - self.complete(node.start)
-        upper.pages, node.pages = node.pages[:held], node.pages[held:]
-        node.tokens, node.start, node.parent = node.tokens[at:], upper.end, upper
-        node.first = int(node.tokens[0])
-        upper.children[node.first] = node
         self._size += 1
-        return upper
+        return node.cut(at, self.complete(node.start + at) - self.complete(node.start))
 
     def _keep_state(self, node: Node, state: Slot, pages: Slots, taken: Slots) -> None:
         node.state = state
@@ -355,11 +353,8 @@ class RadixCache:
             pages.extend(leaf.pages.cut(max(min(own, wanted - len(pages)), 0)))
         while leaf.pages and len(pages) < wanted:
             self._let_go(leaf, first + len(leaf.pages) - 1, leaf.pages.cut(1)[0], pages)
-        if leaf.pages:
-            end = (first + len(leaf.pages)) * self.page_size + self.lookahead
-            leaf.tokens = leaf.tokens[: end - leaf.start].copy()
-        else:
-            leaf.tokens = leaf.tokens[:0]
+        end = (first + len(leaf.pages)) * self.page_size + self.lookahead if leaf.pages else leaf.start
+        leaf.tokens = leaf.tokens[: end - leaf.start].copy()
         # With recurrent layers the rest of the leaf has no state after it, so no request can use it: evict it next.
         leaf.used = 0 if self.recurrent else leaf.used
         self._prune(leaf)
@@ -388,8 +383,8 @@ class RadixCache:
                 return
         pages.append(page)
 
-    def _prune(self, node: Node) -> None:
-        """Removes nodes that keep nothing, from a node upwards."""
+    def _prune(self, node: Node, kept: Node | None = None) -> None:
+        """Removes nodes that keep nothing, from a node upwards; `kept`: not this one, if something is below."""
         while node.parent is not None and not (node.children or node.pages or node.state or node.tail or node.readers):
             parent, node.parent = node.parent, None
             del parent.children[node.first]
@@ -397,4 +392,7 @@ class RadixCache:
             node = parent
         if node.parent is None and not node.children:
             self._roots.pop(node.salt, None)
+        # Without recurrent layers the tokens above may have been used later than those below.
+        if self.recurrent and node is not kept and node.join():
+            self._size -= 1
         self._enlist(node)

@@ -10,10 +10,11 @@ from hybridrt.mem_cache.slots import Slot, Slots
 
 
 class StateKind(IntEnum):
-    """Where in a text a state is: at the end of its prompt (on the grid), at the end of all of it, or where prompts
-    part. States of one kind are used about equally often."""
+    """Where in a text a state is: at the end of its prompt (on the grid), at the end of all of it, where prompts
+    part, or within an answer, left while it was decoded. States of one kind are used about equally often. One within an
+    answer becomes one of a prompt when a prompt needs it."""
 
-    PROMPT, END, FORK = range(3)
+    PROMPT, END, FORK, ANSWER = range(4)
 
 
 @dataclass(eq=False, slots=True)
@@ -73,6 +74,30 @@ class Node:
             yield node
             node = node.parent
 
+    def cut(self, at: int, held: int) -> "Node":
+        """Cuts the edge after `at` tokens, within which `held` of its pages become complete. Returns the upper node."""
+        assert self.parent is not None
+        upper = Node(self.tokens[:at], self.start, self.parent, used=self.used, answer=self.answer, first=self.first)
+        self.parent.children[self.first] = upper
+        upper.pages, self.pages = self.pages[:held], self.pages[held:]
+        self.tokens, self.start, self.parent = self.tokens[at:], upper.end, upper
+        self.first = int(self.tokens[0])
+        upper.children[self.first] = self
+        return upper
+
+    def join(self) -> bool:
+        """Joins the edge of a node that is needed no longer with the one behind it, if there is one alone. True if that
+        was done: the node is out of the tree then."""
+        if self.parent is None or self.state or self.tail or self.readers or len(self.children) != 1:
+            return False
+        (below,) = self.children.values()
+        if below.answer != self.answer:
+            return False
+        below.tokens, below.pages = np.concatenate((self.tokens, below.tokens)), Slots(self.pages, below.pages)
+        below.start, below.parent, below.first = self.start, self.parent, self.first
+        self.parent.children[self.first], self.parent = below, None
+        return True
+
 
 def in_common(a: np.ndarray, b: np.ndarray) -> int:
     """How many first elements of both are equal."""
@@ -85,8 +110,12 @@ def in_common(a: np.ndarray, b: np.ndarray) -> int:
 def left_answer(node: Node, known: int, asked: int) -> int:
     """How many tokens of a cached answer a prompt misses: it shares at least one token of the answer, and differs from
     it after `known` tokens."""
-    ends = [edge.end for edge in _edges_behind(node, known) if edge.answer < known]
-    return min(max(ends, default=known), asked) - known
+    edges, end = [edge for edge in _edges_behind(node, known) if edge.answer < known], known
+    while edges:
+        edge = edges.pop()
+        end = max(end, edge.end)
+        edges += (child for child in edge.children.values() if child.answer == edge.answer)
+    return min(end, asked) - known
 
 
 def leaves_prompt(node: Node, known: int) -> bool:

@@ -15,6 +15,9 @@ system prompt, for example). A new state counts for all waiting requests that go
 
 A prompt's state may evict any state for which no request waits. The exceptions are new states that save as many tokens:
 else each conversation would lose its state to the next one before its own next turn.
+
+States within answers are evicted before all others, the oldest first, and do not count for what others save. Once a
+request starts from one or waits for it, it is like that of a prompt.
 """
 
 import heapq
@@ -36,7 +39,8 @@ class NewState(NamedTuple):
     """A state of a prompt that might be kept instead of another one.
 
     Attributes:
-        saved: tokens between the state that the prompt starts from and this one.
+        saved: tokens between the state that the prompt starts from and this one; 0 for a state within an answer, which
+            takes the place of another one of its kind alone.
         arrivals: of waiting requests whose prompts go on from it.
     """
 
@@ -66,6 +70,7 @@ class StateWorths:
         inflation: GreedyDual's L: the greatest worth of a state that was evicted.
         admitted: the latest arrival that waits no longer.
         classes: by Node.kind.
+        answers: nodes whose states are within answers, the oldest first.
     """
 
     def __init__(self) -> None:
@@ -77,13 +82,14 @@ class StateWorths:
         self._awaited = dict[int, Node]()  # by arrival: the node of a waiting request's state
         self._order = count()
         self._states = dict[Node, None]()  # nodes that have a state
-        self._heap: list[tuple[float, int, Node]] = []  # by worth; entries may be out of date
+        self.answers = dict[Node, None]()
+        self._heap: list[tuple[float, int, Node]] = []  # the others by worth; entries may be out of date
 
     def of(self, node: Node) -> float:
         """GreedyDual's value of a node's state: the inflation at its last use (now, while the request that has left it
         still runs), plus the tokens between the state before it and this one, weighted by how often states of its class
         are used."""
-        if node.passed and not node.awaited:
+        if node in self.answers or (node.passed and not node.awaited):
             return 0.0
         saved = saved_tokens(node)
         if node.awaited:
@@ -97,6 +103,10 @@ class StateWorths:
         Args:
             clock: of the tree, as Node.used.
         """
+        if self.answers:
+            return next(iter(self.answers))
+        if new is not None and not new.saved:
+            return None
         while self._heap:
             worth, _, node = heapq.heappop(self._heap)
             if has_idle_state(node):
@@ -110,10 +120,10 @@ class StateWorths:
 
     def enlist(self, node: Node) -> None:
         """The worth of a node's state may have changed, or it may be evicted from here on."""
-        if has_idle_state(node):
+        if self._is_ranked(node):
             heapq.heappush(self._heap, (self.of(node), next(self._order), node))
         if len(self._heap) > 64 + 4 * len(self._states):
-            self._heap = [(self.of(n), next(self._order), n) for n in self._states if has_idle_state(n)]
+            self._heap = [(self.of(n), next(self._order), n) for n in self._states if self._is_ranked(n)]
             heapq.heapify(self._heap)
 
     def made(self, nodes: Sequence[Node], tokens: np.ndarray, salt: str) -> None:
@@ -125,21 +135,16 @@ class StateWorths:
         for node in nodes:  # all are counted before any is worth something: a class's share depends on them
             self._states[node] = None
             node.base, node.hits, node.passed = self.inflation, 0, False
-            self.classes[node.kind].made += 1
+            if node.kind is StateKind.ANSWER:
+                self.answers[node] = None
+            else:
+                self.classes[node.kind].made += 1
         self._compare_classes()
         for node in nodes:
-            before = state_before(node)
-            if before is not None and before.hits == 1 and before.kind is not StateKind.FORK:
-                before.passed = True
-                self.enlist(before)
-            self.enlist(node)
-            below = list(node.children.values())
-            while below:  # the next states further down save less now
-                step = below.pop()
-                self.enlist(step)
-                below += step.children.values() if step.state is None else ()
+            if node.kind is not StateKind.ANSWER:
+                self._rank(node)
         behind = self.waiting.behind_each([tokens[: node.end] for node in nodes], salt)
-        for node, arrivals in reversed(list(zip(nodes, behind))):  # a request awaits the deepest
+        for node, arrivals in reversed(list(zip(nodes, behind))):  # a request awaits the deepest alone
             self._expected(node, arrivals)
 
     def _compare_classes(self) -> None:
@@ -153,8 +158,34 @@ class StateWorths:
                 self.forget(arrival)
                 self.await_state(node, {arrival})
 
+    def _rank(self, node: Node) -> None:
+        """A node's new state is one of those in order of worth."""
+        before = state_before(node)
+        if before is not None and before.hits == 1 and before.kind is not StateKind.FORK:
+            before.passed = True
+            self.enlist(before)
+        self.enlist(node)
+        below = list(node.children.values())
+        while below:  # the next states further down save less now
+            step = below.pop()
+            self.enlist(step)
+            below += step.children.values() if step.state is None or step.kind is StateKind.ANSWER else ()
+
+    def _is_ranked(self, node: Node) -> bool:
+        return has_idle_state(node) and node.kind is not StateKind.ANSWER
+
+    def _needed(self, node: Node) -> None:
+        """A request needs a node's state. If that is within an answer, it is like a prompt's from here on."""
+        if node in self.answers:
+            del self.answers[node]
+            node.kind = StateKind.PROMPT
+            self.classes[node.kind].made += 1
+            self._compare_classes()
+            self._rank(node)
+
     def used(self, node: Node) -> None:
         """A request starts from a node's state."""
+        self._needed(node)
         self.classes[node.kind].used += not node.hits
         self._compare_classes()
         node.base, node.passed, node.hits = self.inflation, False, node.hits + 1
@@ -168,7 +199,8 @@ class StateWorths:
     def dropped(self, node: Node) -> None:
         """A node's state is given up. Its requests use the next one above."""
         del self._states[node]
-        before, arrivals, node.awaited = state_before(node), node.awaited, set()
+        self.answers.pop(node, None)
+        before, arrivals, node.awaited = state_before(node, within_answers=True), node.awaited, set()
         for arrival in arrivals:
             del self._awaited[arrival]
         if before is not None and arrivals:
@@ -176,6 +208,7 @@ class StateWorths:
 
     def await_state(self, node: Node, arrivals: Collection[int]) -> None:
         """These waiting requests, which await no state yet, will use that of a node."""
+        self._needed(node)
         node.awaited.update(arrivals)
         self._awaited |= dict.fromkeys(arrivals, node)
         self.enlist(node)
@@ -208,9 +241,10 @@ def _is_read(node: Node) -> bool:
     return bool(node.readers) or any(child.readers for child in node.children.values())
 
 
-def state_before(node: Node) -> Node | None:
-    """The next node above that has a state."""
-    return next((step for step in node.path if step is not node and step.state is not None), None)
+def state_before(node: Node, within_answers: bool = False) -> Node | None:
+    """The next node above that has a state. `within_answers`: those within answers count, too."""
+    above = (step for step in node.path if step is not node and step.state is not None)
+    return next((step for step in above if within_answers or step.kind is not StateKind.ANSWER), None)
 
 
 def saved_tokens(node: Node) -> int:

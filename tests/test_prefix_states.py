@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine import host_fetches
+from hybridrt.engine import answer_states, host_fetches
 from hybridrt.mem_cache.prefix_cache import CacheCounts
+from hybridrt.runtime.step import Snapshot, StepPlan
 from hybridrt.sampling_params import SamplingParams
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand, Row, assert_close
@@ -29,6 +30,13 @@ RINGS = ("falcon-plain", "qwen-plain", "ling-plain", "lfm2-plain")
 TEXT = prompts(40, seed=5)[0]
 MAX_LEN, PAGE, ROWS, PAGES, CACHE_SLOTS = 64, 4, 2, 26, 2
 STARTS = (1, 4, 5, 8, 12, 13, 24)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def states_within_answers_few_tokens_apart() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answer_states, "APART", 4)
+        yield
 
 
 @dataclass(frozen=True)
@@ -197,6 +205,39 @@ def test_a_second_turn_hits(bench: Bench, mode: str, overlap: bool) -> None:
     assert (counts.hit, first) == (12, 12)
 
 
+def test_a_donated_slot_may_hold_a_state_within_an_answer_in_the_same_step(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache has given it up since. The donation fills the slot first, then copies to main memory have read it."""
+    runner, done = bench.session("replay", 200_000).runner, list[str]()
+    pool = runner.pools.req_to_token.mamba_pool
+    for part, name in ((pool, "donate"), (runner.host, "wait"), (pool, "snapshot_known")):
+        monkeypatch.setattr(part, name, lambda *_, name=name: done.append(name))
+    runner.launch(StepPlan(donations=[1], snapshots=[Snapshot(2, 2, 1)]))
+    assert done == ["donate", "wait", "snapshot_known"]
+
+
+@pytest.mark.parametrize("mode", ["classic", "replay"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_history_that_leaves_an_answer_starts_within_it(bench: Bench, mode: str, overlap: bool) -> None:
+    """Of 14 tokens behind a prompt of 5 it keeps 9; the states are after 8 and 12 of all, the prompt's after 4."""
+    first = Turn(5, False, 14, False, 0, None)
+    history = [*TEXT[:5], *bench.tokens_alone(first)[:9], 7]
+    session, found = bench.session(mode), {}
+    for cached in (False, True):
+        engine, samples = session.engine(prefix_cache=cached, grid=4, overlap=overlap), Samples()
+        engine.add_request(TEXT[:5], params(first, 14), "first")
+        while engine.has_unfinished():
+            engine.step()
+        engine.add_request(history, params(first, 8), "again")
+        while engine.has_unfinished():
+            samples.add(engine.step())
+        check_cache(session.coordinator)
+        found[cached] = samples["again", 0]
+    assert found[True].metrics.cached_tokens == 12
+    assert found[True].token_ids == found[False].token_ids
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("name, mode", [(name, "classic") for name in MODELS] + [(name, "replay") for name in RINGS])
 def test_a_row_continues_from_a_snapshot(name: str, mode: str, checkpoints: CheckpointStore) -> None:
@@ -215,7 +256,7 @@ def test_a_row_continues_from_a_snapshot(name: str, mode: str, checkpoints: Chec
     hand.mamba.restore(spare, row)
     restored = hand.state(2, 13)
     assert_close(restored, state, 0.0)
-    hand.mamba.snapshot(row, spare)
+    hand.mamba.snapshot_known([(hand.slot(2), 6)], lambda: (row, spare))
     before = hand.snapshot()
 
     hand.admit(3)

@@ -6,6 +6,8 @@ The ledger, for a request with a match of m pages and n pages in all:
     row                   the request      admit .. release                 release
     slot                  the request      admit .. release                 release, or the cache that took it over
     saves                 the request      save .. share                    share, or the cache that took them over
+    saves of the answer   the request      seal .. release                  release, the cache that took them over, or
+                                                                            whoever needs a slot before
     match's state, tail   the prefix cache locked from admit to settle      the cache's eviction, once unlocked
     pages[0 : m)          the prefix cache locked from admit to release     the cache's eviction, once unlocked
     pages[m : n)          the request      admit or grow .. release         release, or the cache that took them over
@@ -250,10 +252,13 @@ class CacheCoordinator:
         """Whether a waiting request should wait until its prefix has been copied from main memory."""
         return self.fetches is not None and self.fetches.awaited(request)
 
-    def seal(self, plan: StepPlan) -> bool:
-        """Writes into a finished plan what goes on beside its rows: donations and copies to and from main memory. True
-        if it should be launched even without rows: something is fetched."""
+    def seal(self, plan: StepPlan, rows: Sequence[tuple[Request, int]] = ()) -> bool:
+        """Writes into a finished plan what goes on beside its rows (as `ScheduledStep.rows`): donations, states within
+        answers, and copies to and from main memory. True if it should be launched even without rows: something is
+        fetched."""
         plan.donations = list(self.donations)
+        if plan.decode and self.prefixes.answers.pass_step(plan.decode):
+            plan.snapshots = self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
         if self.prefixes.windows is not None:
             plan.kept_pages = list(self.prefixes.windows.copies)
         if self.prefixes.tier is not None:
@@ -290,6 +295,7 @@ class CacheCoordinator:
             request.pages, request.spare, request.prefix = Slots(), Slots(), NO_MATCH
             request.given, request.saves = Slots(), {}
         self.donations.clear()
+        self.prefixes.answers.clear()
         self.prefixes.tree.clear()
         if self.prefixes.windows is not None:
             self.prefixes.windows.clear()

@@ -102,6 +102,7 @@ class HostTier:
         if self._read_slots:
             self._written(self._read_slots, (admission.state_slot for admission in plan.admissions))
             self._written(self._read_slots, (slot for row in plan.extend for _, slot in row.saves))
+            self._written(self._read_slots, (snapshot.slot for snapshot in plan.snapshots))
         plan.after_copies = self._after
 
     def launched(self, plan: StepPlan) -> None:

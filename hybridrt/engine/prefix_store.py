@@ -6,13 +6,14 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
+from hybridrt.engine.answer_states import MOST, AnswerStates
 from hybridrt.engine.host_tier import HostTier
 from hybridrt.engine.request import Request
 from hybridrt.engine.window_pages import WindowPages
 from hybridrt.mem_cache.allocator import SlotAllocator
 from hybridrt.mem_cache.prefix_cache import NO_MATCH, CacheCounts, CacheEntries, PrefixMatch
 from hybridrt.mem_cache.radix_cache import RadixCache
-from hybridrt.mem_cache.radix_node import Node
+from hybridrt.mem_cache.radix_node import Node, StateKind
 from hybridrt.mem_cache.seen_texts import SeenTexts
 from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.mem_cache.state_worth import NewState
@@ -35,6 +36,7 @@ class PrefixStore:
             continues writing its last page can give the pages before it away.
         keeps: as given.
         tier: what is kept in main memory beside; None: nothing.
+        answers: the states that running requests have left within their answers. Whoever needs a slot gets theirs.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class PrefixStore:
         self.windows = windows
         self.counts = CacheCounts()
         self.tier: HostTier | None = None
+        self.answers = AnswerStates(rows.total)
         self._seen = SeenTexts()
         self.grid = max(GRID, page_size)
         self._pages, self._slots, self._rows, self.keeps = pages, slots, rows, keeps
@@ -169,6 +172,8 @@ class PrefixStore:
         request.shared = True
         if not self.keeps:
             return
+        if self._slots.total and self.windows is None:
+            self.answers.begin(request)
         ids = request.ids[: request.prefill_end]
         taken, node = self._insert(request, ids, request.saves)
         self._pages.lock(taken.pages)
@@ -182,6 +187,7 @@ class PrefixStore:
     def release(self, request: Request) -> CacheEntries:
         """Offers what a request leaves, and unlocks what it has read. Returns what the cache takes over."""
         taken = self._offer(request)
+        self.answers.end(request)
         self._free_saves(request, taken)
         self._pages.unlock(request.given)
         self.unlock(request.prefix)
@@ -190,10 +196,11 @@ class PrefixStore:
 
     def path(self, tokens: np.ndarray, salt: str) -> tuple[PrefixMatch, list[tuple[int, Slot]]]:
         """What is cached of a text [n] int32, which may be all of it, and its states as (number of tokens, slot) in
-        order. Nothing is locked."""
+        order, those within answers left out but for the last. Nothing is locked."""
         match = self.tree.match(np.append(tokens, np.int32(-1)), salt)
         nodes = [] if match.node is None else list(match.node.path)
-        return match, [(node.end, node.state) for node in reversed(nodes) if node.state is not None]
+        kept = [node for node in reversed(nodes) if node is match.node or node.kind is not StateKind.ANSWER]
+        return match, [(node.end, node.state) for node in kept if node.state is not None]
 
     def known_at(self, length: int) -> int:
         """Token ids without which `length` tokens with KV are no prefix: without a state after them, the pages of a
@@ -207,7 +214,7 @@ class PrefixStore:
     def room(self) -> tuple[int, int]:
         """At most so many pages and state slots are free, or could be."""
         pages, slots = (pool.num_free + pool.num_cached - pool.num_locked for pool in (self._pages, self._slots))
-        return pages, slots
+        return pages, slots + len(self.answers)
 
     def make_room(self, pages: int, slots: int) -> bool:
         """Evicts what is missing for so many free pages and slots. False if there are still too few."""
@@ -254,14 +261,13 @@ class PrefixStore:
 
     def evict(self, pages: int, states: int, *, new: NewState | None = None) -> None:
         """Frees so many entries that no request reads, or all there are; `new` as in RadixCache.evict."""
-        gone = self.tree.evict(0 if self.windows else pages, states, new=new)
-        self._pages.evict(gone.pages)
-        self._slots.evict(gone.states)
+        self._slots.free(given_up := self.answers.give_up(states))
+        states -= len(given_up)
+        gone = self._evicted(self.tree.evict(0 if self.windows else pages, states, new=new))
         if self.windows is not None:
-            freed = self.windows.drop(gone.states)
-            while freed < pages and (gone := self.tree.evict(0, 1)).states:
-                self._slots.evict(gone.states)
-                freed += self.windows.drop(gone.states)
+            freed = self.windows.drop(gone)
+            while freed < pages and (gone := self._evicted(self.tree.evict(0, 1))):
+                freed += self.windows.drop(gone)
 
     def reset(self) -> bool:
         """Frees all entries that no request reads. True if none is left."""
@@ -270,6 +276,16 @@ class PrefixStore:
             self.tier.clear()
         self.evict(self._pages.total, self._slots.total)
         return not self._pages.num_cached and not self._slots.num_cached
+
+    def slot_within(self, request: Request, fresh: int) -> Slot | None:
+        """A slot for a state within an answer: one that is free, or that of another such state, whose request has ended
+        or, if there is none, still runs; but not one of the latest `fresh`."""
+        if len(request.saves) >= MOST:
+            self._slots.free(self.answers.spread(request))
+        if self._slots.num_free <= self._reserved_slots() and not self._evicted(self.tree.evict(0, 1, new=NewState(0))):
+            gone = self.answers.spread(request)
+            self._slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
+        return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
 
     def counters(self) -> dict[str, int]:
         """Fields of EngineCounters."""
@@ -325,13 +341,16 @@ class PrefixStore:
     def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
         salt = request.params.cache_salt or ""
         self._seen.note(ids, salt)
-        forks = [place for place in states if place in request.save_at[1:]]
-        taken, node = self.tree.insert(ids, request.pages, states, salt, len(request.prompt), forks)
+        kinds = {place: StateKind.FORK for place in states if place in request.save_at[1:]}
+        within = {place: StateKind.ANSWER for place, slot in states.items() if slot in self.answers}
+        taken, node = self.tree.insert(ids, request.pages, states, salt, len(request.prompt), kinds | within)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
+        if within:
+            self._evicted(self.tree.thin(node, MOST))
         if self.tier is not None:
             # The state in a slot of the request is whole once the cache has taken it, and its ring is folded.
-            kept = {*taken.states, *request.saves.values()}
+            kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers}
             self.tier.offer(ids, request.pages, {end: slot for end, slot in states.items() if slot in kept}, salt)
         return taken, node
 
@@ -341,10 +360,17 @@ class PrefixStore:
 
     def _slot_for(self, request: Request, place: int) -> Slot | None:
         """A slot for the state after the first `place` tokens of a request's prompt."""
-        if self._slots.num_free <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
+        spare = self._slots.num_free + len(self.answers) + self.tree.num_within
+        if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot
         arrivals = self.tree.waiting.behind(request.ids[:place], request.params.cache_salt or "")
         return self._spare_slot(NewState(place - request.prefix.length, arrivals))
+
+    def _evicted(self, gone: CacheEntries) -> Sequence[Slot]:
+        """What the tree has given up is free. Returns the slots."""
+        self._pages.evict(gone.pages)
+        self._slots.evict(gone.states)
+        return gone.states
 
     def _superseded(self, request: Request) -> Slot | None:
         """The slot of the state that a request has started from, if no other request will use that. The step that

@@ -54,7 +54,8 @@ class Request:
         queue: its reader's queue, while there is one.
         row, state_slot, pages, spare, prefix: what the cache coordinator lent; see there.
         given: pages of its own that the prefix cache has taken over while the request runs.
-        saves: slots with states of its prompt, by the number of tokens; save_at: where it leaves such states.
+        saves: slots with states of its prompt, by the number of tokens, and then with states of its answer
+            (hybridrt.engine.answer_states); save_at: where its prompt leaves such states.
         shared: its prompt has been offered to the prefix cache.
         leader: the first sample of the same prompt, whose prompt this one waits for; None: it is the first.
         boundaries: numbers of the prompt's tokens at which others may go on differently, such as the system prompt's.

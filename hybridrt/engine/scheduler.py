@@ -97,7 +97,7 @@ class Scheduler:
             return None
         if prefilling or self.waiting:
             self._schedule_prefill(step, prefilling)
-        if not self._coordinator.seal(step.plan) and not step.rows:
+        if not self._coordinator.seal(step.plan, step.rows) and not step.rows:
             return None
         if self._constrained:
             sampling = (request for request, max_new in step.rows if max_new)

@@ -27,7 +27,7 @@ from hybridrt.runtime.graph_runner import ClosureRecorder, CudaGraphRecorder
 from hybridrt.runtime.model_runner import probe
 from hybridrt.runtime.pretend_gpu import GPUFacts, pretended
 from hybridrt.runtime.sampler import EVERY_DRAW
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageCopy, PageWrite, StepPlan
+from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageCopy, PageWrite, Snapshot, StepPlan
 from hybridrt.runtime.step_runner import StepRunner
 from hybridrt.runtime.token_rules import make_rules
 from hybridrt.sampling_params import SamplingParams
@@ -193,6 +193,8 @@ def _further_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"{tokens} tokens that leave a state", partial(make.run, make.saving(tokens, greedy))
         yield f"{tokens} tokens behind others", partial(make.run, make.behind(tokens, greedy))
     yield "a donation", partial(make.run, StepPlan(donations=[1]))
+    if make.recurrent and keeps_prefixes(make.runner.config, make.runner.model_config):
+        yield "a state within an answer", partial(make.run, StepPlan(snapshots=[Snapshot(1, 1, make.plan.num_slots)]))
     for i, draw in enumerate(EVERY_DRAW):
         for n in rows:
             yield f"draws {i}, {n} rows", partial(make.decode, n, SamplingParams(**draw))

@@ -92,6 +92,14 @@ class HostCopy(msgspec.Struct, frozen=True, array_like=True):
     states: Sequence[tuple[int, int, int]] = ()
 
 
+class Snapshot(msgspec.Struct, frozen=True, array_like=True):
+    """A copy of the state of `row`, which owns slot `own`, to slot `slot`."""
+
+    row: int
+    own: int
+    slot: int
+
+
 class DecodeRow(NamedTuple):
     """One of `DecodeRows`: the same fields, of one row."""
 
@@ -198,6 +206,8 @@ class StepPlan:
     the row's whole state.
 
     Attributes:
+        snapshots: states of decode rows before the step, made behind the donations and what `after_copies` names. No
+            slot is the target of two.
         host_copies: launched behind the donations, on a stream of their own. No step waits for them, unless its
             `after_copies` says so.
         kept_pages: made behind the donations. They fill pages of the prefix cache. Their sources may be pages that this
@@ -219,6 +229,7 @@ class StepPlan:
     after_copies: int = 0
     constrained: list[int] = field(default_factory=list)
     kept_pages: list[PageCopy] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
 
 
 # Log-probabilities of a token and of the most likely ones, by token id, its own first: natural logs, of the model's own

@@ -28,7 +28,17 @@ from hybridrt.runtime.recordings import Recordings
 from hybridrt.runtime.sampler import Accepted, RowRequirements, SampledLines, Sampler, SamplingTable, Verification
 from hybridrt.runtime.saved_states import pack_saves, saved_states
 from hybridrt.runtime.state_arena import StateArena
-from hybridrt.runtime.step import NO_INTEGERS, NO_ROWS, DecodeRows, PageCopy, PageWrite, StepHandle, StepPlan, int32s
+from hybridrt.runtime.step import (
+    NO_INTEGERS,
+    NO_ROWS,
+    DecodeRows,
+    PageCopy,
+    PageWrite,
+    Snapshot,
+    StepHandle,
+    StepPlan,
+    int32s,
+)  # fmt: skip
 from hybridrt.runtime.step_batch import enter_tables, fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, pack_batch, pack_bookkeeping
 from hybridrt.runtime.step_passes import extend_passes
@@ -101,6 +111,8 @@ class StepRunner:
             if self.host is not None:
                 self.host.launch(plan.host_copies)
                 self.host.wait(plan.after_copies)
+            if plan.snapshots:
+                self._snapshot(plan.snapshots)
             sampling = self._choose_launch(plan, tokens)()
             if not plan.constrained:
                 return sampling(None)
@@ -140,6 +152,16 @@ class StepRunner:
         pool = self.pools.req_to_token.mamba_pool
         if pool is not None:
             pool.donate(self._staging.upload({"rows": np.array(rows, np.int32)})["rows"])
+
+    def _snapshot(self, copies: Sequence[Snapshot]) -> None:
+        def rings() -> tuple[torch.Tensor, torch.Tensor]:
+            columns = {"rows": int32s(copy.row for copy in copies), "slots": int32s(copy.slot for copy in copies)}
+            sections = self._staging.upload(columns)
+            return sections["rows"], sections["slots"]
+
+        pool = self.pools.req_to_token.mamba_pool
+        if pool is not None:
+            pool.snapshot_known([(copy.own, copy.slot) for copy in copies], rings)
 
     def _choose_launch(self, plan: StepPlan, tokens: int) -> Callable[[], LaunchSampling]:
         """What launches a step up to its sampling: one graph for all rows, a graph for the decode rows and the chunks

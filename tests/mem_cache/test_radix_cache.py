@@ -304,3 +304,41 @@ def test_what_is_left_of_an_edge_whose_state_is_gone_is_cut_off() -> None:
     ledger.evict(0, 1)
     ledger.offer((1, 2, 3, 4))
     ledger.check()
+
+
+def test_a_place_without_state_is_cut_out_of_the_path() -> None:
+    """But not while a request reads the path up to there."""
+    ledger = Ledger(2, True)
+    ledger.offer(tuple(range(1, 13)), (3, 6, 9, 12))
+    match = ledger.tree.match(array(tuple(range(1, 8))))
+    ledger.tree.lock(match)
+    ledger.has_read(match)
+    ledger.evict(0, 4)
+    assert sorted(node.end for node in ledger.tree.nodes()) == [6, 12]
+    ledger.check()
+    ledger.tree.unlock(match)
+    assert [node.end for node in ledger.tree.nodes()] == [12]
+    ledger.check()
+
+
+def test_the_end_of_a_text_within_a_longer_one_can_be_read() -> None:
+    ledger = Ledger(2, True)
+    ledger.offer((1, 2, 3, 4, 5, 6), (6,))
+    match = ledger.offer((1, 2, 3, 4))
+    ledger.tree.lock(match)
+    ledger.check()
+    assert sorted(node.end for node in ledger.tree.nodes()) == [4, 6]
+    ledger.tree.unlock(match)
+    assert [node.end for node in ledger.tree.nodes()] == [6]
+
+
+def test_edges_of_two_answers_stay_apart() -> None:
+    ledger = Ledger(0, True)
+    ledger.tree.insert(array((1, 2, 3, 4)), (), {4: ledger.slot()}, "", 2)
+    ledger.tree.insert(array((1, 2, 3, 4, 5, 6, 7, 8)), (), {8: ledger.slot()}, "", 6)
+    prompts = [(1, 2, 3, 9, 9, 9), (1, 2, 3, 4, 5, 9, 9, 9), (1, 2, 3, 4, 5, 6, 7, 9, 9)]
+    before = [ledger.tree.match(array(prompt)) for prompt in prompts]
+    assert len(ledger.tree.evict(0, 1).states) == 1
+    after = [ledger.tree.match(array(prompt)) for prompt in prompts]
+    for name in ("retokenised", "fork", "known"):
+        assert [getattr(match, name) for match in before] == [getattr(match, name) for match in after]

@@ -3,6 +3,7 @@
 import pytest
 
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.radix_node import StateKind
 from hybridrt.mem_cache.state_worth import RECENT, NewState
 from tests.mem_cache.test_radix_cache import Ledger, array, read, tokens_of
 
@@ -111,9 +112,9 @@ def test_an_awaited_state_gives_way_to_what_is_needed_more_and_sooner(
 
 def test_where_prompts_part_a_state_stays_after_its_first_reader() -> None:
     """A system prompt's state, say. That of a single conversation goes."""
-    for forks in ((), (3,)):
+    for forks in ({}, {3: StateKind.FORK}):
         ledger = Ledger(0, True)
-        ledger.tree.insert(array((1, 2, 3, 4)), (), {3: (slot := ledger.slot())}, forks=forks)
+        ledger.tree.insert(array((1, 2, 3, 4)), (), {3: (slot := ledger.slot())}, kinds=forks)
         ledger.states[slot] = (1, 2, 3)
         ledger.offer((9,), (1,))
         match = ledger.tree.match(array((1, 2, 3, 5)))
@@ -215,3 +216,59 @@ def test_states_that_come_together_are_worth_what_their_number_leaves() -> None:
     ledger.offer(tuple(range(100, 379)), tuple(range(8, 279, 30)))
     ledger.evict(0, 1)
     assert (9,) * 6 in tokens_of(ledger) and min(map(len, tokens_of(ledger) - {(9,) * 6})) == 38
+
+
+ANSWERED = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+
+
+def with_answer(ledger: Ledger) -> None:
+    """A prompt of 3 tokens, whose answer has states after 5 and 7 of all and at its end."""
+    within = dict.fromkeys((5, 7), StateKind.ANSWER)
+    states = {place: ledger.slot() for place in (3, 5, 7, 9)}
+    ledger.tree.insert(array(ANSWERED), (), states, prompt=3, kinds=within)
+    ledger.states |= {slot: ANSWERED[:place] for place, slot in states.items()}
+
+
+def test_states_within_answers_go_first_the_oldest_before_the_others() -> None:
+    ledger = Ledger(0, True)
+    ledger.offer((7,), (1,))
+    with_answer(ledger)
+    gone = [ANSWERED[:5], ANSWERED[:7], (7,)]
+    for text in gone:
+        assert text in tokens_of(ledger)
+        ledger.evict(0, 1)
+        assert text not in tokens_of(ledger)
+    ledger.check()
+
+
+def test_a_new_state_within_an_answer_takes_the_place_of_no_other_kind() -> None:
+    ledger = Ledger(0, True)
+    with_answer(ledger)
+    assert [len(ledger.tree.evict(0, 1, new=NewState(0)).states) for _ in range(3)] == [1, 1, 0]
+
+
+def test_behind_states_within_an_answer_that_at_its_end_still_passes_the_prompts() -> None:
+    """The request has started from its prompt's state, as one does that was retracted. Nobody else needs that."""
+    ledger = Ledger(0, True)
+    ledger.offer((7,), (1,))
+    ledger.offer(ANSWERED[:3], (3,))
+    read(ledger, ANSWERED[:4])
+    states = {place: ledger.slot() for place in (5, 9)}
+    ledger.tree.insert(array(ANSWERED), (), states, prompt=3, kinds={5: StateKind.ANSWER})
+    ledger.states |= {slot: ANSWERED[:place] for place, slot in states.items()}
+    ledger.evict(0, 2)
+    assert tokens_of(ledger) == {(7,), ANSWERED}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_state_within_an_answer_that_a_request_needs_is_one_of_a_prompt(waits: bool) -> None:
+    ledger = Ledger(0, True)
+    with_answer(ledger)
+    if waits:
+        ledger.tree.expect(array((1, 2, 3, 4, 5, 6)), 4)
+        ledger.tree.forget(4)
+    else:
+        read(ledger, (1, 2, 3, 4, 5, 6))
+    ledger.evict(0, 1)
+    assert ANSWERED[:5] in tokens_of(ledger) and ANSWERED[:7] not in tokens_of(ledger)
+    assert not ledger.tree.evict(0, 1, new=NewState(0)).states

@@ -35,6 +35,7 @@ from hybridrt.runtime.step import (
     HostCopy,
     PageCopy,
     PageWrite,
+    Snapshot,
     StateCopy,
     StepPlan,
     int32s,
@@ -63,7 +64,7 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     rows = DecodeRows.of([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
     full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 2, 8, 9, 1)], donations=[2], constrained=[0])
     full.page_copies, full.host_copies = [PageCopy(3, 4)], [HostCopy(5, True, [6], [7], [(8, 9, 10)])]
-    full.after_copies, full.kept_pages = 5, [PageCopy(5, 6)]
+    full.after_copies, full.kept_pages, full.snapshots = 5, [PageCopy(5, 6)], [Snapshot(1, 2, 3)]
     full.extend = [ExtendRow(1, 2, [3, 4, 5], 0, True, 0, 6, [(1, 7), (2, 8)])]
     full.exports = full.imports * 2
     assert all(getattr(full, field.name) for field in fields(full))

@@ -23,7 +23,12 @@ def check_cache(pools: CacheCoordinator) -> None:
     for node in nodes:
         if node.state is not None:
             assert bool(node.state_readers) == bool(pools.slots._locks[node.state.index])
+    answers = pools.prefixes.answers._of
+    assert all(pools.slots._is(slot, 1) for slot in answers), "a state within an answer is in a slot of no request"
+    for slot, (request, length) in answers.items():
+        assert request.row is not None and request.saves[length] == slot, "a state within an answer has no owner"
     if pools.rows.num_free == pools.rows.total and not pools.fetches:
+        assert not answers
         assert not any(node.readers or node.state_readers for node in nodes) and not pools.pages.num_locked
 
 

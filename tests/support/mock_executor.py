@@ -7,20 +7,13 @@ that follows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from types import SimpleNamespace
 
 import numpy as np
 
 from hybridrt.errors import EngineError
-from hybridrt.runtime.step import (
-    Admission,
-    DecodeRow,
-    ExtendRow,
-    HostCopy,
-    StateCopy,
-    StepPlan,
-    StepResult,
-)
+from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, HostCopy, Snapshot, StateCopy, StepPlan, StepResult
 from hybridrt.sampling_params import SamplingParams
 from tests.support.decode_rows import rows_of
 
@@ -37,10 +30,8 @@ def mix(*values: int) -> int:
 def next_token(
     context: Sequence[int], seed: int, output_index: int, vocab: int, sliding_window: int | None = None
 ) -> int:
-    state = 0
-    for token in context:
-        state = mix(state, token)
-    return mix(*context[-(sliding_window or len(context)) :], state, seed, output_index) % vocab
+    state, seen = reduce(mix, context, 0), context[-(sliding_window or len(context)) :]
+    return mix(*seen, state, seed, output_index) % vocab
 
 
 def tokens_alone(
@@ -81,6 +72,7 @@ class MockHandle:
     def __init__(self, executor: "MockExecutor", plan: StepPlan, tenants: list[Tenant]) -> None:
         self.executor, self.plan, self.tenants = executor, plan, tenants
         self.donors: list[Tenant] = []
+        self.snapshots: list[tuple[Tenant, int]] = []
         self.answer: StepResult | None = None
         self.error: Exception | None = None
         self.consumed = False
@@ -164,6 +156,9 @@ class MockExecutor:
         assert len({copy.target for copy in plan.kept_pages}) == len(plan.kept_pages), "a page is filled twice"
         for copy in plan.kept_pages:
             self.keep_page(copy.target)
+        assert len({snapshot.slot for snapshot in plan.snapshots}) == len(plan.snapshots), "a slot is written twice"
+        for snapshot in plan.snapshots:
+            self.snapshot(snapshot, handle)
         for admission in plan.admissions:
             tenant = Tenant(admission)
             self.take("row", admission.row, tenant)
@@ -180,8 +175,7 @@ class MockExecutor:
                     self.borrow_page(page, tenant)
                 else:
                     self.take_page(page, tenant)
-        copies = plan.page_copies
-        assert not {copy.source for copy in copies} & {copy.target for copy in copies}
+        assert not {copy.source for copy in plan.page_copies} & {copy.target for copy in plan.page_copies}
         for row in [*rows_of(plan.decode), *plan.extend]:
             self.name(row, handle)
         assert plan.decode or plan.extend or any(copy.fetch for copy in plan.host_copies), "an empty step"
@@ -273,6 +267,14 @@ class MockExecutor:
             del self.owner["slot", tenant.admission.state_slot]
             handle.donors.append(tenant)
 
+    def snapshot(self, snapshot: Snapshot, handle: MockHandle) -> None:
+        """A decode row of the step leaves a state. Its slot may be lent again at once: steps run in order."""
+        tenant = self.rows[snapshot.row]
+        assert snapshot.row in handle.plan.decode.rows and self.owner["slot", snapshot.own] is tenant
+        self.take("slot", snapshot.slot, tenant)
+        del self.owner["slot", snapshot.slot]
+        handle.snapshots.append((tenant, snapshot.slot))
+
     def borrow_page(self, page: int, tenant: Tenant) -> None:
         """The next page of the tenant is the cache's, whichever request filled it."""
         tenant.borrowed[tenant.next_page] = self.page_owner[page]
@@ -301,9 +303,7 @@ class MockExecutor:
         assert tenant not in handle.tenants, "a row twice in one step"
         handle.tenants.append(tenant)
         tenant.steps.append((handle, row.computed))
-        held = [("row", row.row)]
-        if self.limits["slot"]:
-            held.append(("slot", tenant.admission.state_slot))
+        held = [("row", row.row), *([("slot", tenant.admission.state_slot)] if self.limits["slot"] else [])]
         assert all(self.owner[thing] is tenant for thing in held), "a step names what belongs to another request"
         if isinstance(row, ExtendRow) and row.read_state_slot:
             assert ("slot", row.read_state_slot) not in self.owner, "a slot is read that is not the cache's"
@@ -334,6 +334,9 @@ class MockExecutor:
             self.fold(donor)
         self.copies += plan.host_copies
         self.run_copies(plan.after_copies)
+        for tenant, slot in handle.snapshots:
+            self.text[slot] = self.text[tenant.state] + tenant.ring
+            self.state[slot] = self.mixed(tenant)
         for copy in (*plan.kept_pages, *plan.page_copies):
             for offset in range(self.page_size):
                 self.kv[copy.target, offset] = self.kv.get((copy.source, offset), -1)
@@ -372,14 +375,17 @@ class MockExecutor:
             if not self.limits["page"]:  # a model without attention layers: the context is all in the state
                 self.kv |= {self.place(tenant, i): token for i, token in enumerate(self.text[tenant.state])}
         elif row.computed:  # no recurrent layer: the state stands for what the KV says
-            for position in range(row.computed):
-                self.state[tenant.state] = mix(self.state[tenant.state], self.kv[self.place(tenant, position)])
+            before = (self.kv[self.place(tenant, position)] for position in range(row.computed))
+            self.state[tenant.state] = reduce(mix, before, self.state[tenant.state])
 
     def fold(self, tenant: Tenant) -> None:
-        for token in tenant.ring:
-            self.state[tenant.state] = mix(self.state[tenant.state], token)
+        self.state[tenant.state] = self.mixed(tenant)
         self.text[tenant.state] += tenant.ring
         tenant.ring = []
+
+    def mixed(self, tenant: Tenant) -> int:
+        """Its whole state."""
+        return reduce(mix, tenant.ring, self.state[tenant.state])
 
     def decode(self, row: DecodeRow, tenant: Tenant) -> list[int]:
         assert tenant.last is not None and row.computed == tenant.length, "computed positions are contiguous"
@@ -439,10 +445,6 @@ class MockExecutor:
     def draw(self, tenant: Tenant) -> int:
         start = max(tenant.length - (self.window or tenant.length), 0)
         context = [self.kv[self.place(tenant, i)] for i in range(start, tenant.length)]
-        state = self.state[tenant.state]
-        for token in tenant.ring:
-            state = mix(state, token)
-        values = (*context, state, tenant.admission.seed, tenant.outputs)
-        tenant.last = mix(*values) % self.vocab
+        tenant.last = mix(*context, self.mixed(tenant), tenant.admission.seed, tenant.outputs) % self.vocab
         tenant.outputs += 1
         return tenant.last
