@@ -38,7 +38,7 @@ from hybridrt.runtime.step import (
     StepHandle,
     StepPlan,
     int32s,
-)  # fmt: skip
+)
 from hybridrt.runtime.step_batch import enter_tables, fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, pack_batch, pack_bookkeeping
 from hybridrt.runtime.step_passes import extend_passes
