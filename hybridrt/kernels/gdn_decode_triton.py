@@ -10,14 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d_triton import causal_conv1d_update_triton
-from hybridrt.kernels.gdn_classic_triton import gdn_classic_triton
+from hybridrt.kernels.gdn_classic_triton import TILE_BYTES, gdn_classic_triton
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.gdn_stream_triton import gdn_stream_triton
 from hybridrt.kernels.mamba2_common_triton import L2_EPS, log_decay, state_of_parent, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import DeltaInputs, FusedStep, GateWeights, StateSlots
-
-BLOCK_V = 32
 
 
 @triton.jit
@@ -104,12 +102,19 @@ def recurrent_gated_delta_rule_triton(
     stored, rows, parents = intermediate or (None, None, None)
     A_log, dt_bias, beta_scale, lower_bound = weights or (None, None, 1.0, None)
     _, value_heads, value_dim, key_dim = states.shape
-    out, block_v = torch.empty(v.shape, dtype=v.dtype, device=v.device), min(BLOCK_V, triton.next_power_of_2(value_dim))
-    _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, block_v)](
+    out, tile = torch.empty(v.shape, dtype=v.dtype, device=v.device), recurrent_tile(states)
+    _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](
         *inputs, out, A_log, dt_bias, states, stored, read_slots, write_slots, rows, parents,
         *map(strides, inputs), states.stride(0), strides(stored), strides(parents)[0],
         T=v.shape[1], HK=q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
-        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block_v, BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound,
-        CHANNELS=g.ndim > beta.ndim, **pdl(v.device),
+        BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound, CHANNELS=g.ndim > beta.ndim, **tile, **pdl(v.device),
     )  # fmt: skip
     return out
+
+
+def recurrent_tile(states: Tensor) -> dict[str, int]:
+    """How a program cuts the states [S+1, Hv, V, K], as measured on an H200. A warp has whole rows then."""
+    *_, value_dim, key_dim = states.shape
+    columns = triton.next_power_of_2(key_dim)
+    rows = max(1, TILE_BYTES // (columns * states.element_size()))
+    return {"BLOCK_V": min(rows, triton.next_power_of_2(value_dim)), "BLOCK_K": columns, "num_warps": 2}

@@ -250,7 +250,7 @@ def mamba2_chunk_scan_triton(
     (walk_states if few else _gain_and_pass)(inputs, weights, state, prompts, work)
     if chunks:
         size = plan.chunk_size
-        tile = few_outputs_tile(size, dim, state_dim, num_tokens) if few else outputs_tile(size, dim, state_dim)
+        tile = few_outputs_tile(size, x, state_dim) if few else outputs_tile(size, dim, state_dim)
         blocks, channels = triton.cdiv(size, tile["BLOCK_M"]), triton.cdiv(dim, tile["BLOCK_P"])
         short = channels, heads, num_tokens // tile["BLOCK_M"] + chunks
         _outputs_kernel[short if few else (blocks * channels, heads, chunks)](
@@ -313,13 +313,21 @@ def outputs_tile(size: int, dim: int, state_dim: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def few_outputs_tile(size: int, dim: int, state_dim: int, num_tokens: int) -> dict[str, int]:
+def few_outputs_tile(size: int, x: Tensor, state_dim: int) -> dict[str, int]:
     """The same in a step of few tokens, whose scores a program computes: all state columns. Measured on an H200, both
-    launches: 128 tokens of Falcon-H1-7B take 12.5 us (14.9 with 32 earlier tokens at a time), 512 take 31.4 (36.4).
-    Smaller states gain nothing."""
-    wide, fewest = state_dim > 128, num_tokens <= 256
-    return {
-        "BLOCK_M": block(size, 64), "BLOCK_P": block(dim, 128 if wide and not fewest else 64),
-        "BLOCK_K": block(size, 64) if wide else 32, "BLOCK_N": block(state_dim, 256),
-        "num_warps": 4, "num_stages": 1 if wide and not fewest else 2,
-    }  # fmt: skip
+    launches, with 128 / 512 tokens: Falcon-H1-7B takes 12.5 / 31.4 us (14.9 / 36.4 with 32 earlier tokens at a time),
+    and Falcon-H1-0.5B, whose few heads leave multiprocessors idle, 10.4 / 20.6 (11.2 / 26.6 with Nemotron-H's tile).
+    Larger tiles of float32, which tensor cores do not take, would not fit into registers."""
+    num_tokens, heads, dim = x.shape
+    fewest = num_tokens <= 256
+    if x.itemsize > 2:
+        tile = {"BLOCK_M": 32, "BLOCK_P": 32, "BLOCK_K": 32, "num_stages": 2}
+    elif state_dim > 128:
+        tile = {"BLOCK_M": 64, "BLOCK_P": 64 if fewest else 128, "BLOCK_K": 64, "num_stages": 2 if fewest else 1}
+    elif heads <= 64:
+        tile = {"BLOCK_M": 64 if fewest else 32, "BLOCK_P": 64, "BLOCK_K": 128, "num_stages": 1}
+    else:
+        tile = {"BLOCK_M": 64, "BLOCK_P": 64, "BLOCK_K": 32, "num_stages": 2}
+    limits = {"BLOCK_M": size, "BLOCK_P": dim, "BLOCK_K": size}
+    tile |= {name: block(limit, tile[name]) for name, limit in limits.items()}
+    return tile | {"BLOCK_N": block(state_dim, 256), "num_warps": 4}

@@ -22,7 +22,7 @@ def small_blocks(monkeypatch):
     """A head's state is split among programs, and in each of them into tiles."""
     from hybridrt.kernels import gdn_classic_triton, gdn_decode_triton
 
-    monkeypatch.setattr(gdn_decode_triton, "BLOCK_V", 4)
+    monkeypatch.setattr(gdn_decode_triton, "TILE_BYTES", 64)
     monkeypatch.setattr(gdn_classic_triton, "TILE_BYTES", 64)
 
 
