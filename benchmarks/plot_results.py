@@ -1,5 +1,6 @@
 """Draws docs/decode.svg and docs/prefill.svg from benchmarks/results: hybridrt beside the peers and the bytes floor.
-With `serving-chunks.json` there, docs/chunks.svg too: what the size of chunks means for latency.
+With `serving-chunks.json` there, docs/chunks.svg too: what the size of chunks means for latency. With
+`prefix-chat.json` docs/prefix.svg: what the prefix cache saves.
 
 python -m benchmarks.plot_results
 """
@@ -17,6 +18,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 OURS, FLOOR = "hybridrt", "bytes floor"
 CLASSIC, FA3 = "hybridrt, classic", "with FA3"
 COLOURS = {OURS: "#2563eb", CLASSIC: "#93c5fd", FA3: "#1e3a8a", "vLLM 0.24.0": "#9ca3af", "SGLang 0.5.15": "#d1d5db"}
+COLOURS |= {"with the cache": "#2563eb", "without": "#9ca3af", "new tokens alone": "#93c5fd"}
 # Milliseconds of a decode step, by batch, and prompt tokens a second: the same GPU, weights and shapes.
 PEER_DECODE = {
     "falcon-h1-7b": {
@@ -106,6 +108,17 @@ def chunk_panels(results: Path, load: str = "80%") -> list[Panel]:
     return panels
 
 
+def prefix_panels(results: Path) -> list[Panel]:
+    """Conversations with the prefix cache and without: the first token, and throughput, by model."""
+    path, panels = results / "prefix-chat.json", []
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    for title, what in (("First token, p50, ms", "first token p50 ms"), ("All at once, tokens a second", "tok/s")):
+        values = {model: {r["run"]: r[what] for r in rows if r["model"] == model and what in r} for model in TITLES}
+        groups = [Group(model.removesuffix("-12l"), of_model) for model, of_model in values.items() if of_model]
+        panels += [Panel(title, groups)] if groups else []
+    return panels
+
+
 def text(x: float, y: float, content: str, anchor: str = "start", weight: str = "normal") -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" font-weight="{weight}">{escape(content)}</text>'
 
@@ -160,6 +173,9 @@ def main() -> None:
         (args.out / "chunks.svg").write_text(
             draw("Prompt tokens of a step, arrivals at 80% of saturation", "", chunks, 1)
         )
+    if prefixes := prefix_panels(args.results):
+        title = "Chats of 8 turns at 60% of the uncached rate, and all at once, one H200"
+        (args.out / "prefix.svg").write_text(draw(title, "", prefixes, 1))
 
 
 if __name__ == "__main__":

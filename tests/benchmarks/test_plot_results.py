@@ -34,3 +34,11 @@ def test_latency_by_size_of_chunks(tmp_path: Path) -> None:
     panels = plot_results.chunk_panels(tmp_path)
     assert [[group.label for group in panel.groups] for panel in panels] == [["512", "target 15 ms"]] * 3
     assert [panel.groups[0].values[plot_results.OURS] for panel in panels] == [33.0, 60.0, 900.0]
+
+
+def test_what_the_prefix_cache_saves(tmp_path: Path) -> None:
+    both = {"with the cache": 60.0, "without": 240.0}
+    runs = [{"model": "qwen3-next-12l", "run": run, "first token p50 ms": ms} for run, ms in both.items()]
+    (tmp_path / "prefix-chat.json").write_text(json.dumps({"rows": runs}))
+    (panel,) = plot_results.prefix_panels(tmp_path)  # no throughput was measured
+    assert [(group.label, group.values) for group in panel.groups] == [("qwen3-next", both)]
