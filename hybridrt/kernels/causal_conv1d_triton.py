@@ -115,20 +115,19 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     T: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr,
     BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(PDL)
     b = tl.program_id(1)
+    read, write = tl.load(read_slots_ptr + b).to(tl.int64), tl.load(write_slots_ptr + b).to(tl.int64)
+    position = tl.load(positions_ptr + b)
+    begin(PDL)
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = channel < C
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     out = out_ptr + b.to(tl.int64) * (T * C) + channel
-    read = tl.load(read_slots_ptr + b).to(tl.int64)
     if read < 0:
         for t in range(T):
             tl.store(out + t * C, tl.zeros([BLOCK_C], dtype), mask=mask)
         return
 
-    write = tl.load(write_slots_ptr + b).to(tl.int64)
-    position = tl.load(positions_ptr + b)
     x = x_ptr + b.to(tl.int64) * x_strides[0] + channel
     ring, write_ring = conv_ptr + read * conv_ss + channel * WC, conv_ptr + write * conv_ss + channel * WC
     window = windows_ptr

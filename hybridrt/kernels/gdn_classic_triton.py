@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridrt.kernels.mamba2_common_triton import (
     L2_EPS,
     conv_of_operands,
-    conv_operands,
+    conv_ring,
     conv_taps,
     log_decay,
     push_operands,
@@ -58,23 +58,31 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     v, k = part * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     v_mask, k_mask = v < V, k < K
     out = out_ptr + row * (HV * V) + h * V
-    begin(PDL)
-    read, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
-    position = tl.load(positions_ptr + row)
-    if read < 0:
-        tl.store(out + v, tl.zeros([ROWS], out_ptr.dtype.element_ty), mask=v_mask)
-        return
+    slot, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
+    position, read = tl.load(positions_ptr + row), tl.maximum(slot, 0)
 
-    # All loads before the first use of one.
+    # All loads before the first use of one, and before the wait those of what earlier steps left.
+    i = tl.arange(0, BLOCK_V)
+    tile = states_ptr + h * (V * K) + (part * ROWS + i)[:, None] * K + k[None, :]
+    read_tile, write_tile = tile + read * states_ss, tile + write * states_ss
+    if TILES == 1:
+        only_state = tl.load(read_tile, mask=v_mask[:, None] & k_mask[None, :], other=0.0)
     head, per_key_head = h // (HV // HK), HV // HK
     source, conv_row, write_row = qkv_ptr + row * qkv_strides[0], conv_ptr + read * conv_ss, conv_ptr + write * conv_ss
     q_channel, k_channel, v_channel = head * K + k, (HK + head) * K + k, 2 * HK * K + h * V + v
-    k_new, k_ring = conv_operands(source + k_channel, conv_row, k_channel, k_mask, WC)
-    q_new, q_ring = conv_operands(source + q_channel, conv_row, q_channel, k_mask, WC)
-    v_new, v_ring = conv_operands(source + v_channel, conv_row, v_channel, v_mask, WC)
+    k_ring, q_ring = conv_ring(conv_row, k_channel, k_mask, WC), conv_ring(conv_row, q_channel, k_mask, WC)
+    v_ring = conv_ring(conv_row, v_channel, v_mask, WC)
     k_taps = conv_taps(weight_ptr, k_channel, k_mask, TAPS, WC)
     q_taps = conv_taps(weight_ptr, q_channel, k_mask, TAPS, WC)
     v_taps = conv_taps(weight_ptr, v_channel, v_mask, TAPS, WC)
+    begin(PDL)
+    if slot < 0:
+        tl.store(out + v, tl.zeros([ROWS], out_ptr.dtype.element_ty), mask=v_mask)
+        return
+
+    k_new = tl.load(source + k_channel, mask=k_mask, other=0.0)
+    q_new = tl.load(source + q_channel, mask=k_mask, other=0.0)
+    v_new = tl.load(source + v_channel, mask=v_mask, other=0.0)
     beta = BETA_SCALE * tl.sigmoid(tl.load(b_ptr + row * b_strides[0] + h).to(tl.float32))
     if CHANNELS:
         a = tl.load(a_ptr + row * a_strides[0] + h * a_strides[2] + k, mask=k_mask, other=0.0)
@@ -103,13 +111,13 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     new_key = key
     if CHANNELS:
         key, query, decay = key * decay, query * decay, decay[None, :]
-    i = tl.arange(0, BLOCK_V)
-    tile = states_ptr + h * (V * K) + (part * ROWS + i)[:, None] * K + k[None, :]
-    read_tile, write_tile = tile + read * states_ss, tile + write * states_ss
     for first in tl.range(0, ROWS, BLOCK_V, num_stages=STAGES):
         live = part * ROWS + first + i < V
         mask = live[:, None] & k_mask[None, :]
-        state = tl.load(read_tile + first * K, mask=mask, other=0.0).to(tl.float32)
+        if TILES == 1:
+            state = only_state.to(tl.float32)
+        else:
+            state = tl.load(read_tile + first * K, mask=mask, other=0.0).to(tl.float32)
         value = tl.gather(values, first + i, 0)
         by_key, by_query = tl.sum(state * key[None, :], axis=1), tl.sum(state * query[None, :], axis=1)
         corrected = beta * (value - _left(by_key, decay, CHANNELS))
@@ -148,4 +156,4 @@ def classic_tile(batch: int, states: Tensor) -> dict[str, int]:
     _, heads, _, key_dim = states.shape
     columns = triton.next_power_of_2(key_dim)
     tile = {"BLOCK_V": max(1, TILE_BYTES // (columns * states.element_size())), "BLOCK_K": columns}
-    return tile | ({"TILES": 2, "STAGES": 1} if batch * heads <= 128 else {"TILES": 4, "STAGES": 4})
+    return tile | ({"TILES": 1, "STAGES": 1} if batch * heads <= 128 else {"TILES": 4, "STAGES": 4})

@@ -22,6 +22,7 @@ from hybridrt.kernels.launch import dot_precision
 from hybridrt.kernels.mamba2_common_triton import (
     L2_EPS,
     conv_one_token,
+    conv_ring,
     conv_tokens,
     log_decay,
     push_inputs,
@@ -47,12 +48,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Grid [rows, key heads], each with its value heads."""
     b, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    begin_in_turn(PDL)
-    slot = tl.load(slots_ptr + b).to(tl.int64)
-    if slot < 0:
-        return
-    position = tl.load(positions_ptr + b)
-    conv_row = conv_ptr + slot * conv_ss
+    slot, position = tl.load(slots_ptr + b).to(tl.int64), tl.load(positions_ptr + b)
+    conv_row = conv_ptr + tl.maximum(slot, 0) * conv_ss
     source = qkv_ptr + b * qkv_strides[0]
     st: tl.constexpr = qkv_strides[1]
     k, w = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
@@ -65,13 +62,29 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     keys_row = keys_ptr + row * keys_sr + part * (W * K)
     old_cells = keys_row + ((start + w) % W)[:, None] * K + k[None, :]
     old_keys = tl.load(old_cells, mask=(w < length)[:, None] & k_mask[None, :], other=0.0)
+    i = tl.arange(0, BLOCK_H)
+    h, h_mask = part * (HV // HK) + i, i < HV // HK
+    A_log = tl.load(A_log_ptr + h, mask=h_mask, other=0.0)
+    dt_bias = tl.load(dt_bias_ptr + h, mask=h_mask, other=0.0)
+    gates_row = gates_ptr + row * gates_sr + h * W
+    seen, later = h_mask[:, None] & (w < length)[None, :], h_mask[:, None] & (w + 1 < length)[None, :]
+    old_gates = tl.load(gates_row[:, None] + ((start + w) % W)[None, :], mask=seen, other=0.0)
+    later_gates = tl.load(gates_row[:, None] + ((start + w + 1) % W)[None, :], mask=later, other=0.0)
+    k_ring, q_ring = None, None
+    if T == 1 and TAPS > 0:
+        k_ring, q_ring = conv_ring(conv_row, k_channel, k_mask, WC), conv_ring(conv_row, q_channel, k_mask, WC)
+    begin_in_turn(PDL)
+    if slot < 0:
+        return
 
     # The step's vectors: keys as the ring will hold them, queries as they are and their scale apart.
-    raw = conv_tokens(source, st, conv_row, weight_ptr, bias_ptr, k_channel, k_mask, position, t_all, T, TAPS, WC).to(
-        tl.float32
-    )
+    raw = conv_tokens(
+        source, st, conv_row, weight_ptr, bias_ptr, k_channel, k_mask, position, t_all, T, TAPS, WC, k_ring
+    ).to(tl.float32)
     new_keys = (raw * tl.rsqrt(tl.sum(raw * raw, axis=1) + L2_EPS)[:, None]).to(vectors_ptr.dtype.element_ty)
-    queries = conv_tokens(source, st, conv_row, weight_ptr, bias_ptr, q_channel, k_mask, position, t_all, T, TAPS, WC)
+    queries = conv_tokens(
+        source, st, conv_row, weight_ptr, bias_ptr, q_channel, k_mask, position, t_all, T, TAPS, WC, q_ring
+    )
     squares = queries.to(tl.float32) * queries.to(tl.float32)
     scale = tl.rsqrt(tl.sum(squares, axis=1) + L2_EPS) * (K**-0.5)
     queries = queries.to(vectors_ptr.dtype.element_ty)
@@ -81,19 +94,11 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(vectors + T * K, queries, mask=vector_mask)
     new_by_key, new_by_query = products(new_keys, new_keys, PRECISION), products(new_keys, queries, PRECISION)
 
-    i = tl.arange(0, BLOCK_H)
-    h, h_mask = part * (HV // HK) + i, i < HV // HK
-    A_log = tl.load(A_log_ptr + h, mask=h_mask, other=0.0)
-    dt_bias = tl.load(dt_bias_ptr + h, mask=h_mask, other=0.0)
     new_cells = keys_row + ((start + length + t_all) % W)[:, None] * K + k[None, :]
     tl.store(new_cells, new_keys.to(keys_ptr.dtype.element_ty), mask=vector_mask)
     old_by_key, old_by_query = products(old_keys, new_keys, PRECISION), products(old_keys, queries, PRECISION)
     # History: the log of what is left at its end of the state in the pool, and of each entry, for every head.
-    gates_row = gates_ptr + row * gates_sr + h * W
-    seen, later = h_mask[:, None] & (w < length)[None, :], h_mask[:, None] & (w + 1 < length)[None, :]
-    total = tl.sum(tl.load(gates_row[:, None] + ((start + w) % W)[None, :], mask=seen, other=0.0), axis=1)
-    later_gates = tl.load(gates_row[:, None] + ((start + w + 1) % W)[None, :], mask=later, other=0.0)
-    entry_decay = tl.cumsum(later_gates, axis=1, reverse=True)
+    total, entry_decay = tl.sum(old_gates, axis=1), tl.cumsum(later_gates, axis=1, reverse=True)
 
     # New tokens, one after the other: what they leave of the history, and of each other.
     since = tl.zeros([BLOCK_H], tl.float32)
@@ -154,6 +159,11 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     else:
         push_inputs(source, st, conv_row, channel, live, position, T, WC)
         raw = step_input(source, st, conv_row, weight_ptr, bias_ptr, channel, live, position, 0, TAPS, WC)
+    start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
+    past = w < length
+    values_row = values_ptr + tl.load(rows_ptr + b).to(tl.int64) * values_sr + h * (W * V)
+    values_cells = values_row + ((start + w) % W)[:, None] * V + v[None, :]
+    values = tl.load(values_cells, mask=past[:, None] & v_mask[None, :], other=0.0)
     begin(PDL)
     out = out_ptr + b * (T * HV * V) + h * V + v
     if slot < 0:
@@ -162,15 +172,9 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         return
 
     # What is read once is loaded first: it arrives after the first columns of the state.
-    start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
     head = (b * HV + h) * (2 * T)
     vectors_row = vectors_ptr + (b * HK + h // (HV // HK)) * (2 * T * K)
     decays = tl.load(decays_ptr + head + n, mask=n_mask, other=0.0)
-    past = w < length
-    values_row = values_ptr + tl.load(rows_ptr + b).to(tl.int64) * values_sr + h * (W * V)
-    values_cells = values_row + ((start + w) % W)[:, None] * V + v[None, :]
-    values = tl.load(values_cells, mask=past[:, None] & v_mask[None, :], other=0.0)
-
     if BLOCK_N == 2:
         by_key, by_query = tl.zeros([BLOCK_V, BLOCK_K], tl.float32), tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
         for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):

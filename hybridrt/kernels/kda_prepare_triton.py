@@ -32,12 +32,8 @@ def prepare_channels(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Grid [rows, heads]."""
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    begin_in_turn(PDL)
-    slot = tl.load(slots_ptr + b).to(tl.int64)
-    if slot < 0:
-        return
-    position = tl.load(positions_ptr + b)
-    conv_row = conv_ptr + slot * conv_ss
+    slot, position = tl.load(slots_ptr + b).to(tl.int64), tl.load(positions_ptr + b)
+    conv_row = conv_ptr + tl.maximum(slot, 0) * conv_ss
     source = qkv_ptr + b * qkv_strides[0]
     st: tl.constexpr = qkv_strides[1]
     k, w = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
@@ -53,6 +49,9 @@ def prepare_channels(  # type: ignore[no-untyped-def]
     old_keys = tl.load(old_cells, mask=past[:, None] & k_mask[None, :], other=0.0)
     since, total = decays_of_channels(gates_row, start, length, w, k, K, W)
     kept, left = old_keys.to(tl.float32) * tl.exp(since), tl.exp(total)
+    begin_in_turn(PDL)
+    if slot < 0:
+        return
 
     # Keys as the ring will hold them.
     raw = conv_tokens(

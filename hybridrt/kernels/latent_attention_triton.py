@@ -50,15 +50,15 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [tokens, 1 or 2]: the first program of a token stores its latent vector, the second rotates its queries."""
-    begin(PDL)
     t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + t).to(tl.int64)
+    begin(PDL)
     if HALF > 0:  # noqa: SIM102  # in one condition the branch would be compiled without cos_sin too
         if tl.program_id(1) == 1:
             h, position = tl.arange(0, BLOCK_H), tl.load(positions_ptr + t)
             x = q_ptr + t * q_st + NOPE + h * q_sh
             _turn(x, x, cos_sin_ptr, position, h < H, HALF, BLOCK_HALF)
             return
-    slot = tl.load(slots_ptr + t).to(tl.int64)
     if slot < PAGE:
         return
     d, source, target = tl.arange(0, BLOCK_D), k_ptr + t * k_st, cache_ptr + slot * (RANK + ROPE)

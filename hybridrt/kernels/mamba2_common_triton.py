@@ -91,14 +91,9 @@ def step_input(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def conv_operands(  # type: ignore[no-untyped-def]
-    source, conv_row, channel, mask, WC: tl.constexpr
-):
-    """What a single token adds to, and finds in, the conv ring: its raw inputs at `source` [C], and the ring [C, WC], a
-    whole channel at a time: loads by column would be two bytes each."""
-    new = tl.load(source, mask=mask, other=0.0)
-    ring = tl.load(conv_row + channel[:, None] * WC + tl.arange(0, WC)[None, :], mask=mask[:, None], other=0.0)
-    return new, ring
+def conv_ring(conv_row, channel, mask, WC: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The conv ring [C, WC], a whole channel at a time: loads by column would be two bytes each."""
+    return tl.load(conv_row + channel[:, None] * WC + tl.arange(0, WC)[None, :], mask=mask[:, None], other=0.0)
 
 
 @triton.jit
@@ -147,11 +142,15 @@ def push_operands(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def conv_one_token(  # type: ignore[no-untyped-def]
-    source, conv_row, weight_ptr, bias_ptr, channel, mask, position, TAPS: tl.constexpr, WC: tl.constexpr
-):
-    """`step_input` and `push_inputs` of a single token, whose row keeps its slot."""
-    new, ring = conv_operands(source, conv_row, channel, mask, WC)
-    out = conv_of_operands(new, ring, None, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC)
+    source, conv_row, weight_ptr, bias_ptr, channel, mask, position, TAPS: tl.constexpr, WC: tl.constexpr,
+    ring=None, taps=None,
+):  # fmt: skip
+    """`step_input` and `push_inputs` of a single token, whose row keeps its slot. `ring` and `taps`: those of
+    `conv_ring` and `conv_taps` if they were loaded before."""
+    if ring is None:
+        ring = conv_ring(conv_row, channel, mask, WC)
+    new = tl.load(source, mask=mask, other=0.0)
+    out = conv_of_operands(new, ring, taps, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC)
     push_operands(new, ring, conv_row, channel, mask, position, False, TAPS, WC)
     return out
 
@@ -159,17 +158,19 @@ def conv_one_token(  # type: ignore[no-untyped-def]
 @triton.jit
 def conv_tokens(  # type: ignore[no-untyped-def]
     source, stride_t: tl.constexpr, conv_row, weight_ptr, bias_ptr, channel, mask, position, t,
-    T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
+    T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, ring=None, taps=None,
 ):  # fmt: skip
     """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype, zero past T. Their
-    raw inputs enter the conv ring `conv_row`, as in `push_inputs`. Without taps it is SiLU alone."""
+    raw inputs enter the conv ring `conv_row`, as in `push_inputs`. Without taps it is SiLU alone. `ring` and `taps`
+    of a single token: as in `conv_one_token`."""
     if TAPS == 0:
         raw = source + t[:, None] * stride_t + channel[None, :]
         values = tl.load(raw, mask=mask[None, :] & (t < T)[:, None], other=0.0)
         out = silu(values.to(tl.float32)).to(source.dtype.element_ty)
     elif T == 1:
-        out = conv_one_token(source + channel, conv_row, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC)
-        out = out[None, :]
+        out = conv_one_token(
+            source + channel, conv_row, weight_ptr, bias_ptr, channel, mask, position, TAPS, WC, ring, taps
+        )[None, :]
     else:
         push_inputs(source + channel, stride_t, conv_row, channel, mask, position, T, WC)
         total = tl.zeros([t.shape[0], channel.shape[0]], tl.float32) + bias_of(bias_ptr, channel, mask)[None, :]

@@ -17,6 +17,8 @@ from torch import Tensor
 from hybridrt.kernels.launch import dot_precision
 from hybridrt.kernels.mamba2_common_triton import (
     conv_one_token,
+    conv_ring,
+    conv_taps,
     conv_tokens,
     push_inputs,
     silu,
@@ -45,21 +47,21 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     b, part = tl.program_id(0), tl.program_id(1)
     if SECTION == "values":
         part += G
-    begin_in_turn(PDL)
-    slot = tl.load(slots_ptr + b).to(tl.int64)
-    if slot < 0:
-        return
-    position = tl.load(positions_ptr + b)
+    slot, position = tl.load(slots_ptr + b).to(tl.int64), tl.load(positions_ptr + b)
     row = tl.load(rows_ptr + b).to(tl.int64)
     start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
-    conv_row = conv_ptr + slot * conv_ss
+    conv_row = conv_ptr + tl.maximum(slot, 0) * conv_ss
     source = xBC_ptr + b.to(tl.int64) * xBC_strides[0]
     st: tl.constexpr = xBC_strides[1]
     if SECTION != "groups" and part >= G:
         # The T new x of a block of channels: to the conv ring as they are, to the state ring behind the conv.
         values_row, block, first = values_ptr + row * values_sr, part - G, start + length
         c = block * BLOCK_X + tl.arange(0, BLOCK_X)
-        mask = c < H * P
+        mask = c < tl.where(slot < 0, 0, H * P)  # of padding nothing is read or written
+        ring, taps = None, None
+        if TAPS > 0 and T == 1:
+            ring, taps = conv_ring(conv_row, c, mask, WC), conv_taps(weight_ptr, c, mask, TAPS, WC)
+        begin_in_turn(PDL)
         cells = values_row + (c // P) * (W * P) + c % P
         if TAPS > 0 and T > 1:
             push_inputs(source + c, st, conv_row, c, mask, position, T, WC)
@@ -67,7 +69,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             if TAPS == 0:
                 x = silu(tl.load(source + t * st + c, mask=mask, other=0.0).to(tl.float32)).to(source.dtype.element_ty)
             elif T == 1:
-                x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC)
+                x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC, ring, taps)
             else:
                 x = step_input(source + c, st, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
             tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
@@ -76,13 +78,13 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         dt_row = dt_ptr + b.to(tl.int64) * dt_strides[0]
         keys_row, gates_row = keys_ptr + row * keys_sr, gates_ptr + row * gates_sr
         n = tl.arange(0, BLOCK_N)
-        n_mask = n < N
+        n_mask = n < tl.where(slot < 0, 0, N)
         B_channel = H * P + part * N + n
         C_channel = B_channel + G * N
         # History: how much of each ring entry is left at its end, for every head of the group.
         heads_per_group: tl.constexpr = H // G
         i = tl.arange(0, BLOCK_H)
-        h, h_mask = part * heads_per_group + i, i < heads_per_group
+        h, h_mask = part * heads_per_group + i, i < tl.where(slot < 0, 0, heads_per_group)
         A = tl.load(A_ptr + h, mask=h_mask, other=0.0)
         w = tl.arange(0, BLOCK_W)
         seen = w < length
@@ -90,20 +92,26 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         gates_rows = gates_row + h * W
         cells = gates_rows[:, None] + column[None, :]
         gate = tl.load(cells, mask=h_mask[:, None] & seen[None, :], other=0.0)
+        keys_row += part * (W * N)
+        keys = tl.load(keys_row + column[:, None] * N + n[None, :], mask=seen[:, None] & n_mask[None, :], other=0.0)
+        B_ring, C_ring, B_taps, C_taps = None, None, None, None
+        if TAPS > 0 and T == 1:
+            B_ring, C_ring = conv_ring(conv_row, B_channel, n_mask, WC), conv_ring(conv_row, C_channel, n_mask, WC)
+            B_taps = conv_taps(weight_ptr, B_channel, n_mask, TAPS, WC)
+            C_taps = conv_taps(weight_ptr, C_channel, n_mask, TAPS, WC)
         log_decay = gate * A[:, None]
         total = tl.sum(log_decay, axis=1)
         history = gate * tl.exp(total[:, None] - tl.cumsum(log_decay, axis=1))
-        keys_row += part * (W * N)
-        keys = tl.load(keys_row + column[:, None] * N + n[None, :], mask=seen[:, None] & n_mask[None, :], other=0.0)
+        begin_in_turn(PDL)
 
         # New tokens, one after the other: what they leave of the history, and of each other.
         BLOCK_T: tl.constexpr = 16 if T > 1 else 1
         t_all = tl.arange(0, BLOCK_T)
         new_keys = conv_tokens(
-            source, st, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, t_all, T, TAPS, WC
+            source, st, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, t_all, T, TAPS, WC, B_ring, B_taps
         )
         queries = conv_tokens(
-            source, st, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, t_all, T, TAPS, WC
+            source, st, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, t_all, T, TAPS, WC, C_ring, C_taps
         )
         token_mask = (t_all < T)[:, None] & n_mask[None, :]
         new_column = (start + length + t_all) % W

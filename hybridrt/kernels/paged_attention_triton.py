@@ -27,7 +27,7 @@ from hybridrt.kernels.records import AttentionRows, PagedKV
 
 BLOCK_N = 64  # context positions per tile; half of it in float32
 BLOCK_M = 64  # query rows per tile at most; half of it in float32
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # of heads up to 128, and of wider ones
 LONG_CONTEXT = 4096  # positions that one program may have to walk where the device is full anyway
 # A row has FEW_SPLITS programs at most where the device is full: every row of the batch has as many, and memory for as
 # many parts. With few rows it may have MAX_SPLITS. The further ones gain nothing before each of FEW_SPLITS has some
@@ -74,13 +74,17 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     """Grid [rows, key heads and blocks of their query rows, SPLITS]. If they count arrivals, a row with one part at
     most is finished at once, and the parts of others are joined by the last program to arrive; else `_combine_kernel`
     joins them."""
-    begin(PDL)
     b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
+    table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
     keys = seq_len
     if drafts_ptr is not None:
         keys -= T - 1 - tl.load(drafts_ptr + b)  # behind them is padding of the T: it belongs to another row
     origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
+    if ROPE > 0:
+        pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
+        slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
+    begin(PDL)
     if (SPLITS > 1) & (split > 0) & (first >= end):
         return
     m_blocks: tl.constexpr = (T * GROUPS + BLOCK_M - 1) // BLOCK_M
@@ -94,7 +98,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     q_rope = q
     if ROPE > 0:
         q_rope = tl.load(q_row[:, None] + D + r[None, :], mask=live[:, None] & (r < ROPE)[None, :], other=0.0)
-    table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
     depth = token
     if tree_ptr is not None:
         tree = tree_ptr + b.to(tl.int64) * tree_sb
@@ -103,9 +106,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if ROPE > 0:
-        pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
-        slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
     for block in range(first, end):
         pos = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
         in_context = pos < keys
@@ -207,9 +207,9 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token and head: the splits' outputs weighted by their sums of exponentials."""
-    begin(PDL)
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
+    begin(PDL)
     d, s, part = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, PARTS)
     first = b * SPLITS * (T * HQ) + head
     lse = tl.load(lse_ptr + first + s * (T * HQ), mask=s < used, other=float("-inf"))
@@ -311,7 +311,8 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> t
         wanted = max((2 * device + programs // 2) // programs, triton.cdiv(max_context, LONG_CONTEXT))
         few, least = 1, triton.cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
     else:
-        wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * device, programs)
+        each = PROGRAMS_PER_MULTIPROCESSOR if tile["BLOCK_D"] <= 128 else WIDE_PER_MULTIPROCESSOR
+        wanted = triton.cdiv(each * device, programs)
         few, least = FEW_SPLITS, 4
     most = FEW_SPLITS if joined else MAX_SPLITS if tile["BLOCK_D"] <= 128 else MAX_SPLITS // 2
     return pipeline | {"SPLITS": max(1, min(wanted, blocks, most)), "FEW": few, "LEAST": least}, joined

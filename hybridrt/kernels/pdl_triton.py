@@ -5,6 +5,12 @@ its predecessor still runs, does what does not depend on it (addresses, weights)
 before it has finished and is visible. Two rules: every program of such a kernel calls `begin`, also one that exits
 early; and before it no program touches anything that a kernel of the same step writes, not even to overwrite it. Behind
 a kernel that calls `begin_in_turn` instead, what came before that kernel may be read early too.
+
+A kernel that is launched without `pdl` waits for all that came before it, and nothing behind it starts before it has
+ended. So what was written in front of such a kernel may be read early by all kernels behind it. In front of the layers
+of a step there is one always: PyTorch's token embedding, in decode steps also the kernel that fills the metadata, which
+is launched without `pdl` for this reason. So a kernel of a layer may read early the step's metadata (state slots,
+positions, lengths, page tables), and the states, conv rings and state rings that earlier steps left to its layer.
 """
 
 from functools import cache

@@ -13,7 +13,7 @@ from hybridrt.kernels.records import KVPlaces, Rope
 def _rotate(  # type: ignore[no-untyped-def]
     x_ptr, x_strides: tl.constexpr, out_ptr, out_strides: tl.constexpr, slots_ptr, positions_ptr, cos_sin_ptr,
     weight_ptr, eps, first, tokens, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate BLOCK_R heads, counted through all tokens from `first`. A thread holds both halves of a pair, so
     that out may be x. With slots, a token's heads go to its slot of out."""
@@ -30,6 +30,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     mask = live[:, None] & (i < HALF)
     angles = cos_sin_ptr + (tl.load(positions_ptr + t, mask=live, other=0).to(tl.int64) * (2 * HALF))[:, None] + i
     cos, sin = tl.load(angles, mask=mask, other=0.0), tl.load(angles + HALF, mask=mask, other=0.0)
+    begin(PDL)
     first_half = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     second_half = tl.load(x + HALF + i, mask=mask, other=0.0).to(tl.float32)
     j = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
@@ -57,26 +58,26 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Blocks of BLOCK_R heads: those of the queries, then of the keys, then of the values, which are copied."""
-    begin(PDL)
     block = tl.program_id(0)
     q_blocks, kv_blocks = tl.cdiv(tokens * HQ, BLOCK_R), tl.cdiv(tokens * HKV, BLOCK_R)
     if block < q_blocks:
         _rotate(q_ptr, q_strides, q_ptr, q_strides, None, positions_ptr, cos_sin_ptr, q_weight_ptr, eps,
-                block * BLOCK_R, tokens, HQ, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
+                block * BLOCK_R, tokens, HQ, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
         return
     first = (block - q_blocks) * BLOCK_R
     if slots_ptr is None:
         _rotate(k_ptr, k_strides, k_ptr, k_strides, None, positions_ptr, cos_sin_ptr, k_weight_ptr, eps,
-                first, tokens, HKV, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
+                first, tokens, HKV, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
     else:
         if block < q_blocks + kv_blocks:
             _rotate(k_ptr, k_strides, k_cache_ptr, (HKV * D, D), slots_ptr, positions_ptr, cos_sin_ptr, k_weight_ptr,
-                    eps, first, tokens, HKV, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST)  # fmt: skip
+                    eps, first, tokens, HKV, D, HALF, PAGE, BLOCK_R, BLOCK_HALF, BLOCK_REST, PDL)  # fmt: skip
         else:
             row = first - kv_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
             t, h = row // HKV, row % HKV
             d = tl.arange(0, BLOCK_D)[None, :]
             slot = tl.load(slots_ptr + t, mask=t < tokens, other=0).to(tl.int64)
+            begin(PDL)
             mask = (slot >= PAGE)[:, None] & (d < D)
             x = tl.load(v_ptr + (t.to(tl.int64) * v_strides[0] + h * v_strides[1])[:, None] + d, mask=mask)
             tl.store(v_cache_ptr + ((slot * HKV + h) * D)[:, None] + d, x.to(v_cache_ptr.dtype.element_ty), mask=mask)
@@ -100,7 +101,8 @@ def _launch(
     k_cache, v_cache, out_cache_loc = places or (None, None, None)
     cos_sin, q_weight, k_weight, eps = rope
     (tokens, query_heads, head_dim), half = q.shape, cos_sin.shape[1] // 2
-    rows, kv_heads = 16, k.shape[1]
+    kv_heads = k.shape[1]
+    rows, warps = rotary_tile(tokens * query_heads, head_dim)
     kv_blocks = triton.cdiv(tokens * kv_heads, rows)
     _rotary_kernel[(triton.cdiv(tokens * query_heads, rows) + (1 if v is None else 2) * kv_blocks,)](
         q, k, v, positions, cos_sin, q_weight, k_weight, k_cache, v_cache, out_cache_loc,
@@ -108,5 +110,13 @@ def _launch(
         HQ=query_heads, HKV=kv_heads, D=head_dim, HALF=half, PAGE=0 if k_cache is None else k_cache.shape[1],
         BLOCK_R=rows, BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_D=triton.next_power_of_2(head_dim),
-        **pdl(q.device),
+        num_warps=warps, **pdl(q.device),
     )  # fmt: skip
+
+
+def rotary_tile(rows: int, head_dim: int) -> tuple[int, int]:
+    """Rows (heads of tokens) and warps of a program, as measured on an H200: few rows are spread, wide heads take
+    fewer rows (2.3 to 0.9 µs for one token of 16 heads of 256, 27 to 24 for 2,048)."""
+    if rows <= 128:
+        return 1, 1
+    return (4, 2) if head_dim > 128 else (16, 4)

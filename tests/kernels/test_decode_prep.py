@@ -34,6 +34,14 @@ def inputs(tokens: int, context: int = CONTEXT) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def test_the_kernel_that_fills_the_metadata_starts_alone() -> None:
+    """Kernels of the layers read the metadata before the kernel in front of them has ended (pdl_triton)."""
+    from hybridrt.kernels import decode_prep_triton
+
+    kernel = decode_prep_triton._fill_decode_metadata_kernel
+    assert "PDL" not in kernel.arg_names and "PDL" in decode_prep_triton._decode_inputs_kernel.arg_names
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 @pytest.mark.parametrize("context", [CONTEXT, 0])
 def test_decode_inputs(provider: str, tokens: int, context: int) -> None:

@@ -74,6 +74,23 @@ def test_rotated_keys_and_values_land_in_their_slots(normed, rot):
     assert int(k_cache.isnan().sum()) == int(v_cache.isnan().sum()) == (24 - 4) * 2 * 12
 
 
+def test_many_rows_to_a_program_and_few(provider, monkeypatch):
+    """The same numbers, however programs share the heads of tokens."""
+    if provider != "triton-shuffled":
+        pytest.skip("the tile is the kernel's, and one order is enough")
+    from hybridrt.kernels import rotary_triton
+
+    assert {rotary_triton.rotary_tile(rows, 64) for rows in (1, 128, 129)} == {(1, 1), (16, 4)}
+    torch.manual_seed(0)
+    q, k, positions = torch.randn(5, 3, 12), torch.randn(5, 2, 12), torch.tensor([5, 0, 2, 9, 1])
+    rope, found = Rope(table(10, 8), torch.randn(12), torch.randn(12), 1e-6), []
+    for tile in ((1, 1), (4, 2), (16, 4)):
+        monkeypatch.setattr(rotary_triton, "rotary_tile", lambda *_, tile=tile: tile)
+        found.append(qk_norm_rotary(q.clone(), k.clone(), positions, rope))
+    for each in found:
+        torch.testing.assert_close(each, qk_norm_rotary.reference(q, k, positions, rope))
+
+
 def test_keys_and_values_of_padding_are_not_written():
     q, k, v = torch.randn(2, 3, 12), torch.full((2, 2, 12), torch.nan), torch.full((2, 2, 12), torch.nan)
     k[1] = v[1] = 1.0
