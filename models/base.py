@@ -112,6 +112,10 @@ class CausalLM(nn.Module, ABC):
         """[n, hidden] to [n, vocab] in the model's dtype."""
         return self.head.logits(hidden)
 
+    def logits_into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
+        """The same into `out`, contiguous."""
+        self.head.logits_into(out, hidden)
+
     def checkpoint_map(self) -> CheckpointMap:
         """Every key of a checkpoint and what it fills, a prediction head's apart."""
         found = {**self.embed.targets(self.embed_key), **self.norm.targets(self.norm_key)}

@@ -10,8 +10,10 @@ from torch import Tensor
 from hybridrt.kernels.launch import arrival_counters, multiprocessors
 from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice, router_product
 from hybridrt.kernels.pdl_triton import begin, pdl
+from hybridrt.kernels.skinny_linear_triton import Tile, matvec
 
 PRODUCT_TOKENS = 256  # up to here the float32 product of a router is bound by its launches
+ROUTER_TILE = Tile(1, 4096, 8)
 _LOWEST = tl.constexpr(-0x80000000)
 
 
@@ -115,9 +117,10 @@ def _router_sigmoid_kernel(  # type: ignore[no-untyped-def]
     t = tl.program_id(0).to(tl.int64)
     size: tl.constexpr = E // GROUPS
     e, j = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    bias = tl.load(bias_ptr + e, mask=e < E, other=0.0)
     begin(PDL)
     scores = tl.sigmoid(tl.load(logits_ptr + t * logits_sr + e, mask=e < E, other=0.0).to(tl.float32))
-    biased = tl.where(e < E, scores + tl.load(bias_ptr + e, mask=e < E, other=0.0), float("-inf"))
+    biased = tl.where(e < E, scores + bias, float("-inf"))
     if TOP_GROUPS < GROUPS:
         g = tl.arange(0, BLOCK_G)
         # A group's strength is the sum of its two best; [BLOCK_G, BLOCK_E], -inf outside the group.
@@ -150,6 +153,8 @@ def router_product_triton(x: Tensor, weight: Tensor) -> Tensor:
     (tokens, width), experts = x.shape, len(weight)
     if not 0 < tokens <= PRODUCT_TOKENS or x.stride(1) != 1:
         return router_product.reference(x, weight)
+    if tokens == 1:
+        return matvec(x, weight, ROUTER_TILE)
     block_t, block_e, block_k = 16, 32, min(128, max(16, triton.next_power_of_2(width)))
     blocks = triton.cdiv(experts, block_e), triton.cdiv(tokens, block_t)
     count = blocks[0] * blocks[1]

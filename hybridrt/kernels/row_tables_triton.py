@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import RowTables
 
 BLOCK, CLEARED = 128, 1024  # rows, and numbers of a slot, that a program takes at a time
@@ -50,7 +51,10 @@ def _clear_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows_ptr"])
-def _tokens_kernel(rows_ptr, tokens_ptr, last_tokens_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tokens_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, tokens_ptr, last_tokens_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     row = tl.load(rows_ptr + i, mask=mask, other=0)
@@ -87,4 +91,6 @@ def enter_pages_triton(rows: Tensor, page_indices: Tensor, pages: Tensor, req_to
 def enter_tokens_triton(rows: Tensor, tokens: Tensor, last_tokens: Tensor) -> None:
     """See hybridrt.kernels.row_tables.enter_tokens."""
     if count := len(rows):
-        _tokens_kernel[triton.cdiv(count, BLOCK),](rows, tokens, last_tokens, count, BLOCK=BLOCK, num_warps=4)
+        _tokens_kernel[triton.cdiv(count, BLOCK),](
+            rows, tokens, last_tokens, count, BLOCK=BLOCK, num_warps=4, **pdl(rows.device)
+        )

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.launch import multiprocessors
+from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.sampling import GOLDEN_GAMMA, MIN_TEMPERATURE, MIX_1, MIX_2, STREAM_TOKEN, LogitFilters
 from hybridrt.kernels.sampling_filters_triton import thresholds
 
@@ -79,19 +80,20 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(maxima_ptr + b * tl.num_programs(1) + tl.program_id(1), tl.max(x, 0))
 
 
-@triton.jit(do_not_specialize=["per_split", "splits"], do_not_specialize_on_alignment=["temperature_ptr"])
+@triton.jit(do_not_specialize=["blocks", "splits"], do_not_specialize_on_alignment=["temperature_ptr"])
 def _argmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bitmask_ptr, threshold_ptr, temperature_ptr, seeds_ptr, indices_ptr, best_ptr, tokens_ptr,
-    logits_sr, words, V, per_split, splits, STREAM: tl.constexpr, BLOCK: tl.constexpr,
+    logits_sr, words, V, blocks, splits, STREAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best entry of each row and split, the first of equal ones; with seeds, of the Gumbel-perturbed row. A NaN
-    counts as infinity, which no filter drops. The token is -1 where the best is not finite; of one split among others
-    only where it is infinity: the rest of its row may hold what its own entries lack."""
+    """The best entry of each row and split of `blocks` blocks, the first of equal ones; with seeds, of the
+    Gumbel-perturbed row. A NaN counts as infinity, which no filter drops. The token is -1 where the best is not finite;
+    of one split among others only where it is infinity: the rest of its row may hold what its own entries lack."""
+    begin(PDL)
     b, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = split * per_split
+    first = split * blocks * BLOCK  # a multiple of BLOCK to the compiler too: it loads 16 bytes at once
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = first + tl.arange(0, BLOCK)
-    for start in range(first, min(first + per_split, V), BLOCK):
+    for start in range(first, min(first + blocks * BLOCK, V), BLOCK):
         ids = start + tl.arange(0, BLOCK)
         mask = ids < V
         x = tl.load(logits_ptr + b * logits_sr + ids, mask=mask, other=float("-inf")).to(tl.float32)
@@ -114,7 +116,10 @@ def _argmax_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _reduce_kernel(best_ptr, candidates_ptr, tokens_ptr, splits, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
+def _reduce_kernel(  # type: ignore[no-untyped-def]
+    best_ptr, candidates_ptr, tokens_ptr, splits, BLOCK_S: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
     b = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     best = tl.load(best_ptr + b * splits + s, mask=s < splits, other=float("-inf"))
@@ -168,17 +173,19 @@ def _argmax(
     blocks = triton.cdiv(vocabulary, BLOCK)
     # A program reads one block after the other: only many of them keep enough bytes under way.
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(logits.device), batch)
-    per_split = triton.cdiv(blocks, min(blocks, wanted)) * BLOCK
-    splits = triton.cdiv(vocabulary, per_split)
+    per_split = triton.cdiv(blocks, min(blocks, wanted))
+    splits = triton.cdiv(blocks, per_split)
     best = torch.empty(batch, splits, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(batch, splits, dtype=torch.int64, device=logits.device)
     _argmax_kernel[(batch, splits)](
         logits, bitmask, threshold, *draw, best, tokens, logits.stride(0),
         0 if bitmask is None else bitmask.stride(0), vocabulary, per_split, splits,
-        STREAM=STREAM_TOKEN, BLOCK=BLOCK, num_warps=8,
+        STREAM=STREAM_TOKEN, BLOCK=BLOCK, num_warps=8, **pdl(logits.device),
     )  # fmt: skip
     if splits == 1:
         return tokens.view(batch)
     out = torch.empty(batch, dtype=torch.int64, device=logits.device)
-    _reduce_kernel[(batch,)](best, tokens, out, splits, BLOCK_S=triton.next_power_of_2(blocks), num_warps=1)
+    _reduce_kernel[(batch,)](
+        best, tokens, out, splits, BLOCK_S=triton.next_power_of_2(blocks), num_warps=1, **pdl(out.device)
+    )
     return out

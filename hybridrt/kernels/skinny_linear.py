@@ -71,6 +71,7 @@ def skinny_linear(
     norm: InputNorm | None = None,
     activation: Activation | None = None,
     parts: int = 1,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """act(rms_norm(x + residual) W^T + b) and x + residual; norm, residual, bias and activation are optional.
 
@@ -82,6 +83,7 @@ def skinny_linear(
         parts: into so many equal parts x and the weight's rows are cut, [1, K] and [N / parts, K] each, of which the
             i-th are multiplied; with one token, and nothing but a bias.
         activation: "silu_and_mul" halves N (gate rows, then up rows); "relu2".
+        out: where y goes, contiguous, in x's dtype; None for a new tensor.
 
     Returns:
         y [T, N] or [T, N / 2] in x's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
@@ -101,6 +103,8 @@ def skinny_linear(
     if parts > 1:
         pairs = zip(x.chunk(parts, 1), weight.chunk(parts), strict=True)
         y = torch.cat([F.linear(part, rows) for part, rows in pairs], 1)
-        return (y if bias is None else y + bias), None
-    y = F.linear(x, weight, bias)
-    return y if activation is None else ACTIVATIONS[activation].reference(y), residual
+        y = y if bias is None else y + bias
+    else:
+        y = F.linear(x, weight, bias)
+        y = y if activation is None else ACTIVATIONS[activation].reference(y)
+    return y if out is None else out.copy_(y), residual

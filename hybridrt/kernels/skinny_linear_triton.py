@@ -189,12 +189,14 @@ def skinny_linear_triton(
     norm: InputNorm | None = None,
     activation: Activation | None = None,
     parts: int = 1,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`skinny_linear`: one launch for one token, one more where several tokens have a norm."""
     assert weight.is_contiguous() and x.stride(1) == 1
     (rows, columns), (norm_weight, eps, residual) = weight.shape, norm or (None, 0.0, None)
     out_features = rows // (2 if activation == "silu_and_mul" else 1)
-    out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)
     if x.shape[0] > 1:
         if norm_weight is not None and residual is not None:
             x, residual = add_rms_norm_triton(x, residual, norm_weight, eps)
@@ -210,6 +212,17 @@ def skinny_linear_triton(
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **pdl(x.device),
     )  # fmt: skip
     return out, total
+
+
+def matvec(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+    """x W^T in float32 for one token x [1, K] and a float32 weight [N, K]: [1, N]."""
+    rows, columns = weight.shape
+    out, tile = torch.empty(1, rows, dtype=torch.float32, device=x.device), _narrowed(tile, columns)
+    _matvec_kernel[(triton.cdiv(rows, tile.block_n),)](
+        x, None, None, None, weight, None, out, None, rows, columns, 0.0, K=columns, ACTIVATION=None, PARTS=1,
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps, **pdl(x.device),
+    )  # fmt: skip
+    return out
 
 
 def _matmul(
@@ -237,7 +250,9 @@ def matvec_tile(rows: int, columns: int) -> Tile:
     """Tile of the kernel for one token: small ones, of which many fit a multiprocessor, so that programs of the next
     kernel have room to fetch their weights while they wait."""
     tile = Tile(4, 1024, 4)
-    if columns > rows:
+    if columns == 2048:
+        tile = Tile(2 if rows <= 4096 else 4, 2048, 8)
+    elif columns > rows:
         tile = Tile(4, 2048, 8) if rows < 4096 else Tile(2, 1024, 4)
     return _narrowed(tile, columns)
 

@@ -44,6 +44,13 @@ class VocabParallelEmbedding(nn.Module):
         """[n, hidden] to [n, vocab]: the head, or the embedding where the model ties them."""
         return self.tp.all_gather_last(self.method.apply(x, None))[:, : self.vocab_size]
 
+    def logits_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """The same into `out` [n, vocab], contiguous: without a copy where one rank has the whole vocabulary."""
+        if self.tp.size == 1:
+            self.method.apply_into(out, x, None)
+        else:
+            out.copy_(self.logits(x))
+
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, self._select)}
 

@@ -199,6 +199,9 @@ class DenseMethod(LinearMethod):
         return y if activation is None else ACTIVATIONS[activation](y)
 
     def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+        if is_skinny(x, self.weight, None) and out.is_contiguous():
+            skinny_linear(x, self.weight, bias, out=out)
+            return
         weight = self.weight.t()
         torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 

@@ -40,8 +40,8 @@ class StepModel(Protocol):
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """[T, hidden]."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] to [T, vocab]."""
+    def logits_into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
+        """[T, hidden] to `out` [T, vocab], contiguous."""
 
 
 class StaticBuffers:
@@ -303,7 +303,7 @@ class GraphRunner:
             hidden = self.model(batch)
             if buffers.hidden.numel():
                 buffers.hidden[:total].copy_(hidden)
-            buffers.logits[:total].copy_(self.model.logits(hidden))
+            self.model.logits_into(buffers.logits[:total], hidden)
             if buffers.spec_info is None:
                 self.backend.commit(batch)
 

@@ -194,7 +194,7 @@ class PromptGraphs:
                 into.copy_(values)
             self.backend.prepare_in_graph(batch)
             hidden = self.model(batch)
-            graph.logits.copy_(self.model.logits(hidden.index_select(0, sections["sample_at"])))
+            self.model.logits_into(graph.logits, hidden.index_select(0, sections["sample_at"]))
             if decoded:
                 self.backend.commit(batch)
 

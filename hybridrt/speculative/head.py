@@ -44,6 +44,9 @@ class HeadStep:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.logits(hidden)
 
+    def logits_into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
+        self.model.logits_into(out, hidden)
+
 
 class HeadRunner:
     """Runs the prediction head of a runner's model, as its DeviceDrafter.

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("provider")
 DTYPES = [torch.float32, torch.float16]
 
 
-@pytest.mark.parametrize(("tokens", "experts", "width"), [(2, 40, 700), (33, 5, 40), (0, 5, 40)])
+@pytest.mark.parametrize(("tokens", "experts", "width"), [(1, 5, 5000), (2, 40, 700), (33, 5, 40), (0, 5, 40)])
 def test_product_of_a_router(tokens, experts, width):
     """Twice: with parts of the columns in programs of their own, the second launch counts them from zero again."""
     torch.manual_seed(0)

@@ -105,6 +105,15 @@ def test_any_tile_of_the_weight(tokens, tile, activation, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
+def test_the_product_goes_where_it_is_told(tokens):
+    x, weight, _ = case(tokens, 24, 40, torch.float32)
+    out = torch.full((tokens + 1, 24), torch.nan)
+    got, _ = skinny_linear(x, weight, out=out[:tokens])
+    assert got.data_ptr() == out.data_ptr() and bool(out[tokens:].isnan().all())
+    check(out[:tokens], by_formula(x, weight)[0], torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
 def test_norm_without_residual(tokens):
     x, weight, generator = case(tokens, 16, 1100, torch.float32)
     x *= 0.01  # so that eps counts
