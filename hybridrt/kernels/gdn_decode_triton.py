@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridrt.kernels.causal_conv1d_triton import causal_conv1d_update_triton
 from hybridrt.kernels.gdn_classic_triton import TILE_BYTES, gdn_classic_triton
 from hybridrt.kernels.gdn_decode import split_qkv
+from hybridrt.kernels.gdn_few_triton import gdn_few_triton, is_few
 from hybridrt.kernels.gdn_stream_triton import gdn_stream_triton
 from hybridrt.kernels.mamba2_common_triton import L2_EPS, log_decay, state_of_parent, strides
 from hybridrt.kernels.pdl_triton import begin, pdl
@@ -84,7 +85,8 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
 def gdn_decode_triton(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step: FusedStep) -> Tensor:
     """`gdn_decode`: with a state ring, of one token without, or of several."""
     if step.ring is not None:
-        return gdn_stream_triton(qkv, a, b, weights, step)
+        run = gdn_few_triton if is_few(qkv, a, step.conv_weights.weight, step.state.states) else gdn_stream_triton
+        return run(qkv, a, b, weights, step)
     if step.state.intermediate is None and qkv.shape[1] == 1:
         return gdn_classic_triton(qkv, a, b, weights, step)
     # Two launches: one kernel would repeat the conv for every tile of the state.

@@ -136,6 +136,10 @@ def recurrent_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
             if mode not in ("replay", "tree"):
                 what = f"recurrent_gated_delta_rule {mode} {n}"
                 yield what, lambda mode=mode, n=n: kernels.gdn_recurrent(rows(n), mode)
+        one = {"batch": 1, "padding": 0}, {"batch": 2, "padding": 1, "state_dtype": torch.bfloat16}
+        for few in one:  # in one launch
+            what = f"gdn_decode replay of {few['batch']} rows"
+            yield what, lambda few=few: kernels.gdn_decode(DecodeRows(shapes[0], 1, **few), "replay")
         yield "fold_ring", lambda: kernels.fold(rows(1), kernels.log_decay_gate, None)
         chunk = gdn_of(config).chunk_size
         yield "chunk_gated_delta_rule", lambda: kernels.chunk_gated_delta_rule(Prompts(shapes[0], chunk))
@@ -181,14 +185,20 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "skinny_linear relu2", partial(others.skinny_linear, config, 3, "relu2", True)
         yield "router_sigmoid_grouped", partial(others.router_sigmoid_grouped, 4, 2, 0)
         yield "router_sigmoid_grouped of one group", partial(others.router_sigmoid_grouped, 1, 1, 1)
-        yield "router_product", partial(others.router_product, hidden)
+        for tokens in (1, 40):
+            yield f"router_product {tokens}", partial(others.router_product, hidden, tokens)
     if config.architecture.startswith("Qwen"):
         for tokens in (70, 601):  # a program for each group of a token, or for four tokens
             yield f"gated_rms_norm {tokens}", partial(others.gated_rms_norm, 4096, 128, True, tokens)
         yield "sigmoid_mul", partial(others.elementwise, "sigmoid_mul", 4096, 40)
         yield "router_softmax", partial(others.router_softmax, config)
+        hf = config.hf
         for tokens in (8, 400):
-            yield f"fused_experts {tokens}", partial(others.fused_experts, config, tokens)
+            sizes = hf.moe_intermediate_size, hf.num_experts, hf.num_experts_per_tok
+            yield f"fused_experts {tokens}", partial(others.fused_experts, tokens, hidden, *sizes)
+        # One token of Kimi-Linear, whose shared expert is the ninth, and of LFM2: rows of other lengths.
+        yield "fused_experts 1, 2304 to 1024", partial(others.fused_experts, 1, 2304, 1024, 40, 9, 0)
+        yield "fused_experts 1, 2048 to 1792", partial(others.fused_experts, 1, 2048, 1792, 32, 4, 0)
 
 
 @on_device

@@ -157,8 +157,9 @@ def test_replay_streams_in_tiles(provider, monkeypatch, tokens, vectors, block_v
     """Several tiles of V and of K, whole or with ragged ends, and vectors one by one or by tensor cores."""
     if provider != "triton-shuffled":
         pytest.skip("tiles are the kernel's, and one order is enough")
-    from hybridrt.kernels import gdn_stream_triton
+    from hybridrt.kernels import gdn_few_triton, gdn_stream_triton
 
+    monkeypatch.setattr(gdn_few_triton, "FEW_PROGRAMS", 0)
     tile = {"BLOCK_N": vectors, "BLOCK_V": block_v, "BLOCK_K": block_k, "STAGES": 2, "num_warps": 4}
     monkeypatch.setattr(gdn_stream_triton, "stream_tile", lambda *_: tile)
     torch.manual_seed(tokens)
@@ -171,6 +172,30 @@ def test_replay_streams_in_tiles(provider, monkeypatch, tokens, vectors, block_v
         for b, count in enumerate(accepted):
             assert relative_error(out[b], expected[b][0][done[b] : done[b] + tokens]) < 1e-5
             done[b] += count
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_replay_of_one_token_in_one_launch_and_in_two(provider, monkeypatch, few):
+    """Tiles with ragged ends, through folds, beside a row that is padding. What one step writes, and nothing else, is
+    the same."""
+    if not provider.startswith("triton"):
+        pytest.skip("one operation of the reference")
+    from hybridrt.kernels import gdn_few_triton
+
+    monkeypatch.setattr(gdn_few_triton, "FEW_PROGRAMS", 512 if few else 0)
+    monkeypatch.setattr(gdn_few_triton, "TILE_BYTES", 512)  # four rows of a state in float32
+    torch.manual_seed(5)
+    layer = Layer([7, -1, 39], 9, ring_width=4, dims=(24, 10))
+    layer.merged[1] = torch.nan
+    expected = {b: layer.expected(b)[0] for b in (0, 2)}
+    for t in range(9):
+        before = {name: pool.clone() for name, pool in layer.ring.items()}
+        out = layer.replay_step([t, 0, t], 1, [6, 0, 2])
+        assert not out[1].any()
+        for b in (0, 2):
+            assert relative_error(out[b], expected[b][t : t + 1]) < 1e-5
+        assert all(changed_rows(before[name], pool) == {2, 6} for name, pool in layer.ring.items())
+        layer.commit([6, 0, 2], [1, 0, 1], 1)
 
 
 def test_replay_keeps_accuracy_through_strong_and_weak_decays():

@@ -173,10 +173,10 @@ def skinny_linear(
     return Case("skinny_linear", args | {"residual": normal(tokens, hidden)}, consumed=("residual",))
 
 
-def router_product(hidden: int) -> Case:
-    """Logits of 40 tokens and 32 experts, from float32 weights."""
+def router_product(hidden: int, tokens: int) -> Case:
+    """Logits of 32 experts, from float32 weights."""
     weight = normal(32, hidden, scale=hidden**-0.5, dtype=torch.float32)
-    return Case("router_product", {"x": normal(40, hidden), "weight": weight})
+    return Case("router_product", {"x": normal(tokens, hidden), "weight": weight})
 
 
 def padded_rows() -> Tensor:
@@ -196,16 +196,17 @@ def router_sigmoid_grouped(n_group: int, topk_group: int, shared: int) -> Case:
     return Case("router_sigmoid_grouped", args | rest)
 
 
-def fused_experts(config: ModelConfig, tokens: int) -> Case:
-    """Few tokens, where bandwidth counts, or many."""
-    hf, hidden = config.hf, config.hidden_size
-    ids = torch.stack([torch.randperm(hf.num_experts)[: hf.num_experts_per_tok] for _ in range(tokens)]).int()
-    ids[-1] = -1  # padding
+def fused_experts(
+    tokens: int, hidden: int, intermediate_size: int, num_experts: int, top_k: int, padding: int = 1
+) -> Case:
+    """Few tokens, where bandwidth counts, or many; the last are padding."""
+    ids = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(tokens)]).int()
+    ids[tokens - padding :] = -1
     weights = torch.rand(ids.shape)
     args = {
         "x": normal(tokens, hidden), "ids": ids, "weights": weights / weights.sum(1, keepdim=True),
-        "w_up": normal(hf.num_experts, 2 * hf.moe_intermediate_size, hidden, scale=hidden**-0.5),
-        "w_down": normal(hf.num_experts, hidden, hf.moe_intermediate_size, scale=hf.moe_intermediate_size**-0.5),
+        "w_up": normal(num_experts, 2 * intermediate_size, hidden, scale=hidden**-0.5),
+        "w_down": normal(num_experts, hidden, intermediate_size, scale=intermediate_size**-0.5),
         "activation": "silu",
     }  # fmt: skip
     return Case("fused_experts", args, decode=tokens < 100)
