@@ -113,8 +113,11 @@ class CausalLM(nn.Module, ABC):
         return self.head.logits(hidden)
 
     def logits_into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
-        """The same into `out`, contiguous."""
-        self.head.logits_into(out, hidden)
+        """The same into `out`, contiguous. The head writes there itself, if the model's logits are the head's."""
+        if getattr(self.logits, "__func__", None) is CausalLM.logits:
+            self.head.logits_into(out, hidden)
+        else:
+            out.copy_(self.logits(hidden))
 
     def checkpoint_map(self) -> CheckpointMap:
         """Every key of a checkpoint and what it fills, a prediction head's apart."""

@@ -205,6 +205,22 @@ def test_buckets_are_captured_from_the_largest_down_and_capped_by_rows(checkpoin
     assert [graphs.bucket(n) for n in (1, 2, 3, 4, 5, 7, 8)] == [1, 2, 4, 4, 7, 7, None]
 
 
+def test_graphs_ask_a_model_for_logits_of_its_own(checkpoints: CheckpointStore) -> None:
+    """A class from outside may change them, behind the head."""
+
+    def halved(model: Any, hidden: Tensor) -> Tensor:
+        return model.head.logits(hidden) / 2
+
+    model: Any = ByHand(checkpoints["falcon-norm_after_gate"].path).model
+    hidden, found = torch.randn(3, model.config.hidden_size), []
+    for cls in (type(model), type("Changed", (type(model),), {"logits": halved})):
+        model.__class__ = cls
+        found.append(torch.full((3, model.config.vocab_size), torch.nan))
+        model.logits_into(found[-1], hidden)
+        torch.testing.assert_close(found[-1], model.logits(hidden))
+    torch.testing.assert_close(found[0], 2 * found[1])
+
+
 def test_graphs_need_a_row(checkpoints: CheckpointStore) -> None:
     with pytest.raises(ConfigError, match="max_bs is 0"):
         runner_of(ByHand(checkpoints["falcon-plain"].path), max_bs=0)
