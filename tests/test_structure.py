@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
@@ -15,6 +15,8 @@ import pytest
 
 from hybridrt import LLM, SamplingParams
 from hybridrt.kernels.operation import Operation
+from hybridrt.runtime.graph_runner import GraphRunner
+from hybridrt.runtime.model_runner import ModelRunner
 from scripts import file_table
 from tests.support.checkpoints import Make, falcon, jamba, nemotron, qwen
 from tests.support.newer_checkpoints import granite, kimi, minimax, olmo
@@ -34,6 +36,7 @@ MAX_LINES, MAX_TEST_LINES = 400, 450
 MAX_FUNCTION_LINES = 40
 MAX_MODEL_LINES = 200
 MAX_FRAMES, MAX_FILES = 11, 10
+MAX_GRAPH_FRAMES = 5  # from the engine's step on
 OPTIONAL = (
     "flashinfer", "mamba_ssm", "causal_conv1d", "sgl_kernel", "fla", "nixl", "llguidance", "matplotlib", "hypothesis",
     "pytest",
@@ -132,6 +135,17 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (function.end_lineno or 0) - statements[0].lineno + 1 if statements else 0
 
 
+def test_nothing_is_found_by_its_address() -> None:
+    """An `id` is that of another object once the first one is gone."""
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in SOURCES.values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "id"
+    ]
+    assert found == []
+
+
 def test_bare_imports_of_models_are_a_lint_error(tmp_path: Path) -> None:
     ruff = pytest.importorskip("ruff", reason="ruff comes with the dev extra")
     file = tmp_path / "x.py"
@@ -191,6 +205,26 @@ def test_from_generate_to_a_kernel_is_a_short_way(make: Make, tmp_path: Path) ->
         files = [file for file, _ in groupby(entry.rsplit(":", 1)[0] for entry in stack)]
         assert len(files) <= MAX_FILES, path
         assert len(files) == len(set(files)), f"a file is entered again:\n{path}"
+
+
+def test_from_a_step_to_its_graph_is_a_shorter_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, stacks = write_tiny(tmp_path, tokenizer=False), list[list[str]]()
+
+    def recorder(step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
+        return lambda: stacks.append([entry.rsplit(":", 1)[1] for entry in _ours(sys._getframe())]) or step()
+
+    llm = LLM(str(model), load_format="dummy", device="cpu", max_running_requests=2, max_model_len=64)
+    runner = llm.engine.executor
+    assert isinstance(runner, ModelRunner)
+    graphs = GraphRunner(
+        model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,
+        last_tokens=runner.last_tokens, max_bs=2, recorder=recorder,
+    )  # fmt: skip
+    graphs.capture()
+    runner.graphs[1] = graphs
+    monkeypatch.setattr(runner, "_cpu_decode", None)
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0))
+    assert stacks and max(stack.index("run_step") + 1 for stack in stacks) <= MAX_GRAPH_FRAMES, stacks
 
 
 def test_file_table_is_up_to_date() -> None:

@@ -63,16 +63,17 @@ BUILT_ON = {
 }  # fmt: skip
 FAMILIES = [
     "jamba", "falcon_mamba", "nemotron_h", "qwen3_next", "falcon_h1", "qwen3_5", "granite_moe_hybrid", "bamba",
-    "olmo_hybrid", "lfm2", "minimax", "kimi_linear", "bailing_hybrid", "bailing_moe_v2_5",
+    "olmo_hybrid", "lfm2", "minimax", "kimi_linear", "bailing_hybrid", "bailing_moe_v2_5", "zamba2",
 ]  # fmt: skip
+OWN_BLOCKS = ("zamba2",)  # of families that bring a block of their own
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_takes_two_files(family: str) -> None:
-    """And at most 150 lines where it brings no block of its own."""
+    """And at most 150 lines, or 200 where it brings a block of its own."""
     files = files_that_name(family.replace("_", "_?")) - BUILT_ON.get(family, set())
     assert files == {f"hybridrt/families/{family}.py", f"models/{family}.py"}
-    assert sum(code_lines((ROOT / file).read_text()) for file in files) <= 150
+    assert sum(code_lines((ROOT / file).read_text()) for file in files) <= (200 if family in OWN_BLOCKS else 150)
 
 
 # Kinds whose backend is another one's with a difference.

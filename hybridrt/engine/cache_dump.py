@@ -89,15 +89,15 @@ def cache_dump(pools: CacheCoordinator, decode: Callable[[Sequence[int]], str] |
 
 def _dumped_nodes(tree: RadixCache, decode: Callable[[Sequence[int]], str] | None = None) -> tuple[DumpedNode, ...]:
     """The nodes of a tree; their texts if `decode` makes text of tokens."""
-    salts, places, found = {"": 0}, dict[int, int](), list[DumpedNode]()
+    salts, places, found = {"": 0}, dict[Node, int](), list[DumpedNode]()
     for node in tree.nodes():
         assert node.parent is not None
         if node.parent.parent is None:
             salt = salts.setdefault(node.parent.salt, len(salts))
         else:
-            salt = found[places[id(node.parent)]].salt
-        places[id(node)] = len(found)
-        found.append(_dumped(node, places.get(id(node.parent), -1), salt, decode))
+            salt = found[places[node.parent]].salt
+        places[node] = len(found)
+        found.append(_dumped(node, places.get(node.parent, -1), salt, decode))
     return tuple(found)
 
 

@@ -33,9 +33,10 @@ from tests.support.checkpoints import (
     mamba2,
     nemotron,
     qwen,
+    swa_ssm,
 )
 from tests.support.ling25 import ling25
-from tests.support.newer_checkpoints import bamba, granite, kimi, minimax, olmo, qwen35_moe, zamba2
+from tests.support.newer_checkpoints import bamba, granite, kimi, ling, minimax, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, tuple[Make, str]] = {
@@ -56,6 +57,8 @@ FAMILIES: dict[str, tuple[Make, str]] = {
     "ling25": (ling25(first_k_dense_replace=0), "L*L*"),
     "kimi": (kimi(mlp_layer_types=["sparse"] * 4), "KKK*"),
     "lfm2_moe": (lfm2_moe(num_dense_layers=0), "C*CC"),
+    "ling": (ling(first_k_dense_replace=0), "K*K*"),
+    "swa_ssm": (swa_ssm(history_mode="enabled"), "HHHH"),
 }
 SMALL = {"max_running_requests": 3, "max_model_len": 64, "device": "cpu"}
 

@@ -39,7 +39,7 @@ plain_texts = cache(texts)
 
 
 @pytest.mark.parametrize(("family", "state_mode"), [
-    (family, mode) for family in (*NEWER, *PUBLISHED)
+    (family, mode) for family in (*NEWER, *PUBLISHED, "lfm2", "lfm2_moe", "mamba", "mamba2")
     for mode in ("intermediate", "replay")[: 1 + has_replay(f"{family}-plain")]
 ])  # fmt: skip
 def test_speculation_changes_no_text(family: str, state_mode: str, checkpoints: CheckpointStore) -> None:
