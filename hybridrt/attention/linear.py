@@ -17,6 +17,7 @@ from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ExtendPass, ForwardBatch, GraphView
 from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
+from hybridrt.kernels.launch import end_launches
 from hybridrt.kernels.providers import needs_host
 from hybridrt.kernels.records import ConvState, ConvWeights, FusedStep, IntermediateStates, Prompts, SavedStates
 from hybridrt.kernels.views import take_tokens
@@ -278,6 +279,7 @@ class MambaAttnBackendBase(AttentionBackend):
             raise BackendError(UNCOMMITTED)
         if split := batch.num_decode_rows:
             step.decode = self._decode_segment(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))
+            end_launches(batch.seq_lens.device)  # the layer's first kernel may start early, and reads these buffers
         if batch.num_extend_rows:
             step.extends = self._extend_segments(batch, step.plans)
         step.begun, step.previous = True, None

@@ -66,6 +66,13 @@ def reserve_counters(device: torch.device) -> None:
         _reserved[device] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
 
 
+def end_launches(device: torch.device) -> None:
+    """Launches a small kernel that does not start early. So what was written in front of it may be read early by all
+    kernels behind it (pdl_triton.py)."""
+    if device.type != "cpu":
+        torch.zeros(1, device=device)
+
+
 @cache
 def settle_keys(module: ModuleType) -> None:
     """Makes Triton compute the keys of a module's functions in the order of their definition, those of imported ones

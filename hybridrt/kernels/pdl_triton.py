@@ -7,10 +7,12 @@ early; and before it no program touches anything that a kernel of the same step 
 a kernel that calls `begin_in_turn` instead, what came before that kernel may be read early too.
 
 A kernel that is launched without `pdl` waits for all that came before it, and nothing behind it starts before it has
-ended. So what was written in front of such a kernel may be read early by all kernels behind it. In front of the layers
-of a step there is one always: PyTorch's token embedding, in decode steps also the kernel that fills the metadata, which
-is launched without `pdl` for this reason. So a kernel of a layer may read early the step's metadata (state slots,
-positions, lengths, page tables), and the states, conv rings and state rings that earlier steps left to its layer.
+ended. So what was written in front of such a kernel may be read early by all kernels behind it. What the kernel itself
+writes may not: CUDA may start the next kernel before these writes are visible. In front of the layers of a step there
+is such a kernel always: PyTorch's token embedding. The step's metadata (state slots, positions, lengths, page tables)
+is written in front of it, or in another graph. Recurrent layers of an eager step fill theirs behind the embedding, and
+call `end_launches`. So a kernel of a layer may read early the step's metadata, and the states, conv rings and state
+rings that earlier steps left to its layer.
 """
 
 from functools import cache

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridrt.attention import linear
+from hybridrt.attention.gdn import GDNAttnBackend
 from hybridrt.errors import BackendError
 from hybridrt.forward_batch import ForwardBatch, GraphView
 from tests.support.by_hand import ByHand, Row, assert_close
@@ -78,6 +81,39 @@ def test_a_graph_is_prepared_behind_what_it_reads(checkpoints: CheckpointStore) 
         hand.backend.prepare(following, graph=view)
     hand.commit()
     hand.backend.prepare(following, graph=view)
+
+
+def test_the_first_layer_of_an_eager_step_may_read_its_metadata_early(
+    checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the last kernel that starts alone has written may not be visible yet (pdl_triton): the one that fills the
+    metadata is not the last."""
+    hand, found = started(checkpoints, "qwen-plain", "replay"), list[str]()
+
+    def note(place: Any, name: str) -> None:
+        called = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *args: (found.append(name), called(*args))[1])
+
+    for place, name in ((linear, "fill_decode_metadata"), (linear, "end_launches"), (GDNAttnBackend, "decode")):
+        note(place, name)
+    hand.forward(hand.batch([Row(1, 5, [4])]))
+    assert found[:3] == ["fill_decode_metadata", "end_launches", "decode"]
+    with Launches() as launches:
+        linear.end_launches(torch.device("meta"))
+    assert launches.names
+
+
+class Launches(TorchDispatchMode):
+    """Notes the operations of PyTorch that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func._schema.name.startswith("aten::empty"):
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(3, 1), (2, 3)])
