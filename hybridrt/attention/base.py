@@ -102,6 +102,10 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """One layer over all rows of a batch that was prepared.
 
+        On a GPU its kernels may read the batch's tensors and the page table before the kernel in front of them has
+        ended. A model launches something of PyTorch, its embedding or a product, behind what writes them
+        (hybridrt.kernels.pdl_triton).
+
         Args:
             q, k, v: [T, heads * head_dim] of the new tokens; None for recurrent layers, which pass their own inputs as
                 keywords, and k and v also for layers that read what is in the pool already.

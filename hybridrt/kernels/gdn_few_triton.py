@@ -75,10 +75,8 @@ def _few_kernel(  # type: ignore[no-untyped-def]
         return
 
     # The token: its key as the ring will hold it, its query with the scale apart.
-    k_new, q_new = (
-        tl.load(source + k_channel, mask=k_mask, other=0.0),
-        tl.load(source + q_channel, mask=k_mask, other=0.0),
-    )
+    k_new = tl.load(source + k_channel, mask=k_mask, other=0.0)
+    q_new = tl.load(source + q_channel, mask=k_mask, other=0.0)
     v_new = tl.load(source + v_channel, mask=v_mask, other=0.0)
     gate = log_decay(tl.load(a_ptr + b * a_strides[0] + h), A_log, dt_bias)
     beta = BETA_SCALE * tl.sigmoid(tl.load(b_ptr + b * b_strides[0] + h).to(tl.float32))
@@ -113,14 +111,15 @@ def _few_kernel(  # type: ignore[no-untyped-def]
             push_operands(q_new, q_ring, conv_row, q_channel, k_mask, position, False, TAPS, WC)
 
 
-def is_few(qkv: Tensor, a: Tensor, weights_of_conv: Tensor, states: Tensor) -> bool:
+def is_few(qkv: Tensor, a: Tensor, conv_weight: Tensor, states: Tensor) -> bool:
     """Whether one launch is faster than two: one token each of few rows, with a decay for a head and a conv."""
     (batch, tokens, _), (_, heads, value_dim, _) = qkv.shape, states.shape
     fit = batch * heads * triton.cdiv(value_dim, _tile_rows(states)) <= FEW_PROGRAMS
-    return fit and tokens == 1 and a.ndim == 3 and weights_of_conv.shape[1] > 0
+    return fit and tokens == 1 and a.ndim == 3 and conv_weight.shape[1] > 0
 
 
 def _tile_rows(states: Tensor) -> int:
+    """Rows of a state [V, K] that a program has."""
     return max(1, TILE_BYTES // (triton.next_power_of_2(states.shape[3]) * states.element_size()))
 
 
