@@ -190,6 +190,8 @@ def delta_net() -> Cases:
         yield from delta_net_step(batch, tokens, mode, float32)
     for batch in (1, 128):
         yield from delta_net_step(batch, 1, "classic", torch.bfloat16)
+    for state in (float32, torch.bfloat16):  # in one launch
+        yield from delta_net_step(1, 1, "replay", state)
     for rows, length in ((1, 8192), (16, 2048)):
         gate, heads = meta(rows * length, VALUE_HEADS), f32(VALUE_HEADS)
         q, v = meta(rows * length, KEY_HEADS, DIM), meta(rows * length, VALUE_HEADS, DIM)

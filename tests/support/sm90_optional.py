@@ -89,6 +89,8 @@ def recurrent() -> Iterator[tuple[str, Args, Args]]:
     yield "gdn_decode", qkv, {"bias": meta(2 * G * N + H * P)} | stored | nodes
     yield "gdn_decode", qkv | {"qkv": qkv["qkv"][:, :1]}, {"bias": meta(2 * G * N + H * P)}
     yield "gdn_decode", qkv | RING | CURSORS, {"bias": meta(2 * G * N + H * P)}
+    one = {name: qkv[name][:, :1] for name in ("qkv", "a", "b")}  # few rows of one token take one launch
+    yield "gdn_decode", qkv | RING | CURSORS | one, {"bias": meta(2 * G * N + H * P)}
     per_head = {"A_log": f32(H), "dt_bias": f32(H)}
     yield "recurrent_gated_delta_rule", delta(B, T) | SLOT_ARGS, stored | parents | per_head
     yield "chunk_gated_delta_rule", delta(TOKENS) | PROMPTS, per_head
