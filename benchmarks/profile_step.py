@@ -1,5 +1,8 @@
 """A step as a table: which kernels run, how often, for how long, and how long none runs. Of decode, prefill, or both.
 
+A kernel that starts early waits within its time. What it adds is how much later it ends than all that have ended
+before it.
+
 python -m benchmarks.profile_step benchmarks/configs/falcon-h1-7b --batch 32 --trace step.json --picture step.svg
 python -m benchmarks.profile_step benchmarks/configs/falcon-h1-7b --prefill 1x8192,16x2048
 python -m benchmarks.profile_step benchmarks/configs/falcon-h1-7b --mixed 64x320,64x448
@@ -45,6 +48,16 @@ def step_spans(spans: list[Span]) -> list[Span]:
     kernels = [span for span in spans if "Memcpy" not in span.name]
     starts = [i for i, span in enumerate(kernels) if span.name == "_fill_decode_metadata_kernel"]
     return kernels[starts[-2] : starts[-1]] if len(starts) > 1 else kernels
+
+
+def added_us(spans: list[Span]) -> dict[str, float]:
+    """By name of a kernel, how many microseconds later it ends than all that have ended before it, its own at most."""
+    added: dict[str, float] = defaultdict(float)
+    end = spans[0].start
+    for span in sorted(spans, key=lambda span: span.end):
+        added[span.name] += span.end - max(end, span.start)
+        end = span.end
+    return added
 
 
 def idle_us(spans: list[Span]) -> float:
@@ -101,12 +114,13 @@ def profile_mixed(llm: LLM, rows: int, tokens: int, args: argparse.Namespace) ->
 def report(prof: profile, steps: int, args: argparse.Namespace) -> None:
     """Prints the table, and writes what else was asked for."""
     table, spans = kernel_table(prof, steps), device_spans(prof)
-    busy = sum(us for *_, us in table)
-    print(f"{'µs/step':>10} {'share':>7} {'launches':>9}  kernel")
+    busy, added = sum(us for *_, us in table), added_us(spans)
+    print(f"{'µs/step':>10} {'share':>7} {'added':>10} {'launches':>9}  kernel")
     for name, launches, us in table[: args.rows]:
-        print(f"{us:10.1f} {us / busy:7.1%} {launches:9.1f}  {name[:110]}")
-    print(f"{busy:10.1f} {'':7} {sum(n for _, n, _ in table):9.1f}  all kernels")
-    print(f"{idle_us(spans) / steps:10.1f} {'':7} {'':9}  nothing runs")
+        print(f"{us:10.1f} {us / busy:7.1%} {added[name] / steps:10.1f} {launches:9.1f}  {name[:110]}")
+    launches = sum(n for _, n, _ in table)
+    print(f"{busy:10.1f} {'':7} {sum(added.values()) / steps:10.1f} {launches:9.1f}  all kernels")
+    print(f"{idle_us(spans) / steps:10.1f} {'':7} {'':10} {'':9}  nothing runs")
     if args.trace:
         prof.export_chrome_trace(args.trace)
     if args.picture:
