@@ -153,7 +153,11 @@ def classic_tile(batch: int, states: Tensor) -> dict[str, int]:
     Three tiles are under way while one is computed; they wait in shared memory, so that registers leave room for eight
     programs on a multiprocessor. A small batch ends before a pipeline is full; more programs are faster there.
     """
-    _, heads, _, key_dim = states.shape
-    columns = triton.next_power_of_2(key_dim)
-    tile = {"BLOCK_V": max(1, TILE_BYTES // (columns * states.element_size())), "BLOCK_K": columns}
+    heads, columns = states.shape[1], triton.next_power_of_2(states.shape[3])
+    tile = {"BLOCK_V": tile_rows(states), "BLOCK_K": columns}
     return tile | ({"TILES": 1, "STAGES": 1} if batch * heads <= 128 else {"TILES": 4, "STAGES": 4})
+
+
+def tile_rows(states: Tensor) -> int:
+    """Rows of a state [V, K] that fill TILE_BYTES, of states [S+1, Hv, V, K]."""
+    return max(1, TILE_BYTES // (triton.next_power_of_2(states.shape[3]) * states.element_size()))

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.causal_conv1d_triton import causal_conv1d_update_triton
-from hybridrt.kernels.gdn_classic_triton import TILE_BYTES, gdn_classic_triton
+from hybridrt.kernels.gdn_classic_triton import gdn_classic_triton, tile_rows
 from hybridrt.kernels.gdn_decode import split_qkv
 from hybridrt.kernels.gdn_few_triton import gdn_few_triton, is_few
 from hybridrt.kernels.gdn_stream_triton import gdn_stream_triton
@@ -116,7 +116,5 @@ def recurrent_gated_delta_rule_triton(
 
 def recurrent_tile(states: Tensor) -> dict[str, int]:
     """How a program cuts the states [S+1, Hv, V, K], as measured on an H200. A warp has whole rows then."""
-    *_, value_dim, key_dim = states.shape
-    columns = triton.next_power_of_2(key_dim)
-    rows = max(1, TILE_BYTES // (columns * states.element_size()))
-    return {"BLOCK_V": min(rows, triton.next_power_of_2(value_dim)), "BLOCK_K": columns, "num_warps": 2}
+    rows, columns = (triton.next_power_of_2(size) for size in states.shape[2:])
+    return {"BLOCK_V": min(tile_rows(states), rows), "BLOCK_K": columns, "num_warps": 2}

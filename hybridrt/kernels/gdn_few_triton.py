@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.gdn_classic_triton import tile_rows
 from hybridrt.kernels.mamba2_common_triton import (
     L2_EPS,
     conv_of_operands,
@@ -23,7 +24,6 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import FusedStep, GateWeights
 
 FEW_PROGRAMS = 512  # an H200 has room for some 600; one more wave costs more than a second launch
-TILE_BYTES = 4096
 
 
 @triton.jit
@@ -114,13 +114,8 @@ def _few_kernel(  # type: ignore[no-untyped-def]
 def is_few(qkv: Tensor, a: Tensor, conv_weight: Tensor, states: Tensor) -> bool:
     """Whether one launch is faster than two: one token each of few rows, with a decay for a head and a conv."""
     (batch, tokens, _), (_, heads, value_dim, _) = qkv.shape, states.shape
-    fit = batch * heads * triton.cdiv(value_dim, _tile_rows(states)) <= FEW_PROGRAMS
+    fit = batch * heads * triton.cdiv(value_dim, tile_rows(states)) <= FEW_PROGRAMS
     return fit and tokens == 1 and a.ndim == 3 and conv_weight.shape[1] > 0
-
-
-def _tile_rows(states: Tensor) -> int:
-    """Rows of a state [V, K] that a program has."""
-    return max(1, TILE_BYTES // (triton.next_power_of_2(states.shape[3]) * states.element_size()))
 
 
 def gdn_few_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
@@ -130,7 +125,7 @@ def gdn_few_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
-    block_v = _tile_rows(states)
+    block_v = tile_rows(states)
     _few_kernel[triton.cdiv(value_dim, block_v), value_heads, batch](
         qkv, a, b, weight, bias, weights.A_log, weights.dt_bias, out, conv, states, ring.values, ring.keys, ring.gates,
         slots, start_positions, ring.rows, ring.start, ring.length, strides(qkv), strides(a), strides(b),

@@ -182,9 +182,8 @@ def test_steps_from_raw_gates_store_the_state_after_each_token(tree: bool) -> No
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head's state is split among programs, and in each of them into tiles."""
-    from hybridrt.kernels import gdn_classic_triton, gdn_decode_triton
+    from hybridrt.kernels import gdn_classic_triton
 
-    monkeypatch.setattr(gdn_decode_triton, "TILE_BYTES", 64)
     monkeypatch.setattr(gdn_classic_triton, "TILE_BYTES", 64)
 
 
