@@ -1,4 +1,4 @@
-"""Calls of latent attention for bench_kernels, beside flashinfer's and FlashMLA's decode where they are installed."""
+"""Calls of latent attention for bench_kernels, beside flashinfer's and FlashMLA's where they are installed."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,6 +65,32 @@ def _flash_mla(args: Args) -> Callable[[], Tensor]:
     )[0]
 
 
+def _flashinfer_prompts(args: Args) -> Callable[[], Tensor]:
+    """flashinfer's prefill, as serving runtimes call it: one product makes keys and values of all heads from latent
+    vectors that lie behind each other already, then attention over ragged keys."""
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+    q, up_k, up_v, starts = args["q"], args["up_k"], args["up_v"], args["query_start_loc"]
+    (heads, nope, rank), value_dim = up_k.shape, up_v.shape[2]
+    wrapper: Any = BatchPrefillWithRaggedKVCacheWrapper(
+        torch.empty(WORKSPACE_BYTES, dtype=torch.int8, device=q.device), "NHD"
+    )
+    wrapper.plan(
+        starts, starts, heads, heads, q.shape[2], value_dim, causal=True, sm_scale=args["scale"], q_data_type=q.dtype
+    )
+    slots = args["req_to_token"][args["rows"], : args["seq_lens_host"][0]].flatten()
+    latents, tails = args["k_cache"].flatten(0, 2)[slots].split((rank, q.shape[2] - nope), -1)
+    latents, tails = latents.contiguous(), tails.unsqueeze(1).expand(-1, heads, -1)
+    matrices = torch.cat((up_k, up_v.transpose(1, 2)), 1).flatten(0, 1).t()
+
+    def call() -> Tensor:
+        keys, values = (latents @ matrices).view(-1, heads, nope + value_dim).split((nope, value_dim), -1)
+        return wrapper.run(q, torch.cat((keys, tails), -1), values.contiguous())
+
+    return call
+
+
+PROMPT_PEERS: Peers = {"flashinfer": (("flashinfer",), _flashinfer_prompts)}
 PEERS: Peers = {
     "flashinfer": (("flashinfer",), _flashinfer),
     "flash_mla": (("flash_mla", "sgl_kernel"), _flash_mla),
@@ -112,4 +138,6 @@ def latent_extend(config: ModelConfig, load: Load, device: str) -> Iterator[Case
 
     seen, made = load.rows * load.tokens * (load.tokens + 1) / 2, load.rows * load.tokens * dims.rank
     flops = seen * (dims.nope_dim + dims.rope_dim + dims.value_dim) + made * (dims.nope_dim + dims.value_dim)
-    yield Case("latent_extend", f"{heads} heads of {dims.nope_dim} + {dims.rope_dim}", make, flops=2 * heads * flops)
+    made_with, peers = beside(make, device, PROMPT_PEERS)
+    shape = f"{heads} heads of {dims.nope_dim} + {dims.rope_dim}"
+    yield Case("latent_extend", shape, made_with, flops=2 * heads * flops, baselines=peers)

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from hybridrt.kernels import prefill_attention_triton as prefill
 from hybridrt.kernels.latent_attention import from_latent, into_latent
+from hybridrt.kernels.launch import multiprocessors
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.prefill_attention_triton import KeySources, described, width_of
 from hybridrt.kernels.records import AttentionPrompts, LatentWeights, PagedKV
 
 FEW_TOKENS = 4  # up to so many, a head's matrix times a vector takes one launch, and the tails need no copy
 MAX_DECOMPRESSED = 1 << 28  # bytes of the keys and values that are made at a time, of as many heads as that allows
+# A multiply-add of absorbed queries takes as long as two others, where tiles of ABSORBED_ROWS fill an H200.
+ABSORBED_COST, ABSORBED_ROWS = 2, 32
 
 
 @triton.jit
@@ -51,27 +54,28 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Grid [tokens, 1 or 2]: the first program of a token stores its latent vector, the second rotates its queries."""
     t = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + t).to(tl.int64)
+    slot, position = tl.load(slots_ptr + t).to(tl.int64), tl.load(positions_ptr + t)
+    d = tl.arange(0, BLOCK_D)
+    weight = tl.load(weight_ptr + d, mask=d < RANK, other=0.0)
     begin(PDL)
     if HALF > 0:  # noqa: SIM102  # in one condition the branch would be compiled without cos_sin too
         if tl.program_id(1) == 1:
-            h, position = tl.arange(0, BLOCK_H), tl.load(positions_ptr + t)
+            h = tl.arange(0, BLOCK_H)
             x = q_ptr + t * q_st + NOPE + h * q_sh
             _turn(x, x, cos_sin_ptr, position, h < H, HALF, BLOCK_HALF)
             return
     if slot < PAGE:
         return
-    d, source, target = tl.arange(0, BLOCK_D), k_ptr + t * k_st, cache_ptr + slot * (RANK + ROPE)
-    x = tl.load(source + d, mask=d < RANK, other=0.0).to(tl.float32)
-    x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + eps)
-    x *= tl.load(weight_ptr + d, mask=d < RANK, other=0.0)
-    tl.store(target + d, x.to(cache_ptr.dtype.element_ty), mask=d < RANK)
+    source, target = k_ptr + t * k_st, cache_ptr + slot * (RANK + ROPE)
     r = 2 * HALF + tl.arange(0, BLOCK_R)
+    x = tl.load(source + d, mask=d < RANK, other=0.0).to(tl.float32)
     rest = tl.load(source + RANK + r, mask=r < ROPE)
+    x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + eps)
+    tl.store(target + d, (x * weight).to(cache_ptr.dtype.element_ty), mask=d < RANK)
     tl.store(target + RANK + r, rest.to(cache_ptr.dtype.element_ty), mask=r < ROPE)
     if HALF > 0:
         one = tl.arange(0, 1)
-        _turn(source + RANK + one, target + RANK + one, cos_sin_ptr, tl.load(positions_ptr + t), one < 1, HALF,
+        _turn(source + RANK + one, target + RANK + one, cos_sin_ptr, position, one < 1, HALF,
               BLOCK_HALF)  # fmt: skip
 
 
@@ -163,12 +167,15 @@ def latent_extend_triton(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: 
 
 
 def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
-    """Whether keys and values made for all heads take fewer multiply-adds of a head than absorbed queries. A chunk of
-    Kimi-Linear is absorbed up to 170 tokens behind a long prefix, and never without one."""
-    (_, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
+    """Whether keys and values made for all heads take less time than absorbed queries, by their multiply-adds of a
+    head. On an H200 a single prompt of Kimi-Linear is decompressed always, and eight chunks behind long prefixes from
+    71 tokens each on: of fewer, absorbed queries take less than the keys' making."""
+    (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     rope, matrices = q.shape[2] - nope, rank * (nope + value_dim)
     pairs = sum(n * (length - n / 2) for n, length in zip(query_lens, seq_lens, strict=True))
-    absorbed = pairs * (2 * rank + rope) + sum(query_lens) * matrices
+    tiles = sum(triton.cdiv(n * heads, ABSORBED_ROWS) for n in query_lens)
+    idle = max(multiprocessors(q.device) / max(tiles, 1), 1.0)  # a tile walks all keys of its row by itself
+    absorbed = pairs * (2 * rank + rope) * ABSORBED_COST * idle + sum(query_lens) * matrices
     return pairs * (nope + rope + value_dim) + sum(seq_lens) * matrices < absorbed
 
 
@@ -188,9 +195,25 @@ def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
         values = _made(latents[:, :rank], weights.up_v[mine])
         sources = KeySources(described(keys), described(values), described(tails), total)
         shape = (len(weights.up_k[mine]), nope, value_dim, q.shape[2] - nope)
-        tile = prefill.tile_of(q[:, mine], max(nope, value_dim), shape[0], batch.query_lens, gathered=True)
+        tile = _tile_of(q[:, mine], max(nope, value_dim), batch.query_lens)
         prefill.run_extend(q[:, mine], sources, kv, batch, shape, tile, out[:, mine])
     return out
+
+
+def _tile_of(q: Tensor, dim: int, query_lens: Sequence[int]) -> dict[str, int]:
+    """Tile sizes and launch options over keys and values of `dim` numbers, made for the heads of q, as measured on an
+    H200. Queries and three stages of keys take a multiprocessor's shared memory; in long prompts 256 queries share what
+    is loaded. Few queries have small tiles, of which two fit a multiprocessor."""
+    heads, device = q.shape[1], multiprocessors(q.device)
+    tile = prefill.tile_of(q, dim, heads, query_lens, gathered=True)
+
+    def programs(rows: int) -> int:
+        return heads * sum(triton.cdiv(n, rows) for n in query_lens)
+
+    if dim > 128 or max(query_lens) <= 64 or 2 * programs(128) <= device:
+        return tile
+    long = min(query_lens) >= 2048 and programs(256) >= 2 * device
+    return tile | {"BLOCK_M": 256 if long else 128, "num_warps": 8, "num_stages": 3}
 
 
 def _made(latents: Tensor, matrices: Tensor) -> Tensor:

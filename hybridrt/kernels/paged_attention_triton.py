@@ -33,8 +33,7 @@ LONG_CONTEXT = 4096  # positions that one program may have to walk where the dev
 # many parts. With few rows it may have MAX_SPLITS. The further ones gain nothing before each of FEW_SPLITS has some
 # blocks, because their parts take time to join. Programs of wide heads, which load more at once, need half as many.
 FEW_SPLITS, MAX_SPLITS = 64, 256
-FEW_LATENT = 2  # so many parts of a row of latent vectors are joined by the last of their programs, not by a launch
-PARTS_AT_ONCE = 64  # that `_combine_kernel` loads together
+PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # that `_combine_kernel` loads together
 
 
 @triton.jit
@@ -213,20 +212,27 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     d, s, part = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, PARTS)
     first = b * SPLITS * (T * HQ) + head
     lse = tl.load(lse_ptr + first + s * (T * HQ), mask=s < used, other=float("-inf"))
+    # Before the sums: their loads and these wait for memory at the same time.
+    lse_here, partial = _parts(partial_ptr, lse_ptr, first, part, used, d, T * HQ, D)
     largest = tl.max(lse, 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp2(lse - largest), 0)
     total = tl.where(total == 0, 1.0, total)
-    out = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, used, PARTS):
-        live = start + part < used
-        row = first + (start + part) * (T * HQ)
-        weight = tl.exp2(tl.load(lse_ptr + row, mask=live, other=float("-inf")) - largest) / total
-        mask = live[:, None] & (d < D)[None, :]
-        partial = tl.load(partial_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0)
-        out += tl.sum(partial * weight[:, None], 0)
+    out = tl.sum(partial * (tl.exp2(lse_here - largest) / total)[:, None], 0)
+    for start in range(PARTS, used, PARTS):
+        lse_here, partial = _parts(partial_ptr, lse_ptr, first, start + part, used, d, T * HQ, D)
+        out += tl.sum(partial * (tl.exp2(lse_here - largest) / total)[:, None], 0)
     cells = out_ptr + (b * T + head // HQ) * out_st + (head % HQ) * D + d
     tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _parts(partial_ptr, lse_ptr, first, part, used, d, APART: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logarithms of the sums of exponentials of parts number `part` [P], and their outputs [P, len(d)]."""
+    row = first + part * APART
+    lse = tl.load(lse_ptr + row, mask=part < used, other=float("-inf"))
+    mask = (part < used)[:, None] & (d < D)[None, :]
+    return lse, tl.load(partial_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0)
 
 
 def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
@@ -262,12 +268,13 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         **pdl(q.device),
     )  # fmt: skip
     if splits > 1 and not joined:
+        wide, block_s = tile["BLOCK_D"] > 256, triton.next_power_of_2(splits)
+        parts = min(block_s, WIDE_AT_ONCE if wide else PARTS_AT_ONCE)
         _combine_kernel[(num_rows, tokens * query_heads)](
             partial, lse, seq_lens, out, token_stride,
             T=tokens, HQ=query_heads, D=head_dim, WINDOW=window,
             **{name: tile[name] for name in ("SPLITS", "FEW", "LEAST", "BLOCK_N", "BLOCK_D")},
-            BLOCK_S=triton.next_power_of_2(splits), PARTS=min(triton.next_power_of_2(splits), PARTS_AT_ONCE),
-            num_warps=8 if tile["BLOCK_D"] > 256 else 4, **pdl(q.device),
+            BLOCK_S=block_s, PARTS=parts, num_warps=8 if wide and parts > 8 else 4, **pdl(q.device),
         )  # fmt: skip
     return out
 
@@ -322,11 +329,11 @@ def _walk_latent(room: int, max_context: int, block_n: int, q: Tensor) -> tuple[
     """`_walk` of latent vectors. A program takes a multiprocessor's shared memory for itself: the device has room for
     `room` programs of each."""
     stages = {"num_stages": 3 if shared_memory(q.device) >= H200_SHARED_MEMORY else 2}
-    blocks, joined = triton.cdiv(max_context, block_n), room <= FEW_LATENT
-    if not joined:
+    blocks = triton.cdiv(max_context, block_n)
+    if room > 2:
         return stages | {"SPLITS": min(room, blocks, MAX_SPLITS // 2), "FEW": 1, "LEAST": 1}, False
     splits = min(max(room, triton.cdiv(max_context, LONG_CONTEXT)), blocks, FEW_SPLITS)
-    return stages | {"SPLITS": splits, "FEW": room, "LEAST": triton.cdiv(LONG_CONTEXT, block_n)}, True
+    return stages | {"SPLITS": splits, "FEW": room, "LEAST": triton.cdiv(LONG_CONTEXT, block_n)}, room == 1
 
 
 def rope_block(rope: int) -> int:
