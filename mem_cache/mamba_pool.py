@@ -299,7 +299,7 @@ class MambaPool:
     def commit(
         self,
         rows: torch.Tensor,
-        slots: torch.Tensor,
+        state_slots: torch.Tensor,
         accepted: torch.Tensor,
         start_positions: torch.Tensor,
         path: torch.Tensor | None = None,
@@ -307,14 +307,14 @@ class MambaPool:
         """The accepted tokens of a decode or verify step become part of the state of `rows`.
 
         Args:
-            rows, slots, accepted: [n] int32; slot -1 or nothing accepted marks a padding row.
+            rows, state_slots, accepted: [n] int32; slot -1 or nothing accepted marks a padding row.
             start_positions: [n] int32 position of each row's first token in the step.
             path: [n, T] accepted nodes of a draft tree; None for a chain.
         """
         if self.spec.mode == "replay":
             cursors = self.ring_start, self.ring_length
             self._fold(
-                advance_ring(*cursors, rows, accepted, slots, width=self.width, widest=self.spec.tokens_per_step)
+                advance_ring(*cursors, rows, accepted, state_slots, width=self.width, widest=self.spec.tokens_per_step)
             )
             return
         nodes, ends = accepted, None
@@ -326,12 +326,12 @@ class MambaPool:
             assert cache.intermediate_ssm is not None, "one token a row is final in a pool without rings"
             if cache.temporal.numel():
                 stored = IntermediateStates(cache.intermediate_ssm, rows)
-                commit_intermediate(cache.temporal, stored, slots, nodes)
+                commit_intermediate(cache.temporal, stored, state_slots, nodes)
             # A chain's conv inputs are in the ring already.
             if ends is not None and cache.conv.numel():
                 assert cache.intermediate_conv_window is not None
                 windows = IntermediateStates(cache.intermediate_conv_window, rows)
-                commit_conv_window(cache.conv, windows, slots, nodes, ends)
+                commit_conv_window(cache.conv, windows, state_slots, nodes, ends)
 
     def fold(self, rows: torch.Tensor) -> None:
         """Makes the ring entries of `rows` part of what their slots hold, and empties the rings."""

@@ -22,12 +22,14 @@ class GDNAttnBackend(MambaAttnBackendBase):
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         qkv, a, b = (segment.by_row(inputs[name]) for name in ("mixed_qkv", "a", "b"))
-        out = gdn_decode(qkv, a, b, weights=self.weights(layer), step=self.fused_step(layer, segment))
+        step = segment.fused_step(self.conv_weights(layer), self.layer_cache(layer.layer_id))
+        out = gdn_decode(qkv, a, b, weights=self.weights(layer), step=step)
         return out.flatten(0, 1).flatten(1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
-        conved = causal_conv1d_varlen(inputs["mixed_qkv"], *self.conv_chunks(layer, segment))
-        state = segment.state(self.layer_cache(layer.layer_id))
+        cache = self.layer_cache(layer.layer_id)
+        conved = causal_conv1d_varlen(inputs["mixed_qkv"], *segment.conv_chunks(self.conv_weights(layer), cache))
+        state = segment.state(cache)
         tokens = DeltaInputs(*split_qkv(conved, state.states), inputs["a"], inputs["b"])
         return chunk_gated_delta_rule(tokens, state, segment.prompts, self.weights(layer)).flatten(1)
 

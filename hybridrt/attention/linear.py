@@ -19,7 +19,7 @@ from hybridrt.kernels.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.kernels.launch import end_launches
 from hybridrt.kernels.providers import needs_host
-from hybridrt.kernels.records import ConvState, ConvWeights, FusedStep, IntermediateStates, Prompts, SavedStates
+from hybridrt.kernels.records import ConvWeights, Prompts
 from hybridrt.kernels.views import take_tokens
 from hybridrt.mem_cache.bounds import check_range
 from hybridrt.mem_cache.mamba_pool import LayerCache, MambaPool
@@ -147,23 +147,6 @@ class MambaAttnBackendBase(AttentionBackend):
         """A mixer's conv, as the operations take it."""
         return ConvWeights(layer.conv_weight, layer.conv_bias)
 
-    def conv_rows(self, layer: Any, segment: DecodeSegment) -> tuple[ConvWeights, ConvState, IntermediateStates | None]:
-        """The arguments of `causal_conv1d_update` for a mixer's decode rows, behind the inputs."""
-        cache = self.layer_cache(layer.layer_id)
-        return self.conv_weights(layer), segment.conv_state(cache), segment.conv_windows(cache)
-
-    def conv_chunks(
-        self, layer: Any, segment: ExtendSegment
-    ) -> tuple[ConvWeights, ConvState, Tensor, SavedStates | None]:
-        """The arguments of `causal_conv1d_varlen` for a mixer's prompt chunks, behind the inputs."""
-        state = segment.conv_state(self.layer_cache(layer.layer_id))
-        return self.conv_weights(layer), state, segment.prompts.query_start_loc, segment.prompts.saves
-
-    def fused_step(self, layer: Any, segment: DecodeSegment) -> FusedStep:
-        """The conv and the states of a mixer's decode rows."""
-        cache, (weights, conv, nodes) = self.layer_cache(layer.layer_id), self.conv_rows(layer, segment)
-        return FusedStep(weights, conv, segment.state(cache), segment.ring(cache), nodes and nodes.stored)
-
     @staticmethod
     def ring_decay(layer: Any) -> Tensor | None:
         """[heads] float32: a ring gate of this mixer times its factor is the log of a decay. None: the gates are logs
@@ -227,9 +210,9 @@ class MambaAttnBackendBase(AttentionBackend):
         """Rows, and the state slots that the step reads and writes. Waits for the device."""
         end = self.mamba_pool.num_slots + 1
         check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1, BackendError)
-        slots = self.pools.state_slots(batch.req_pool_indices[: batch.num_real])
-        check_range("req_to_state_slot", slots, end, BackendError)
-        check_own("req_to_state_slot", slots)
+        state_slots = self.pools.state_slots(batch.req_pool_indices[: batch.num_real])
+        check_range("req_to_state_slot", state_slots, end, BackendError)
+        check_own("req_to_state_slot", state_slots)
         if batch.read_state_slots is not None:
             check_range("read_state_slots", batch.read_state_slots, end, BackendError)
         for part in batch.extend_passes:
@@ -306,38 +289,40 @@ class MambaAttnBackendBase(AttentionBackend):
         """By chunk size, which alone differs from kind to kind."""
         split, padded = batch.num_decode_rows, batch.num_real < batch.batch_size
         rows = batch.req_pool_indices[split:]
-        slots = self.pools.state_slots(rows)
+        state_slots = self.pools.state_slots(rows)
         if padded:
-            slots = slots.masked_fill_(rows == 0, -1)
+            state_slots.masked_fill_(rows == 0, -1)
         if batch.extend_passes:
-            return self._pass_segments(batch.extend_passes, slots, padded)
+            return self._pass_segments(batch.extend_passes, state_slots, padded)
         starts = batch.query_start_loc[split:]
         positions = batch.seq_lens[split:] - (starts[1:] - starts[:-1])
-        reads = slots
+        read_state_slots = state_slots
         if batch.read_state_slots is not None:
-            reads = torch.where(batch.read_state_slots > 0, batch.read_state_slots, slots)
+            read_state_slots = torch.where(batch.read_state_slots > 0, batch.read_state_slots, state_slots)
         runs, saves = (starts - batch.num_decode_tokens, positions > 0), batch.saved_states
         prompts = {size: Prompts(*runs, plan, saves.get(size)) for size, plan in plans.items()}
-        return {size: ExtendSegment(reads, slots, positions, each) for size, each in prompts.items()}
+        return {size: ExtendSegment(read_state_slots, state_slots, positions, each) for size, each in prompts.items()}
 
     @staticmethod
-    def _pass_segments(passes: Sequence[ExtendPass], own: Tensor, padded: bool) -> dict[int, ExtendSegment]:
+    def _pass_segments(passes: Sequence[ExtendPass], state_slots: Tensor, padded: bool) -> dict[int, ExtendSegment]:
         """The first pass's segment by chunk size, the others behind it.
 
         Args:
-            own: the extend rows' slots.
+            state_slots: the extend rows' own.
             padded: token 0 in a later pass is padding.
         """
         behind: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
         found: dict[int, ExtendSegment] = {}
         for part in passes:
-            slots, positions = own.index_select(0, part.rows), part.start_positions
-            reads, writes = (torch.where(s == 0, slots, s) for s in (part.read_state_slots, part.write_state_slots))
+            own_state_slots, positions = state_slots.index_select(0, part.rows), part.start_positions
+            read_state_slots = torch.where(part.read_state_slots == 0, own_state_slots, part.read_state_slots)
+            write_state_slots = torch.where(part.write_state_slots == 0, own_state_slots, part.write_state_slots)
             runs = part.query_start_loc, positions > 0
             tokens = None if part.tokens is None else part.tokens.long()
             live = tokens > 0 if padded and tokens is not None else None
             for size, plan in part.chunk_plans.items():
-                segment = ExtendSegment(reads, writes, positions, Prompts(*runs, plan), live=live)
+                prompts = Prompts(*runs, plan)
+                segment = ExtendSegment(read_state_slots, write_state_slots, positions, prompts, live=live)
                 if tokens is None:
                     behind[size] = []
                     found[size] = replace(segment, later=behind[size])

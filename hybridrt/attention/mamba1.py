@@ -23,21 +23,22 @@ class Mamba1AttnBackend(MambaAttnBackendBase):
     kind, saves_at_chunks = "mamba1", True
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        cache = self.layer_cache(layer.layer_id)
         if "dt" not in inputs:
-            return causal_conv1d_update(segment.by_row(inputs["x"]), *self.conv_rows(layer, segment)).flatten(0, 1)
+            conv = segment.conv_rows(self.conv_weights(layer), cache)
+            return causal_conv1d_update(segment.by_row(inputs["x"]), *conv).flatten(0, 1)
         tokens = SSMInputs(*(segment.by_row(inputs[name]) for name in SSMInputs._fields))
-        state = segment.state(self.layer_cache(layer.layer_id))
-        return mamba1_update(tokens, _weights(layer), state, layer.bc_norms).flatten(0, 1)
+        return mamba1_update(tokens, _weights(layer), segment.state(cache), layer.bc_norms).flatten(0, 1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+        cache = self.layer_cache(layer.layer_id)
         if "dt" not in inputs:
-            return causal_conv1d_varlen(inputs["x"], *self.conv_chunks(layer, segment))
+            return causal_conv1d_varlen(inputs["x"], *segment.conv_chunks(self.conv_weights(layer), cache))
         tokens = SSMInputs(*(inputs[name] for name in SSMInputs._fields))
         if norms := layer.bc_norms:
             B, C = rms_norm(tokens.B, norms.B_weight, norms.eps), rms_norm(tokens.C, norms.C_weight, norms.eps)
             tokens = tokens._replace(B=B, C=C)
-        state = segment.state(self.layer_cache(layer.layer_id))
-        return selective_scan(tokens, _weights(layer), state, segment.prompts)
+        return selective_scan(tokens, _weights(layer), segment.state(cache), segment.prompts)
 
 
 def _weights(layer: Any) -> SSMWeights:

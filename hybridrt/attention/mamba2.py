@@ -26,9 +26,10 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
         cache, rows, out = self.layer_cache(layer.layer_id), segment.pool_rows, inputs.get("out")
+        conv_weights = self.conv_weights(layer)
         if rows and cache.ring_values is None:
             xBC, z = inputs["xBC"], inputs["z"] if layer.norm is None else None
-            pools, conv_weights = (cache.conv, cache.temporal), self.conv_weights(layer)
+            pools = cache.conv, cache.temporal
             if rows.holds(xBC, *pools, conv_weights.weight.shape[1]):
                 weights = self.weights(layer)
                 return mamba2_in_place(xBC, inputs["dt"], z, conv_weights, weights, *pools, rows, out)
@@ -36,13 +37,13 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
         if layer.norm is None:
             gate = segment.by_row(inputs["z"]).unflatten(2, (layer.heads, layer.head_dim))
         place = None if out is None else out.view(*dt.shape, layer.head_dim)
-        step = self.fused_step(layer, segment)
+        step = segment.fused_step(conv_weights, cache)
         y = mamba2_decode(xBC, dt, gate, weights=self.weights(layer), step=step, out=place)
         return y.reshape(segment.num_tokens, -1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
-        out, state = inputs.get("out"), segment.state(self.layer_cache(layer.layer_id))
-        conved = self.conved_chunks(layer, segment, inputs["xBC"])
+        cache, out = self.layer_cache(layer.layer_id), inputs.get("out")
+        conved, state = self.conved_chunks(layer, segment, inputs["xBC"]), segment.state(cache)
         x, B, C = split_conv_channels(conved, state.states.shape)
         z = by_head(inputs["z"], layer.heads, layer.head_dim) if layer.norm is None else None
         place = None if out is None else out.view(x.shape)
@@ -51,7 +52,8 @@ class Mamba2AttnBackend(MambaAttnBackendBase):
 
     def conved_chunks(self, layer: Any, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
         """xBC of prompt chunks behind the conv."""
-        return causal_conv1d_varlen(xBC, *self.conv_chunks(layer, segment))
+        cache = self.layer_cache(layer.layer_id)
+        return causal_conv1d_varlen(xBC, *segment.conv_chunks(self.conv_weights(layer), cache))
 
     @staticmethod
     def ring_decay(layer: Any) -> torch.Tensor:

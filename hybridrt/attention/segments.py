@@ -9,7 +9,16 @@ import torch
 from hybridrt.kernels.chunk_plan import ChunkPlan
 from hybridrt.kernels.decode_metadata import DecodeBuffers
 from hybridrt.kernels.mamba2_in_place import PoolRows, pool_rows
-from hybridrt.kernels.records import ConvState, IntermediateStates, Prompts, StateRing, StateSlots
+from hybridrt.kernels.records import (
+    ConvState,
+    ConvWeights,
+    FusedStep,
+    IntermediateStates,
+    Prompts,
+    SavedStates,
+    StateRing,
+    StateSlots,
+)
 from hybridrt.mem_cache.mamba_pool import LayerCache
 
 
@@ -40,14 +49,14 @@ class DecodeSegment:
     def state(self, cache: LayerCache) -> StateSlots:
         """A layer's recurrent states, read and written at the same slots. One token is final at once: only a verify
         step may have to go back, and stores the state after each token."""
-        intermediate, slots = None, self.buffers.state_slots
+        intermediate, state_slots = None, self.buffers.state_slots
         if self.tokens_per_row > 1 and cache.intermediate_ssm is not None:
             intermediate = IntermediateStates(cache.intermediate_ssm, self.rows, self.parents)
-        return StateSlots(cache.temporal, slots, slots, intermediate)
+        return StateSlots(cache.temporal, state_slots, state_slots, intermediate)
 
     def conv_state(self, cache: LayerCache) -> ConvState:
-        slots = self.buffers.state_slots
-        return ConvState(cache.conv, slots, slots, self.buffers.start_positions)
+        state_slots = self.buffers.state_slots
+        return ConvState(cache.conv, state_slots, state_slots, self.buffers.start_positions)
 
     def ring(self, cache: LayerCache) -> StateRing | None:
         """A layer's state ring; None of a pool that keeps none."""
@@ -61,6 +70,17 @@ class DecodeSegment:
             return None
         assert cache.intermediate_conv_window is not None, "a pool for trees has them"
         return IntermediateStates(cache.intermediate_conv_window, self.rows, self.parents)
+
+    def conv_rows(
+        self, weights: ConvWeights, cache: LayerCache
+    ) -> tuple[ConvWeights, ConvState, IntermediateStates | None]:
+        """The arguments of `causal_conv1d_update`, behind the inputs."""
+        return weights, self.conv_state(cache), self.conv_windows(cache)
+
+    def fused_step(self, weights: ConvWeights, cache: LayerCache) -> FusedStep:
+        """The conv and the states of a layer."""
+        nodes = self.conv_windows(cache)
+        return FusedStep(weights, self.conv_state(cache), self.state(cache), self.ring(cache), nodes and nodes.stored)
 
 
 @dataclass(frozen=True)
@@ -85,6 +105,12 @@ class ExtendSegment:
 
     def conv_state(self, cache: LayerCache) -> ConvState:
         return ConvState(cache.conv, self.read_state_slots, self.write_state_slots, self.start_positions)
+
+    def conv_chunks(
+        self, weights: ConvWeights, cache: LayerCache
+    ) -> tuple[ConvWeights, ConvState, torch.Tensor, SavedStates | None]:
+        """The arguments of `causal_conv1d_varlen`, behind the inputs."""
+        return weights, self.conv_state(cache), self.prompts.query_start_loc, self.prompts.saves
 
 
 @dataclass

@@ -17,16 +17,17 @@ class ShortConvAttnBackend(MambaAttnBackendBase):
     kind, saves_at_chunks = "short_conv", True
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        projected = segment.by_row(inputs["projected"])
+        projected, cache = segment.by_row(inputs["projected"]), self.layer_cache(layer.layer_id)
+        weights = self.conv_weights(layer)
         if segment.parents is None:
-            conv = segment.conv_state(self.layer_cache(layer.layer_id))
-            return short_conv_update(projected, self.conv_weights(layer), conv).flatten(0, 1)
+            return short_conv_update(projected, weights, segment.conv_state(cache)).flatten(0, 1)
         into, out, x = projected.chunk(3, -1)  # the fused kernel does not follow parents
-        return (out * causal_conv1d_update(into * x, *self.conv_rows(layer, segment))).flatten(0, 1)
+        return (out * causal_conv1d_update(into * x, *segment.conv_rows(weights, cache))).flatten(0, 1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
         into, out, x = inputs["projected"].chunk(3, -1)
-        return causal_conv1d_varlen(into * x, *self.conv_chunks(layer, segment)).mul_(out)
+        conv = segment.conv_chunks(self.conv_weights(layer), self.layer_cache(layer.layer_id))
+        return causal_conv1d_varlen(into * x, *conv).mul_(out)
 
     @staticmethod
     def conv_weights(layer: Any) -> ConvWeights:

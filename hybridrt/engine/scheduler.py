@@ -332,10 +332,10 @@ class Scheduler:
         columns.output_index[row] += last
         following = 0 if last else tokens[end]
         state = request.prefix.state
-        read_slot = state.index if state is not None and start == request.prefix.length else 0
+        read_state_slot = state.index if state is not None and start == request.prefix.length else 0
         saves = self._coordinator.prefixes.save(request, start, end)
         step.plan.extend.append(
-            ExtendRow(row, start, tokens[start:end], len(request.output), last, following, read_slot, saves)
+            ExtendRow(row, start, tokens[start:end], len(request.output), last, following, read_state_slot, saves)
         )
         step.rows.append((request, int(last)))
         if last and request.export_to is not None:

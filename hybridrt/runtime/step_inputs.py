@@ -37,7 +37,7 @@ def pack_batch(
         chunk_sizes: of the recurrent layers' prefill (`ChunkPlan`).
     """
     extend, decoded = plan.extend, len(plan.decode) * tokens
-    read_slots = int32s(r.read_state_slot for r in extend)
+    read_state_slots = int32s(r.read_state_slot for r in extend)
     new = int32s(len(r.tokens) for r in extend)
     computed = int32s(r.computed for r in extend)
     ends = decoded + np.cumsum(new, dtype=np.int32)
@@ -54,7 +54,7 @@ def pack_batch(
         "extend_rows": np.repeat(extend_rows, new),
         "extend_positions": np.arange(decoded, decoded + new.sum(), dtype=np.int32) + starts,
         **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if following else {}),
-        **({"read_state_slots": read_slots} if read_slots.any() else {}),
+        **({"read_state_slots": read_state_slots} if read_state_slots.any() else {}),
         **pack_chunks(computed.tolist(), new.tolist(), chunk_sizes),
     }
 

@@ -18,8 +18,8 @@ class Run(NamedTuple):
     """Tokens of an extend row that one pass computes. Slots are 0 for the row's own, -1 where nothing is computed."""
 
     row: int
-    read: int
-    write: int
+    read_state_slot: int
+    write_state_slot: int
     position: int
     token: int
     length: int
@@ -43,8 +43,8 @@ def run_lists(runs: Sequence[Run], number: int, sizes: Iterable[int]) -> dict[st
     """The integers of pass `number`."""
     position, length = [run.position for run in runs], [run.length for run in runs]
     tokens = [token for run in runs for token in range(run.token, run.token + run.length)] if number else []
-    slots = [run.read for run in runs], [run.write for run in runs]
-    parts = [run.row for run in runs], *slots, [0, *accumulate(length)], position, tokens
+    state_slots = [run.read_state_slot for run in runs], [run.write_state_slot for run in runs]
+    parts = [run.row for run in runs], *state_slots, [0, *accumulate(length)], position, tokens
     lists = dict(zip(RUN_COLUMNS, parts))
     for size in sizes:
         plan = chunk_lists(position, length, size)
@@ -60,9 +60,9 @@ def runs_of(extend: Sequence[ExtendRow], number: int) -> list[Run]:
         ends, slots = [0, *(end for end, _ in row.saves), length], [slot for _, slot in row.saves]
         if number < len(ends) - 1:
             start, end = ends[number], ends[number + 1]
-            read = slots[number - 1] if number else row.read_state_slot
-            write = slots[number] if number < len(slots) else 0
-            runs.append(Run(i, read, write, row.computed + start, first + start, end - start))
+            read_state_slot = slots[number - 1] if number else row.read_state_slot
+            state_slots = read_state_slot, slots[number] if number < len(slots) else 0
+            runs.append(Run(i, *state_slots, row.computed + start, first + start, end - start))
             if not number and end < length:
                 runs.append(Run(i, -1, -1, row.computed + end, first + end, length - end))
         first += length
@@ -79,9 +79,9 @@ def extend_passes(columns: Columns, sections: Sections, sizes: Sequence[int]) ->
         host = {name.removesuffix(suffix): part for name, part in columns.items() if name.endswith(suffix)}
         device = {name.removesuffix(suffix): part for name, part in sections.items() if name.endswith(suffix)}
         lengths = np.diff(host["query_start_loc"]).tolist()
-        rows, reads, writes, starts, positions, tokens = (device[name] for name in RUN_COLUMNS)
-        plans = chunk_plans(host, device, lengths, sizes)
-        found.append(ExtendPass(rows, reads, writes, starts, positions, tokens if number else None, plans))
+        rows, read_state_slots, write_state_slots, starts, positions, tokens = (device[name] for name in RUN_COLUMNS)
+        plans, places = chunk_plans(host, device, lengths, sizes), tokens if number else None
+        found.append(ExtendPass(rows, read_state_slots, write_state_slots, starts, positions, places, plans))
     return found
 
 

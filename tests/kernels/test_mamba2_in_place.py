@@ -105,8 +105,9 @@ def test_steps_that_keep_the_state_take_the_general_path(
     none, out = torch.empty(0), torch.zeros(2, tokens, 4, 2)
     cache = LayerCache(none, none, ring_values=none if ring else None)
     backend = object.__new__(Mamba2AttnBackend)
-    for name, answer in (("layer_cache", cache), ("fused_step", None), ("weights", None)):
+    for name, answer in (("layer_cache", cache), ("conv_weights", None), ("weights", None)):
         monkeypatch.setattr(backend, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(DecodeSegment, "fused_step", lambda *_: None)
     monkeypatch.setattr(mamba2, "mamba2_in_place", None)
     monkeypatch.setattr(mamba2, "mamba2_decode", lambda *_, **__: out)
     rows = {"xBC": torch.zeros(2 * tokens, 10), "dt": torch.zeros(2 * tokens, 4)}

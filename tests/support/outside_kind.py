@@ -46,10 +46,12 @@ class OutsideBackend(MambaAttnBackendBase):
     kind = "outside"
 
     def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> Tensor:
-        return causal_conv1d_update(segment.by_row(inputs["x"]), *self.conv_rows(layer, segment)).flatten(0, 1)
+        conv = segment.conv_rows(self.conv_weights(layer), self.layer_cache(layer.layer_id))
+        return causal_conv1d_update(segment.by_row(inputs["x"]), *conv).flatten(0, 1)
 
     def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
-        return causal_conv1d_varlen(inputs["x"], *self.conv_chunks(layer, segment))
+        conv = segment.conv_chunks(self.conv_weights(layer), self.layer_cache(layer.layer_id))
+        return causal_conv1d_varlen(inputs["x"], *conv)
 
 
 class OutsideMixer(nn.Module):
