@@ -31,7 +31,6 @@ from hybridrt.runtime.state_arena import StateArena
 from hybridrt.runtime.step import (
     NO_INTEGERS,
     NO_ROWS,
-    DecodeRows,
     PageCopy,
     PageWrite,
     Snapshot,
@@ -42,6 +41,8 @@ from hybridrt.runtime.step import (
 from hybridrt.runtime.step_batch import enter_tables, fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, pack_batch, pack_bookkeeping
 from hybridrt.runtime.step_passes import extend_passes
+
+Bitmask = torch.Tensor | None  # of a step's lines of logits; None: all tokens are allowed
 
 
 class StepRunner:
@@ -236,7 +237,7 @@ class StepRunner:
         graphs.replay(decode, new_pages)
         batch, indices, logits, hidden = graphs.rows(n)
         lines = SampledLines(batch.req_pool_indices, indices, (decode.rows, decode.output_indices), logits)
-        decoded = partial(self._sample_or_verify, decode, batch, graphs.buffers.sections, lines, hidden)
+        decoded = partial(self._sample_or_verify, batch, graphs.buffers.sections, lines, hidden)
         if not plan.extend:
             return decoded
         # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
@@ -271,7 +272,7 @@ class StepRunner:
             kept = hidden.index_select(0, sections["sample_at"])
             logits = self.model.logits(kept) if len(kept) else kept
             lines = SampledLines(sections["sample_rows"], sections["output_indices"], on_host, logits)
-            launched = self._sample_or_verify(plan.decode, batch, sections, lines, hidden, bitmask)
+            launched = self._sample_or_verify(batch, sections, lines, hidden, bitmask)
             if not scored:
                 return launched
             on_device = sections["scored_at"], sections["scored_tokens"]
@@ -280,26 +281,22 @@ class StepRunner:
         return sampling
 
     def _sample_or_verify(
-        self,
-        decode: DecodeRows,
-        batch: ForwardBatch,
-        sections: Sections,
-        lines: SampledLines,
-        hidden: torch.Tensor,
-        bitmask: torch.Tensor | None,
+        self, batch: ForwardBatch, sections: Sections, lines: SampledLines, hidden: torch.Tensor, mask: Bitmask
     ) -> StepHandle:
         """Tokens of the rows that gain some, of which `lines` has the decode rows first. Then the drafter follows."""
         launched: StepHandle
         accepted, (rows, indices, on_host, logits) = None, lines
         if batch.spec_info is not None:
-            n, split = len(decode), batch.num_decode_tokens
-            of_drafts, of_chunks = (None, None) if bitmask is None else (bitmask[:split], bitmask[split:])
-            launched, accepted = self._verify(decode, batch, sections, logits[:split], of_drafts)
+            n, split = batch.num_decode_rows, batch.num_decode_tokens
+            of_drafts, of_chunks = (None, None) if mask is None else (mask[:split], mask[split:])
+            if n < len(rows):
+                lines = SampledLines(rows[:n], indices[:n], (on_host[0][:n], on_host[1][:n]), logits[:split])
+            launched, accepted = self._verify(batch, sections, lines, of_drafts)
             if n < len(rows):
                 chunks = SampledLines(rows[n:], indices[n:], (on_host[0][n:], on_host[1][n:]), logits[split:])
                 launched = JoinedSteps(launched, self._sample(chunks, of_chunks))
         elif len(rows):
-            launched = self._sample(lines, bitmask)
+            launched = self._sample(lines, mask)
         else:
             launched = LaunchedStep(None)
         if self.drafter is not None:
@@ -353,31 +350,25 @@ class StepRunner:
             saved_states=saved_states(sections, sizes),
         )
 
-    def _sample(self, lines: SampledLines, bitmask: torch.Tensor | None) -> LaunchedStep:
+    def _sample(self, lines: SampledLines, mask: Bitmask) -> LaunchedStep:
         parts, wanted = self._required.of(*lines.on_host)
-        tokens = self.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
+        tokens = self.sampler(lines.logits, lines.rows, lines.output_indices, parts, mask)
         enter_tokens(lines.rows, tokens, self.last_tokens)
         return LaunchedStep(tokens[:, None], None, lines.logits, wanted)
 
     def _verify(
-        self,
-        decode: DecodeRows,
-        batch: ForwardBatch,
-        sections: Sections,
-        logits: torch.Tensor,
-        bitmask: torch.Tensor | None,
+        self, batch: ForwardBatch, sections: Sections, lines: SampledLines, mask: Bitmask
     ) -> tuple[LaunchedStep, Accepted]:
-        """Acceptance for a step's decode rows [n], then the commit of the state that it keeps. `sections` may hold
-        further rows. logits [n * T, vocab]."""
-        n, spec = len(decode), batch.spec_info
+        """Acceptance for a step's decode rows [n], which have n * T lines of logits, then the commit of the state that
+        it keeps. `sections` may hold further rows."""
+        n, spec, logits = len(lines.rows), batch.spec_info, lines.logits
         assert spec is not None
         tree = () if spec.parents is None or spec.tree_mask is None else (spec.parents[:n], spec.tree_mask[:n])
         step = Verification(
-            batch.req_pool_indices[:n], sections["output_indices"][:n],
-            batch.positions[: batch.num_decode_tokens].view(n, -1), sections["drafts"][:n], sections["num_drafts"][:n],
-            self.last_tokens, *tree,
+            lines.rows, lines.output_indices, batch.positions[: batch.num_decode_tokens].view(n, -1),
+            sections["drafts"][:n], sections["num_drafts"][:n], self.last_tokens, *tree,
         )  # fmt: skip
-        parts, wanted = self._required.of(decode.rows, decode.output_indices)
-        kept = self.sampler.verify(logits, step, parts, bitmask)
+        parts, wanted = self._required.of(*lines.on_host)
+        kept = self.sampler.verify(logits, step, parts, mask)
         self.backend.commit(batch, kept.counts, kept.path)
         return LaunchedStep(kept.tokens, kept.counts, logits, wanted, kept.path), kept
