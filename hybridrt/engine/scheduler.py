@@ -188,12 +188,13 @@ class Scheduler:
     def _needs_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
         """Returns a [n] bool mask: ready requests whose next step needs tokens that the host has not read."""
         assert self._drafter is not None
-        needs_tokens = ready & (columns.output_index > int32s(len(request.output) for request in requests))
+        pending = columns.output_index - int32s([len(request.output) for request in requests])
+        needs_tokens = ready & (pending > 0)
         for i in needs_tokens.nonzero()[0].tolist():
             request = requests[i]
             # A plain step adds at most one pending token. A verify step may add several, so the next position is
             # unknown until its result is read.
-            needs_tokens[i] = request.pending > request.in_flight or self._drafter.waits(request)
+            needs_tokens[i] = pending[i] > request.in_flight or self._drafter.waits(request)
         return needs_tokens
 
     def _schedule_decode(
@@ -202,7 +203,7 @@ class Scheduler:
         """Adds a decode row for each request that has or gets a page for its input. `rows` and `columns` are those of
         the requests, all of which can decode."""
         drafts = self._propose(requests, columns)
-        ends = columns.computed + int32s(map(len, drafts)) if drafts else columns.computed
+        ends = columns.computed + int32s([len(draft.tokens) for draft in drafts]) if drafts else columns.computed
         short = (ends >= columns.capacity).nonzero()[0].tolist()
         if short:
             found = self._find_pages(requests, drafts, short, step.plan)
@@ -221,17 +222,21 @@ class Scheduler:
         step.rows = list(zip(requests, gains.tolist(), strict=True))
 
     def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
-        """A draft for each request, an empty one while tokens are pending; nothing without a drafter. No draft goes on
-        behind the end of its request: the state would hold tokens that the text lacks, and serve no request."""
+        """A draft for each request, an empty one while tokens are pending; nothing where all are empty. No draft goes
+        on behind the end of its request: the state would hold tokens that the text lacks, and serve no request."""
         if self._drafter is None:
             return []
-        known = [not request.pending for request in requests]
-        asked = list(compress(requests, known))
-        max_drafts = columns.max_output - columns.output_index - 1
-        proposed = self._drafter.propose(asked, list(compress(max_drafts.tolist(), known)))
-        ending = (draft.until(request.ends_within) for request, draft in zip(asked, proposed, strict=True))
-        drafts = (d if r.matcher is None else r.matcher.allowed(d) for r, d in zip(asked, ending, strict=True))
-        return [next(drafts) if is_known else NO_DRAFT for is_known in known]
+        known = (columns.output_index == int32s([len(request.output) for request in requests])).nonzero()[0]
+        max_drafts, asked = columns.max_output - columns.output_index - 1, [requests[i] for i in known.tolist()]
+        if not asked:
+            return []
+        drafts = [NO_DRAFT] * len(requests)
+        proposed = self._drafter.propose(asked, max_drafts[known].tolist())
+        for i, request, draft in zip(known.tolist(), asked, proposed, strict=True):
+            if draft.tokens:
+                draft = draft.until(request.ends_within)
+                drafts[i] = draft if request.matcher is None else request.matcher.allowed(draft)
+        return drafts if any(draft.tokens for draft in drafts) else []
 
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan

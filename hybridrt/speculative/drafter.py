@@ -86,8 +86,10 @@ class Draft:
     @property
     def depth(self) -> int:
         """How many drafts can stay at most."""
+        if self.parents is None:
+            return len(self.tokens)
         depths = [0]
-        for parent in range(len(self)) if self.parents is None else self.parents:
+        for parent in self.parents:
             depths.append(depths[parent] + 1)
         return max(depths)
 
@@ -149,14 +151,6 @@ class Drafter(ABC):
         """For each request, all of them begun, at most `max_drafts` tokens (0 or more) behind its last known one."""
 
 
-@dataclass(slots=True)
-class _Earned:
-    """How long a request's drafts may be, and the depth of those whose outcome is not known yet."""
-
-    length: int
-    depth: int = 0
-
-
 class AdaptiveDrafter(Drafter):
     """Shortens the drafts of requests whose drafts fail.
 
@@ -174,47 +168,47 @@ class AdaptiveDrafter(Drafter):
     def __init__(self, inner: Drafter, num_draft_tokens: int, patience: int = 16) -> None:
         self.inner, self.longest, self.patience = inner, num_draft_tokens, patience
         self.always = False
-        self._earned: dict[int, _Earned] = {}
+        self._earned: dict[int, int] = {}  # how long a request's drafts may be
+        self._depths: dict[int, int] = {}  # of the drafts whose outcome is not known yet
 
     def begin(self, request: DraftRequest) -> None:
-        self._earned[request.arrival] = _Earned(self.longest)
+        self._earned[request.arrival] = self.longest
         self.inner.begin(request)
 
     def end(self, request: DraftRequest) -> None:
         self._earned.pop(request.arrival, None)
+        self._depths.pop(request.arrival, None)
         self.inner.end(request)
 
     def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:
-        for request, tokens in zip(requests, gained, strict=True):
-            earned = self._earned[request.arrival]
-            if earned.depth and tokens == 1:
-                earned.length //= 2
-            elif earned.depth and tokens > earned.depth:
-                earned.length = min(earned.length * 2, self.longest)
-            earned.depth = 0
+        if self._depths:
+            for request, tokens in zip(requests, gained, strict=True):
+                depth, earned = self._depths.pop(request.arrival, 0), self._earned[request.arrival]
+                if depth and tokens == 1:
+                    self._earned[request.arrival] = earned // 2
+                elif depth and tokens > depth:
+                    self._earned[request.arrival] = min(earned * 2, self.longest)
         self.inner.after_step(requests, gained)
 
     def waits(self, request: DraftRequest) -> bool:
-        earned = self._earned[request.arrival]
-        return (earned.length > 0 or self._tries_again(request)) and self.inner.waits(request)
+        sampled = len(request.output) + request.pending
+        return (self._earned[request.arrival] > 0 or sampled % self.patience == 0) and self.inner.waits(request)
 
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
-        allowed = [min(n, self._allowed(r)) for r, n in zip(requests, max_drafts, strict=True)]
-        asked = [i for i, n in enumerate(allowed) if n > 0]
-        drafts = [NO_DRAFT for _ in requests]
-        for i, draft in zip(asked, self.inner.propose([requests[i] for i in asked], [allowed[i] for i in asked])):
-            drafts[i] = draft.first(allowed[i])
+        drafts, asked, allowed = [NO_DRAFT] * len(requests), list[int](), list[int]()
+        for i, (request, most) in enumerate(zip(requests, max_drafts, strict=True)):
+            earned = self._earned[request.arrival]
+            if not earned and len(request.output) % self.patience == 0:
+                self._earned[request.arrival] = earned = 1
+            if earned and most > 0:
+                asked.append(i)
+                allowed.append(min(earned, most))
+        for i, n, draft in zip(asked, allowed, self.inner.propose([requests[i] for i in asked], allowed)):
+            drafts[i] = draft.first(n)
         if self.always:
             drafts = [d or Draft([0] * min(n, self.longest)) for d, n in zip(drafts, max_drafts, strict=True)]
-        for request, draft in zip(requests, drafts):
-            self._earned[request.arrival].depth = draft.depth
+        if self._depths:  # of drafts that no step has verified
+            for request in requests:
+                self._depths.pop(request.arrival, None)
+        self._depths |= {r.arrival: d.depth for r, d in zip(requests, drafts) if d.tokens}
         return drafts
-
-    def _allowed(self, request: DraftRequest) -> int:
-        earned = self._earned[request.arrival]
-        if earned.length == 0 and self._tries_again(request):
-            earned.length = 1
-        return earned.length
-
-    def _tries_again(self, request: DraftRequest) -> bool:
-        return (len(request.output) + request.pending) % self.patience == 0
