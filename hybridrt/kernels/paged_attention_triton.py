@@ -203,21 +203,24 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, out_st,
     T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token and head: the splits' outputs weighted by their sums of exponentials."""
+    """One token and head: the splits' outputs weighted by their sums of exponentials. EARLY: the first parts' outputs
+    are loaded beside these sums instead of behind them, which takes registers."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
     begin(PDL)
     d, s, part = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, PARTS)
     first = b * SPLITS * (T * HQ) + head
     lse = tl.load(lse_ptr + first + s * (T * HQ), mask=s < used, other=float("-inf"))
-    # Before the sums: their loads and these wait for memory at the same time.
-    lse_here, partial = _parts(partial_ptr, lse_ptr, first, part, used, d, T * HQ, D)
+    if EARLY:
+        lse_here, partial = _parts(partial_ptr, lse_ptr, first, part, used, d, T * HQ, D)
     largest = tl.max(lse, 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp2(lse - largest), 0)
     total = tl.where(total == 0, 1.0, total)
+    if not EARLY:
+        lse_here, partial = _parts(partial_ptr, lse_ptr, first, part, used, d, T * HQ, D)
     out = tl.sum(partial * (tl.exp2(lse_here - largest) / total)[:, None], 0)
     for start in range(PARTS, used, PARTS):
         lse_here, partial = _parts(partial_ptr, lse_ptr, first, start + part, used, d, T * HQ, D)
@@ -270,11 +273,13 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     if splits > 1 and not joined:
         wide, block_s = tile["BLOCK_D"] > 256, triton.next_power_of_2(splits)
         parts = min(block_s, WIDE_AT_ONCE if wide else PARTS_AT_ONCE)
+        # More programs than multiprocessors would take the room of what runs beside attention.
+        early = wide or num_rows * tokens * query_heads <= multiprocessors(q.device)
         _combine_kernel[(num_rows, tokens * query_heads)](
             partial, lse, seq_lens, out, token_stride,
             T=tokens, HQ=query_heads, D=head_dim, WINDOW=window,
             **{name: tile[name] for name in ("SPLITS", "FEW", "LEAST", "BLOCK_N", "BLOCK_D")},
-            BLOCK_S=block_s, PARTS=parts, num_warps=8 if wide and parts > 8 else 4, **pdl(q.device),
+            BLOCK_S=block_s, PARTS=parts, EARLY=early, num_warps=8 if wide and parts > 8 else 4, **pdl(q.device),
         )  # fmt: skip
     return out
 

@@ -197,9 +197,12 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
-@pytest.mark.parametrize(("multiprocessors", "long"), sweep([(1, 4096), (1, 32), (100, 4096), (12, 128)], 2))
+@pytest.mark.parametrize(
+    ("multiprocessors", "long"), sweep([(1, 4096), (1, 32), (100, 4096), (12, 128), (200, 4096)], 2)
+)
 def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, sliding_window, multiprocessors, long):
-    """A device that is full or not, contexts that are long for it or not."""
+    """A device that is full or not, contexts that are long for it or not; parts joined by more programs than it has
+    multiprocessors or fewer, which load them behind their sums or beside them."""
     from hybridrt.kernels import paged_attention_triton
 
     monkeypatch.setattr(paged_attention_triton, "LONG_CONTEXT", long)
