@@ -10,15 +10,15 @@ from torch import Tensor
 
 from hybridrt.kernels import prefill_attention_triton as prefill
 from hybridrt.kernels.latent_attention import from_latent, into_latent
-from hybridrt.kernels.launch import multiprocessors
+from hybridrt.kernels.launch import H200_SHARED_MEMORY, multiprocessors
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.prefill_attention_triton import KeySources, described, width_of
 from hybridrt.kernels.records import AttentionPrompts, LatentWeights, PagedKV
 
 FEW_TOKENS = 4  # up to so many, a head's matrix times a vector takes one launch, and the tails need no copy
 MAX_DECOMPRESSED = 1 << 28  # bytes of the keys and values that are made at a time, of as many heads as that allows
-# A multiply-add of absorbed queries takes as long as two others, where tiles of ABSORBED_ROWS fill an H200.
-ABSORBED_COST, ABSORBED_ROWS = 2, 32
+# On an H200 a multiply-add of absorbed queries takes as long as two others. Both count in tiles of so many rows.
+ABSORBED_COST, ABSORBED_ROWS, MADE_ROWS = 2, 32, 64
 
 
 @triton.jit
@@ -167,16 +167,27 @@ def latent_extend_triton(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: 
 
 
 def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
-    """Whether keys and values made for all heads take less time than absorbed queries, by their multiply-adds of a
-    head. On an H200 a single prompt of Kimi-Linear is decompressed always, and eight chunks behind long prefixes from
-    71 tokens each on: of fewer, absorbed queries take less than the keys' making."""
+    """Whether keys and values made for all heads take less time than absorbed queries: by the multiply-adds of a head,
+    and by how many multiprocessors have a tile, because a tile walks all keys of its row by itself."""
     (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
-    rope, matrices = q.shape[2] - nope, rank * (nope + value_dim)
-    pairs = sum(n * (length - n / 2) for n, length in zip(query_lens, seq_lens, strict=True))
-    tiles = sum(triton.cdiv(n * heads, ABSORBED_ROWS) for n in query_lens)
-    idle = max(multiprocessors(q.device) / max(tiles, 1), 1.0)  # a tile walks all keys of its row by itself
-    absorbed = pairs * (2 * rank + rope) * ABSORBED_COST * idle + sum(query_lens) * matrices
-    return pairs * (nope + rope + value_dim) + sum(seq_lens) * matrices < absorbed
+    rope, matrices, device = q.shape[2] - nope, rank * (nope + value_dim), multiprocessors(q.device)
+
+    def pairs(rows: int, heads_of_tile: int, launched: int) -> float:
+        """Pairs of a query and a key, queries in whole tiles of `rows`; more where tiles leave multiprocessors idle."""
+        tiles = [triton.cdiv(n * heads_of_tile, rows) for n in query_lens]
+        count = sum(t * rows / heads_of_tile * (k - n / 2) for t, n, k in zip(tiles, query_lens, seq_lens, strict=True))
+        return count * max(device / max(launched * sum(tiles), 1), 1.0)
+
+    absorbed = pairs(ABSORBED_ROWS, heads, 1) * (2 * rank + rope) * ABSORBED_COST + sum(query_lens) * matrices
+    made = pairs(MADE_ROWS, 1, _heads_at_once(q, weights, sum(seq_lens))) * (nope + rope + value_dim)
+    return made + sum(seq_lens) * matrices < absorbed
+
+
+def _heads_at_once(q: Tensor, weights: LatentWeights, keys: int) -> int:
+    """Of how many heads keys and values are made at a time."""
+    (heads, nope, _), value_dim = weights.up_k.shape, weights.up_v.shape[2]
+    row_bytes = (width_of(nope) + width_of(value_dim)) * q.element_size()
+    return min(max(MAX_DECOMPRESSED // max(keys * row_bytes, 1), 1), heads)
 
 
 def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
@@ -187,24 +198,23 @@ def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
     blocks = prefill.key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window)
     parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]
     latents, tails, total = prefill.gather(*parts, kv, batch, blocks, q.dtype)
-    row_bytes = (width_of(nope) + width_of(value_dim)) * q.element_size()
-    at_once = min(max(MAX_DECOMPRESSED // (total * row_bytes), 1), heads)
+    at_once = _heads_at_once(q, weights, total)
     for first in range(0, heads, at_once):
         mine = slice(first, first + at_once)
         keys = _made(latents[:, :rank], weights.up_k[mine].transpose(1, 2))
         values = _made(latents[:, :rank], weights.up_v[mine])
         sources = KeySources(described(keys), described(values), described(tails), total)
         shape = (len(weights.up_k[mine]), nope, value_dim, q.shape[2] - nope)
-        tile = _tile_of(q[:, mine], max(nope, value_dim), batch.query_lens)
+        tile = _tile_of(q[:, mine], nope, value_dim, batch.query_lens)
         prefill.run_extend(q[:, mine], sources, kv, batch, shape, tile, out[:, mine])
     return out
 
 
-def _tile_of(q: Tensor, dim: int, query_lens: Sequence[int]) -> dict[str, int]:
-    """Tile sizes and launch options over keys and values of `dim` numbers, made for the heads of q, as measured on an
-    H200. Queries and three stages of keys take a multiprocessor's shared memory; in long prompts 256 queries share what
-    is loaded. Few queries have small tiles, of which two fit a multiprocessor."""
-    heads, device = q.shape[1], multiprocessors(q.device)
+def _tile_of(q: Tensor, nope: int, value_dim: int, query_lens: Sequence[int]) -> dict[str, int]:
+    """Tile sizes and launch options over keys and values that were made for the heads of q, as measured on an H200.
+    Queries and three stages of keys take a multiprocessor's shared memory; in long prompts 256 queries share what is
+    loaded, if they fit. Few queries have small tiles, of which two fit a multiprocessor."""
+    (_, heads, query_dim), dim, device = q.shape, max(nope, value_dim), multiprocessors(q.device)
     tile = prefill.tile_of(q, dim, heads, query_lens, gathered=True)
 
     def programs(rows: int) -> int:
@@ -212,8 +222,11 @@ def _tile_of(q: Tensor, dim: int, query_lens: Sequence[int]) -> dict[str, int]:
 
     if dim > 128 or max(query_lens) <= 64 or 2 * programs(128) <= device:
         return tile
+    key = width_of(nope) + width_of(query_dim - nope)
+    stages = 3 * tile["BLOCK_N"] * (key + width_of(value_dim))
+    fits = (256 * key + stages) * q.element_size() < H200_SHARED_MEMORY - 1024  # of which barriers take some bytes
     long = min(query_lens) >= 2048 and programs(256) >= 2 * device
-    return tile | {"BLOCK_M": 256 if long else 128, "num_warps": 8, "num_stages": 3}
+    return tile | {"BLOCK_M": 256 if long and fits else 128, "num_warps": 8, "num_stages": 3}
 
 
 def _made(latents: Tensor, matrices: Tensor) -> Tensor:

@@ -250,7 +250,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     rope, rows_per_head = key_dim - head_dim, tokens * query_heads // kv_heads
     tile = _tile(rows_per_head, head_dim, q)
     head_blocks = kv_heads * triton.cdiv(rows_per_head, tile["BLOCK_M"])
-    walk, joined = _walk(num_rows * head_blocks, req_to_token.shape[1], tile, q)
+    walk, joined = _walk(max(num_rows * head_blocks, 1), req_to_token.shape[1], tile, q)
     tile |= walk
     splits, window = tile["SPLITS"], sliding_window or 0
     if out is None:

@@ -268,7 +268,8 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
     few = kv_heads * sum(triton.cdiv(n * groups, BLOCK_M) for n in query_lens) <= multiprocessors(q.device)
     halvings = single + (not ample(q) if wide else few and not single)
     block_m = min(max(16, triton.next_power_of_2(max(query_lens) * groups)), max(16, BLOCK_M >> halvings))
-    if block_d > 256 and not single and shared_memory(q.device) >= H200_SHARED_MEMORY:
+    latent = q.shape[-1] > dim > 256
+    if latent and not single and shared_memory(q.device) >= H200_SHARED_MEMORY:
         return {"BLOCK_M": min(block_m, 32), "BLOCK_N": BLOCK_N, "num_stages": 2, "num_warps": 4}
     tile = {"BLOCK_M": block_m, "BLOCK_N": max(16, BLOCK_N >> (single + (block_d > 256))), "num_stages": 2}
     if gathered:

@@ -282,8 +282,7 @@ def latent_attention() -> Cases:
             rows = {"rows": int32(batch), "seq_lens": int32(batch), "num_drafts": int32(batch) if tokens > 1 else None}
             tree = {"tree_mask": flags(batch, nodes, nodes) if nodes else None}
             yield "attention_decode", cache | rows | tree | {"q": meta(batch, tokens, heads, 576)}
-        # Decompressed, then absorbed: many queries see few keys, or few see many.
-        for count, tokens, before in ((1, 8192, 0), (4, 128, 0), (4, 128, 2000), (1, 8, 2000)):
+        for count, tokens, before in ((1, 8192, 0), (4, 128, 0), (4, 128, 2000), (1, 8, 2000)):  # all decompressed
             lens = {"query_lens": [tokens] * count, "seq_lens_host": [before + tokens] * count}
             rows = {"rows": int32(count), "query_start_loc": int32(count + 1), "seq_lens": int32(count)}
             yield "latent_extend", cache | weights | rows | lens | {"q": meta(count * tokens, heads, 192)}
@@ -292,6 +291,21 @@ def latent_attention() -> Cases:
         yield "write_latent", weights | places | {"q": q.unflatten(-1, (heads, 192)), "k": k}
         yield "into_latent", weights | {"q": q[:1].unflatten(-1, (heads, 192))}
         yield "from_latent", weights | {"x": meta(1, heads, 512)}
+
+
+def absorbed_prompts() -> Cases:
+    """Heads of Kimi-Linear in a graph of prompts, whose lengths the host does not know."""
+    weights = {"up_k": meta(32, 128, 512), "up_v": meta(32, 512, 128), "norm": f32(512), "norm_eps": 1e-6}
+    vectors = meta(5000, 16, 1, 576)
+    cache = {"k_cache": vectors, "v_cache": vectors[..., :512], "scale": 0.1, "req_to_token": int32(300, 4096)}
+    rows = {
+        "rows": int32(8),
+        "query_start_loc": int32(9),
+        "seq_lens": int32(8),
+        "query_lens": [512],
+        "seq_lens_host": [],
+    }
+    yield "latent_extend", cache | weights | rows | {"q": meta(512, 32, 192)}
 
 
 def elementwise() -> Cases:
@@ -360,5 +374,5 @@ def everything_else() -> Cases:
 
 TABLES: dict[str, Callable[[], Cases]] = {
     "mamba2": mamba2, "mamba1": mamba1, "skinny_linear": skinny_linear, "others": everything_else,
-    "latent": latent_attention,
+    "latent": latent_attention, "absorbed": absorbed_prompts,
 }  # fmt: skip
