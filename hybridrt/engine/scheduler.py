@@ -44,6 +44,11 @@ class ScheduledStep:
                 )
 
 
+def _pending(requests: Sequence[Request], columns: RowColumns) -> np.ndarray:
+    """`Request.pending` of all requests, whose columns are given: [n] int32."""
+    return columns.output_index - int32s([len(request.output) for request in requests])
+
+
 def _turn(request: Request) -> tuple[int, int]:
     """Sorts requests: the first is started first, the last gives its memory back first."""
     return request.params.priority, request.arrival
@@ -188,7 +193,7 @@ class Scheduler:
     def _needs_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
         """Returns a [n] bool mask: ready requests whose next step needs tokens that the host has not read."""
         assert self._drafter is not None
-        pending = columns.output_index - int32s([len(request.output) for request in requests])
+        pending = _pending(requests, columns)
         needs_tokens = ready & (pending > 0)
         for i in needs_tokens.nonzero()[0].tolist():
             request = requests[i]
@@ -226,7 +231,7 @@ class Scheduler:
         on behind the end of its request: the state would hold tokens that the text lacks, and serve no request."""
         if self._drafter is None:
             return []
-        known = (columns.output_index == int32s([len(request.output) for request in requests])).nonzero()[0]
+        known = (_pending(requests, columns) == 0).nonzero()[0]
         max_drafts, asked = columns.max_output - columns.output_index - 1, [requests[i] for i in known.tolist()]
         if not asked:
             return []

@@ -267,7 +267,7 @@ class StepRunner:
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
 
-        def sampling(bitmask: torch.Tensor | None) -> StepHandle:
+        def sampling(bitmask: Bitmask) -> StepHandle:
             on_host = columns["sample_rows"], columns["output_indices"]
             kept = hidden.index_select(0, sections["sample_at"])
             logits = self.model.logits(kept) if len(kept) else kept
@@ -281,14 +281,14 @@ class StepRunner:
         return sampling
 
     def _sample_or_verify(
-        self, batch: ForwardBatch, sections: Sections, lines: SampledLines, hidden: torch.Tensor, mask: Bitmask
+        self, batch: ForwardBatch, sections: Sections, lines: SampledLines, hidden: torch.Tensor, bitmask: Bitmask
     ) -> StepHandle:
         """Tokens of the rows that gain some, of which `lines` has the decode rows first. Then the drafter follows."""
         launched: StepHandle
         accepted, (rows, indices, on_host, logits) = None, lines
         if batch.spec_info is not None:
             n, split = batch.num_decode_rows, batch.num_decode_tokens
-            of_drafts, of_chunks = (None, None) if mask is None else (mask[:split], mask[split:])
+            of_drafts, of_chunks = (None, None) if bitmask is None else (bitmask[:split], bitmask[split:])
             if n < len(rows):
                 lines = SampledLines(rows[:n], indices[:n], (on_host[0][:n], on_host[1][:n]), logits[:split])
             launched, accepted = self._verify(batch, sections, lines, of_drafts)
@@ -296,7 +296,7 @@ class StepRunner:
                 chunks = SampledLines(rows[n:], indices[n:], (on_host[0][n:], on_host[1][n:]), logits[split:])
                 launched = JoinedSteps(launched, self._sample(chunks, of_chunks))
         elif len(rows):
-            launched = self._sample(lines, mask)
+            launched = self._sample(lines, bitmask)
         else:
             launched = LaunchedStep(None)
         if self.drafter is not None:
@@ -350,14 +350,14 @@ class StepRunner:
             saved_states=saved_states(sections, sizes),
         )
 
-    def _sample(self, lines: SampledLines, mask: Bitmask) -> LaunchedStep:
+    def _sample(self, lines: SampledLines, bitmask: Bitmask) -> LaunchedStep:
         parts, wanted = self._required.of(*lines.on_host)
-        tokens = self.sampler(lines.logits, lines.rows, lines.output_indices, parts, mask)
+        tokens = self.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
         enter_tokens(lines.rows, tokens, self.last_tokens)
         return LaunchedStep(tokens[:, None], None, lines.logits, wanted)
 
     def _verify(
-        self, batch: ForwardBatch, sections: Sections, lines: SampledLines, mask: Bitmask
+        self, batch: ForwardBatch, sections: Sections, lines: SampledLines, bitmask: Bitmask
     ) -> tuple[LaunchedStep, Accepted]:
         """Acceptance for a step's decode rows [n], which have n * T lines of logits, then the commit of the state that
         it keeps. `sections` may hold further rows."""
@@ -369,6 +369,6 @@ class StepRunner:
             sections["drafts"][:n], sections["num_drafts"][:n], self.last_tokens, *tree,
         )  # fmt: skip
         parts, wanted = self._required.of(*lines.on_host)
-        kept = self.sampler.verify(logits, step, parts, mask)
+        kept = self.sampler.verify(logits, step, parts, bitmask)
         self.backend.commit(batch, kept.counts, kept.path)
         return LaunchedStep(kept.tokens, kept.counts, logits, wanted, kept.path), kept
