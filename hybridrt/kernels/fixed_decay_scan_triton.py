@@ -23,6 +23,7 @@ from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
 
 LOG2_E = tl.constexpr(math.log2(math.e))
+LOWEST = tl.constexpr(-256.0)  # of a token's decay, as a power of 2: 0, and 0 times it is 0, unlike that of -inf
 
 
 @triton.jit
@@ -72,6 +73,7 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     if tl.load(has_initial_ptr + row) != 0:
         state += tl.load(cells + read * states_ss, mask=inside, other=0.0).to(tl.float32)
     rate = tl.load(A_ptr + h) * step * LOG2_E
+    rate = tl.where(rate < LOWEST, LOWEST, rate)
     apart = t[:, None] - t[None, :]
     pairs = step * tl.where(apart >= 0, tl.exp2(rate * tl.maximum(apart, 0).to(tl.float32)), 0.0)
     from_start = tl.exp2(rate * (t + 1).to(tl.float32))

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan, chunk_tokens, ith_chunks
+from hybridrt.kernels.decay_sums import decay_sums, left
 from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
 from hybridrt.kernels.slots import advance_states, initial_states, pad_mask, write_rows
@@ -127,32 +128,30 @@ def _to_chunks(x: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 def _wy_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Chunks:
     heads_per_key = v.shape[1] // k.shape[1]
-    log_decay = (g if g.ndim == q.ndim else g.unsqueeze(-1)).cumsum(-2)
-    scores, products = (decayed_products(x, k, log_decay) for x in (q, k))
+    sums = decay_sums(g if g.ndim == q.ndim else g.unsqueeze(-1), -2)
+    scores, products = (decayed_products(x, k, sums) for x in (q, k))
     q, k = q.repeat_interleave(heads_per_key, 1), k.repeat_interleave(heads_per_key, 1)
-    from_start = log_decay.exp()
+    from_start = left(sums)
     right = torch.cat((v, k * from_start), -1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(products * beta.unsqueeze(-1), right, upper=False, unitriangular=True)
     new_values, state_keys = solved.split((v.shape[-1], k.shape[-1]), -1)
-    to_end = (log_decay[..., -1:, :] - log_decay).exp()
+    to_end = left(sums[..., -1:, :] - sums)
     return _Chunks(new_values, state_keys, q * from_start, k * to_end, scores, from_start[..., -1:, :])
 
 
-def decayed_products(x: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+def decayed_products(x: Tensor, k: Tensor, sums: Tensor) -> Tensor:
     """x_i . k_j, decayed from token j to i, where j <= i, else 0: `[n, Hv, Q, Q]` of x, k `[n, Hk, Q, K]` and the
-    running sum of gates, `[n, Hv, Q, 1 or K]`."""
-    tokens, heads_per_key = x.shape[-2], log_decay.shape[1] // k.shape[1]
-    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()
-    if log_decay.shape[-1] == 1:
-        sums = log_decay.squeeze(-1)
-        decay = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
-        return (x @ k.transpose(-1, -2)).repeat_interleave(heads_per_key, 1) * decay
-    # A column of pairs at a time: all of them at once would take Q times the memory of the keys.
-    columns = [
-        (x * k[..., j : j + 1, :] * (log_decay - log_decay[..., j : j + 1, :]).clamp(max=0.0).exp()).sum(-1)
-        for j in range(tokens)
-    ]
-    return torch.stack(columns, -1).masked_fill(~causal, 0.0)
+    `decay_sums` of gates, `[n, Hv, Q, 1 or K]`."""
+    tokens, heads_per_key = x.shape[-2], sums.shape[1] // k.shape[1]
+    if sums.shape[-1] == 1:
+        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril()
+        apart = (sums - sums.transpose(-1, -2)).masked_fill_(~causal, -torch.inf)
+        return (x @ k.transpose(-1, -2)).repeat_interleave(heads_per_key, 1).mul_(left(apart))
+    out = x.new_zeros(*x.shape[:-1], tokens)
+    for j in range(tokens):  # all columns at once would take Q times the memory of the keys
+        decay = left(sums[..., j:, :] - sums[..., j : j + 1, :])
+        out[..., j:, j] = (x[..., j:, :] * k[..., j : j + 1, :] * decay).sum(-1)
+    return out
 
 
 def _scan_chunks(chunks: _Chunks, state: Tensor, plan: ChunkPlan) -> tuple[Tensor, Tensor]:

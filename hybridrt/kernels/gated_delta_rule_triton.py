@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.decay_sums_triton import split_gates
 from hybridrt.kernels.delta_chunks_triton import PreparedChunks, tile_mask, unit_inverse
 from hybridrt.kernels.kda_chunks_triton import prepare_channels
 from hybridrt.kernels.launch import dot_precision, multiprocessors
@@ -55,10 +56,13 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     if A_log_ptr is not None:
         g = tl.where(live, log_decay(g, tl.load(A_log_ptr + h), tl.load(dt_bias_ptr + h)), 0.0)
         beta = BETA_SCALE * tl.sigmoid(beta.to(tl.float32))
+    g, rest = split_gates(g, Q)
     sums, total = tl.cumsum(g, 0), tl.sum(g, 0)
-    k_factor = 1.0 / tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
-    q_factor = K**-0.5 / tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS)
-    pair = tl.exp(sums[:, None] - sums[None, :]) * k_factor[None, :]
+    near, all_near = tl.exp(tl.cumsum(rest, 0)), tl.exp(tl.sum(rest, 0))
+    k_norm = tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
+    q_factor = K**-0.5 * near / tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS)
+    k_factor, k_from = near / k_norm, 1.0 / (near * k_norm)
+    pair = tl.exp(sums[:, None] - sums[None, :]) * k_from[None, :]
     r, c = t[:, None], t[None, :]
     place = (chunk.to(tl.int64) * HV + h) * (Q * Q) + r * Q + c
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * pair * q_factor[:, None]
@@ -71,8 +75,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     factors = factors_ptr + (chunk.to(tl.int64) * HV + h) * (3 * Q) + t
     tl.store(factors, k_factor * tl.exp(sums))
     tl.store(factors + Q, q_factor * tl.exp(sums))
-    tl.store(factors + 2 * Q, k_factor * tl.exp(total - sums))
-    tl.store(decay_ptr + chunk * HV + h, tl.exp(total))
+    tl.store(factors + 2 * Q, k_from * tl.exp(total - sums) * all_near)
+    tl.store(decay_ptr + chunk * HV + h, tl.exp(total) * all_near)
 
 
 @triton.jit

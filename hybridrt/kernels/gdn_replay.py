@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridrt.kernels.decay_sums import decay_sums, left
 from hybridrt.kernels.gated_delta_rule import decayed_products, l2_normalize
 from hybridrt.kernels.records import DeltaInputs, StateRing, StateSlots
 from hybridrt.kernels.slots import pad_mask, read_rows, write_columns
@@ -56,10 +57,10 @@ def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tenso
     history = _read_history(ring)
     new_keys = l2_normalize(k).to(keys.dtype).float().transpose(1, 2)
     queries = (l2_normalize(q) * q.shape[-1] ** -0.5).transpose(1, 2)
-    log_decay = (g if g.ndim == v.ndim else g.unsqueeze(-1)).float().cumsum(1).transpose(1, 2)
+    sums = decay_sums(g if g.ndim == v.ndim else g.unsqueeze(-1), 1).transpose(1, 2)
     checkpoint = read_rows(states, slots).float()
-    base = _read_past(checkpoint, history, torch.cat((new_keys, queries), 2), torch.cat((log_decay, log_decay), 2))
-    out, corrected = _new_tokens(base, new_keys, queries, v, log_decay, beta.float(), values.dtype)
+    base = _read_past(checkpoint, history, torch.cat((new_keys, queries), 2), torch.cat((sums, sums), 2))
+    out, corrected = _new_tokens(base, new_keys, queries, v, sums, beta.float(), values.dtype)
     column = ((start + length).unsqueeze(1) + torch.arange(tokens, device=start.device)) % width
     for tensor, entries in ((values, corrected.transpose(1, 2)), (keys, new_keys.transpose(1, 2)), (gates, g)):
         write_columns(tensor, slots, column, entries, rows)
@@ -75,23 +76,23 @@ def _read_history(ring: StateRing) -> _History:
     return _History(values, keys * F.pad(since[:, :, 1:], (0, 0, 0, 1)).exp(), since[:, :, :1])
 
 
-def _read_past(checkpoint: Tensor, history: _History, vectors: Tensor, log_decay: Tensor) -> Tensor:
-    """S x for vectors x `[B, Hk, n, K]`, S the state before this step, decayed by log_decay `[B, Hv, n, D]` since:
+def _read_past(checkpoint: Tensor, history: _History, vectors: Tensor, sums: Tensor) -> Tensor:
+    """S x for vectors x `[B, Hk, n, K]`, S the state before this step, decayed by gates with sums `[B, Hv, n, D]` since:
     `[B, Hv, n, V]`."""
-    vectors = vectors.repeat_interleave(checkpoint.shape[1] // vectors.shape[1], 1) * log_decay.exp()
+    vectors = vectors.repeat_interleave(checkpoint.shape[1] // vectors.shape[1], 1) * left(sums)
     from_checkpoint = (vectors * history.log_decay.exp()) @ checkpoint.transpose(-1, -2)
     return from_checkpoint + (vectors @ history.keys.transpose(-1, -2)) @ history.values
 
 
 def _new_tokens(
-    base: Tensor, keys: Tensor, queries: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, ring_dtype: torch.dtype
+    base: Tensor, keys: Tensor, queries: Tensor, v: Tensor, sums: Tensor, beta: Tensor, ring_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Outputs and corrected values, both `[B, Hv, T, V]`: each token corrects for the entries of those before it.
 
     base `[B, Hv, 2T, V]`: what the T keys, then the T queries read from the past; keys, queries `[B, Hk, T, K]`.
     """
     tokens = keys.shape[2]
-    by_key, by_query = (decayed_products(x, keys, log_decay) for x in (keys, queries))
+    by_key, by_query = (decayed_products(x, keys, sums) for x in (keys, queries))
     corrected = torch.zeros_like(base[:, :, :tokens])
     for t in range(tokens):
         read = base[:, :, t] + (by_key[:, :, t : t + 1, :t] @ corrected[:, :, :t]).squeeze(2)

@@ -12,9 +12,8 @@ of 2^(l+1) tokens that holds i and j, and each factor goes to a copy of k or q,
 
 Where no sum of gates between a token of a block and its middle is past FAR, neither factor overflows, and one product
 of copies gives all pairs of the block. The kernel begins with the whole chunk as a block. If a sum is too large, the
-product gives pairs of tokens in different halves alone, whose factors are at most 1. Then the halves are the blocks,
-and so on, down to blocks of 16 tokens, or 8 in float32. In these no gate is below LEAST, whose exponential is lost in
-rounding, so that no sum is too large.
+product gives pairs of tokens in different halves alone, whose factors are at most 1 and sums of their own gates alone.
+Then the halves are the blocks, and so on. A block of one token has no sum.
 
 Sums of gates are products of tensor cores with matrices of 1, -1 and 0. To be operands, gates are multiples of
 log(2) / SCALE, and each is split into two numbers of float16, 22 bits.
@@ -35,8 +34,8 @@ COLUMNS = 64  # of a key that a program takes at a time
 SCALE = tl.constexpr(256.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-255.0 * 256.0)  # of a gate: in float16's range, and its exponential is 0
-FAR = tl.constexpr(100.0)  # as a power of 2: 2^-FAR of a key is in float32's range, and so is 2^-26 of that
-LEAST_HALF_BLOCK = -112.0  # as a power of 2: the sum of gates of half of the smallest block
+FAR = 100.0  # as a power of 2: 2^-FAR of a key is in float32's range, and so is 2^-26 of that
+FAR_IN_FLOAT32 = 4.0  # what both sums have of a larger one they round differently, by more than float32's products do
 # log(1 + z) / z for 0 <= z <= 1, highest power first, to 2e-7 of it: least squares, weighted until no error stands out.
 LOG1P = tl.constexpr(
     (
@@ -98,7 +97,7 @@ def _sums(matrices_ptr, number, high, low):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _is_far(sums):  # type: ignore[no-untyped-def]
+def _is_far(sums, FAR: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.max(tl.max(tl.abs(sums), 1), 0) > FAR
 
 
@@ -123,10 +122,9 @@ def _channels_kernel(  # type: ignore[no-untyped-def]
     q_in_ptr, k_in_ptr, k_left_ptr, solved_ptr, scores_ptr, decay_ptr,
     q_strides: tl.constexpr, k_strides: tl.constexpr, a_strides: tl.constexpr, b_st: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, Q: tl.constexpr, LEVELS: tl.constexpr, BLOCK_K: tl.constexpr,
-    SMALLEST: tl.constexpr, LEAST: tl.constexpr, BETA_SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FAR: tl.constexpr, BETA_SCALE: tl.constexpr, LOWER_BOUND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid [heads, chunks]; Q = 2^LEVELS. The smallest blocks have 2^(SMALLEST + 1) tokens."""
+    """Grid [heads, chunks]; Q = 2^LEVELS."""
     h, chunk = tl.program_id(0), tl.program_id(1)
     t, columns = tl.arange(0, Q), tl.arange(0, BLOCK_K)
     first, end = tl.load(ends_ptr + chunk).to(tl.int64), tl.load(ends_ptr + chunk + 1)
@@ -164,31 +162,25 @@ def _channels_kernel(  # type: ignore[no-untyped-def]
         q = tl.load(q_ptr + t[:, None] * q_strides[0] + i[None, :], mask=mask, other=0.0).to(tl.float32) * q_factor
         high, low = _halves(g)
         tl.store(decay_ptr + i, tl.exp2(tl.sum(g, 0) * (1.0 / SCALE)), mask=i < K)
-        from_start, cells = tl.exp2(_sums(matrices_ptr, LEVELS, high, low)), r * (H * K) + i[None, :]
+        from_start, cells = tl.exp2(_sums(matrices_ptr, LEVELS + 1, high, low)), r * (H * K) + i[None, :]
         tl.store(k_in_ptr + cells, (k * from_start).to(k_in_ptr.dtype.element_ty), mask=mask)
         tl.store(q_in_ptr + cells, (q * from_start).to(q_in_ptr.dtype.element_ty), mask=mask)
-        left = k * tl.exp2(_sums(matrices_ptr, LEVELS + 1, high, low))
+        left = k * tl.exp2(_sums(matrices_ptr, LEVELS + 2, high, low))
         tl.store(k_left_ptr + cells, left.to(k_left_ptr.dtype.element_ty), mask=mask)
 
-        level = LEVELS - 1
+        level = LEVELS  # of blocks of 2^level tokens
         sums = _sums(matrices_ptr, level, high, low)
-        far = _is_far(sums)
-        while far & (level > SMALLEST):
+        while _is_far(sums, FAR):
             decay = tl.exp2(-tl.abs(sums))
             x, y = (q * decay).to(dtype), (k * decay).to(dtype)
-            both += tl.where((r ^ c) >> level == 1, _products(x, y, y, PRECISION), 0.0)
             level -= 1
-            sums = _sums(matrices_ptr, level, high, low)
-            far = _is_far(sums)
-        if far:  # rarely: to keep the gates until here would take registers that spill
-            g = _gates(raw, A_log_ptr, dt_bias_ptr, h, i, mask, K, LOWER_BOUND)
-            high, low = _halves(tl.maximum(g, LEAST * SCALE))
+            both += tl.where((r ^ c) >> level == 1, _products(x, y, y, PRECISION), 0.0)
             sums = _sums(matrices_ptr, level, high, low)
         grown = tl.exp2(sums)
         x, y, z = q * grown, k * tl.exp2(-sums), k * grown
         if dtype == tl.float16:
             x, y, z = _nearest(x), _nearest(y), _nearest(z)
-        both += tl.where((r ^ c) >> level < 2, _products(x, y, z, PRECISION), 0.0)
+        both += tl.where((r ^ c) >> level == 0, _products(x, y, z, PRECISION), 0.0)
 
     beta = tl.load(b_ptr + (first + t) * b_st + h, mask=live, other=0.0).to(tl.float32)
     if A_log_ptr is not None:
@@ -208,7 +200,6 @@ def prepare_channels(inputs: DeltaInputs, weights: GateWeights | None, plan: Chu
     solved, scores = (torch.empty(chunks, heads, size, size, dtype=v.dtype, device=device) for _ in range(2))
     decay = torch.empty(chunks, heads, key_dim, dtype=torch.float32, device=device)
     A_log, dt_bias, beta_scale, lower_bound = weights or (None, None, 1.0, None)
-    smallest = 2 if v.dtype == torch.float32 else 3
     if chunks:
         # 4 warps: with 8, Triton 3.6 lets warps read an operand of 64 rows past its end.
         _channels_kernel[heads, chunks](
@@ -216,15 +207,16 @@ def prepare_channels(inputs: DeltaInputs, weights: GateWeights | None, plan: Chu
             q_in, k_in, k_left, solved, scores, decay,
             strides(q), strides(k), strides(g), beta.stride(0), H=heads, K=key_dim, Q=size,
             LEVELS=size.bit_length() - 1, BLOCK_K=min(COLUMNS, max(16, triton.next_power_of_2(key_dim))),
-            SMALLEST=smallest, LEAST=LEAST_HALF_BLOCK / (1 << smallest), BETA_SCALE=beta_scale,
-            LOWER_BOUND=lower_bound, PRECISION=dot_precision(v.dtype), num_warps=4,
+            FAR=FAR_IN_FLOAT32 if v.dtype == torch.float32 else FAR, BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound,
+            PRECISION=dot_precision(v.dtype), num_warps=4,
         )  # fmt: skip
     return PreparedChunks(q_in, k_in, k_left, v, solved, scores, None, decay)
 
 
 def sum_matrices(size: int, device: torch.device) -> Tensor:
-    """float16 [levels + 2, size, size], to multiply gates with. Row r of matrix l sums from the middle of its block of
-    2^(l+1) tokens to r, with a minus where r is in the lower half; of the last ones up to r, and behind r.
+    """float16 [levels + 3, size, size], to multiply gates with. Row r of matrix l sums from the middle of its block of
+    2^l tokens to r, with a minus where r is in the lower half (nothing where l is 0); of the last ones up to r, and
+    behind r.
 
     They are kept, but for those that are made within a graph's capture, which hold nothing before a replay.
     """
@@ -233,7 +225,7 @@ def sum_matrices(size: int, device: torch.device) -> Tensor:
     r, c = torch.arange(size, device=device)[:, None], torch.arange(size, device=device)[None, :]
     middles = [((r >> level) | 1) << level for level in range(size.bit_length() - 1)]
     rows = [(c <= r).half() - (c < middle).half() for middle in middles]
-    made = torch.stack([*rows, (c <= r).half(), (c > r).half()]) / SCALE.value
+    made = torch.stack([torch.zeros_like(rows[0]), *rows, (c <= r).half(), (c > r).half()]) / SCALE.value
     if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         _kept_matrices[size, device] = made
     return made

@@ -8,6 +8,7 @@ With s_j the sum of A dt over the ring up to entry j, S the checkpoint and token
 import torch
 from torch import Tensor
 
+from hybridrt.kernels.decay_sums import decay_sums, finite_rates, left
 from hybridrt.kernels.mamba2_common import skip_and_gate, time_step
 from hybridrt.kernels.records import SSMInputs, SSMWeights, StateRing, StateSlots
 from hybridrt.kernels.slots import pad_mask, read_rows, write_columns
@@ -34,13 +35,13 @@ def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, rin
 def _read(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor, C: Tensor, end: Tensor) -> Tensor:
     """Outputs [B, T, H, P] for queries C [B, T, G, N] that see the state and the ring's entries up to end [B, T]."""
     entry = torch.arange(g.shape[1], device=g.device)
-    cum = (g * A).cumsum(1)
-    at_end = cum.gather(1, end.long()[:, :, None].expand(-1, -1, g.shape[2]))
+    sums = decay_sums(g * finite_rates(A), 1)
+    at_end = sums.gather(1, end.long()[:, :, None].expand(-1, -1, g.shape[2]))
     unseen = (entry > end[:, :, None])[..., None]
-    weight = (at_end[:, :, None] - cum[:, None]).masked_fill_(unseen, -torch.inf).exp_() * g[:, None]
+    weight = left((at_end[:, :, None] - sums[:, None]).masked_fill_(unseen, -torch.inf)) * g[:, None]
 
     scores = torch.einsum("btgn,bwgn->btwg", C, k)[..., None]
     weight = (weight.unflatten(3, (k.shape[2], -1)) * scores).flatten(3)
     from_state = torch.einsum("bgmn,btgn->btgm", state.view(len(C), C.shape[2], -1, C.shape[3]), C)
     y = torch.einsum("btwh,bwhp->bthp", weight, v)
-    return y.addcmul_(from_state.reshape(y.shape), at_end.exp()[..., None])
+    return y.addcmul_(from_state.reshape(y.shape), left(at_end)[..., None])

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.decay_sums_triton import finite_rate
 from hybridrt.kernels.launch import dot_precision
 from hybridrt.kernels.mamba2_common_triton import (
     conv_one_token,
@@ -85,13 +86,15 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         heads_per_group: tl.constexpr = H // G
         i = tl.arange(0, BLOCK_H)
         h, h_mask = part * heads_per_group + i, i < tl.where(slot < 0, 0, heads_per_group)
-        A = tl.load(A_ptr + h, mask=h_mask, other=0.0)
+        A = finite_rate(tl.load(A_ptr + h, mask=h_mask, other=0.0))
         w = tl.arange(0, BLOCK_W)
         seen = w < length
         column = (start + w) % W
         gates_rows = gates_row + h * W
         cells = gates_rows[:, None] + column[None, :]
         gate = tl.load(cells, mask=h_mask[:, None] & seen[None, :], other=0.0)
+        later_cells = gates_rows[:, None] + ((start + w + 1) % W)[None, :]
+        later = tl.load(later_cells, mask=h_mask[:, None] & (w + 1 < length)[None, :], other=0.0)
         keys_row += part * (W * N)
         keys = tl.load(keys_row + column[:, None] * N + n[None, :], mask=seen[:, None] & n_mask[None, :], other=0.0)
         B_ring, C_ring, B_taps, C_taps = None, None, None, None
@@ -99,9 +102,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             B_ring, C_ring = conv_ring(conv_row, B_channel, n_mask, WC), conv_ring(conv_row, C_channel, n_mask, WC)
             B_taps = conv_taps(weight_ptr, B_channel, n_mask, TAPS, WC)
             C_taps = conv_taps(weight_ptr, C_channel, n_mask, TAPS, WC)
-        log_decay = gate * A[:, None]
-        total = tl.sum(log_decay, axis=1)
-        history = gate * tl.exp(total[:, None] - tl.cumsum(log_decay, axis=1))
+        total = tl.sum(gate * A[:, None], axis=1)
+        history = gate * tl.exp(tl.cumsum(later * A[:, None], axis=1, reverse=True))
         begin_in_turn(PDL)
 
         # New tokens, one after the other: what they leave of the history, and of each other.

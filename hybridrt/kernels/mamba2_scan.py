@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
+from hybridrt.kernels.decay_sums import decay_sums, finite_rates, left
 from hybridrt.kernels.mamba2_common import scan_prompts
 from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
@@ -30,7 +31,7 @@ def mamba2_chunk_scan(
         [T, H, P] in x's dtype: `out`, if that is given.
     """
     # This is the CPU path too; there it is fastest with chunks of 64 to 128 tokens
-    y = scan_prompts(inputs, weights, state, prompts, partial(_chunk_step, weights.A))
+    y = scan_prompts(inputs, weights, state, prompts, partial(_chunk_step, finite_rates(weights.A)))
     return y if out is None else out.copy_(y)
 
 
@@ -38,24 +39,24 @@ def _chunk_step(A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: T
     """One chunk of b rows: x [b,Q,H,P], dt [b,Q,H], B, C [b,Q,G,N], state [b,H,P,N] -> y [b,Q,H,P], new state."""
     batch, size, heads, dim = x.shape
     groups = B.shape[2]
-    cum = (dt * A).cumsum(1)
+    sums = decay_sums(dt * A, 1)
     x = x * dt[..., None]
     keys, queries = B.transpose(1, 2), C.transpose(1, 2)
     from_state = queries @ state.view(batch, groups, -1, state.shape[-1]).transpose(2, 3)
-    y = from_state.transpose(1, 2).reshape(x.shape) * cum.exp()[..., None]
+    y = from_state.transpose(1, 2).reshape(x.shape) * left(sums)[..., None]
 
     scores = (queries @ keys.transpose(2, 3)).tril_()
-    weights = _decays(cum).view(batch, groups, -1, size, size).mul_(scores[:, :, None])
+    weights = _decays(sums).view(batch, groups, -1, size, size).mul_(scores[:, :, None])
     y += (weights.view(batch, heads, size, size) @ x.transpose(1, 2)).transpose(1, 2)
 
-    to_end = (cum[:, -1:] - cum).exp_()
+    to_end = left(sums[:, -1:] - sums)
     inputs = (x * to_end[..., None]).view(batch, size, groups, -1).permute(0, 2, 3, 1)
-    decayed = state * cum[:, -1].exp()[..., None, None]
+    decayed = state * left(sums[:, -1])[..., None, None]
     return y, decayed.add_((inputs @ keys).view(batch, heads, dim, -1))
 
 
-def _decays(cum: Tensor) -> Tensor:
-    """exp(cum_t - cum_s) where s <= t (elsewhere 1): cum [b, Q, H] -> [b, H, Q, Q]."""
-    cum = cum.transpose(1, 2).contiguous()
+def _decays(sums: Tensor) -> Tensor:
+    """exp(sums_t - sums_s) where s <= t (elsewhere 1): sums [b, Q, H] -> [b, H, Q, Q]."""
+    sums = sums.transpose(1, 2).contiguous()
     # exp is several times slower where the result is subnormal or the argument infinite: e^-80 is nothing already.
-    return (cum[..., :, None] - cum[..., None, :]).clamp_(-80.0, 0.0).exp_()
+    return left((sums[..., :, None] - sums[..., None, :]).clamp_(-80.0, 0.0))

@@ -1,6 +1,7 @@
 """Triton kernels of `mamba2_chunk_scan`: five launches over the chunks of a plan (Dao & Gu 2024, section 6).
 
-1. `_time_step_kernel`: dt after softplus, and the running sum of A dt within each chunk, as [H, T].
+1. `_time_step_kernel`: dt after softplus, and the running sums of A dt within each chunk (`decay_sums_triton.py`), as
+   [H, T].
 2. `_scores_kernel`: C B^T of each chunk and group, on and below the diagonal.
 3. `_gains_kernel`: what each chunk by itself adds to the state, float32.
 4. `_pass_kernel`: walks each request's chunks; leaves the state at the head of each chunk in `heads` and the last one
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybridrt.kernels.chunk_plan import ChunkPlan
+from hybridrt.kernels.decay_sums_triton import finite_rate, split_gates
 from hybridrt.kernels.fixed_decay_scan_triton import decays_are_fixed, fixed_decay_scan
 from hybridrt.kernels.mamba2_common_triton import silu, strides, time_step
 from hybridrt.kernels.mamba2_walk_triton import ScanWork, block, chunk_span, walk_states
@@ -40,8 +42,8 @@ def _load(pointers, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _time_step_kernel(  # type: ignore[no-untyped-def]
-    dt_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, cu_chunks_ptr, dt_st: tl.constexpr, num_tokens, dt_min, dt_max,
-    H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    dt_ptr, A_ptr, dt_bias_ptr, step_ptr, cum_ptr, rest_ptr, cu_chunks_ptr, dt_st: tl.constexpr, num_tokens,
+    dt_min, dt_max, H: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     chunk = tl.program_id(0)
@@ -51,15 +53,18 @@ def _time_step_kernel(  # type: ignore[no-untyped-def]
     mask = (token < end)[:, None] & (h < H)[None, :]
     dt = dt_ptr + token.to(tl.int64)[:, None] * dt_st + h[None, :]
     step = tl.where(mask, time_step(dt, dt_bias_ptr, h[None, :], mask, dt_min, dt_max), 0.0)
-    cum = tl.cumsum(step * tl.load(A_ptr + h, mask=h < H, other=0.0)[None, :], axis=0)
+    A = finite_rate(tl.load(A_ptr + h, mask=h < H, other=0.0))
+    gates, rest = split_gates(step * A[None, :], BLOCK_Q)
+    cum, rest = tl.cumsum(gates, axis=0), tl.cumsum(rest, axis=0)
     place = h.to(tl.int64)[None, :] * num_tokens + token[:, None]
-    tl.store(step_ptr + place, step, mask=mask)
+    tl.store(step_ptr + place, step * tl.exp(-rest), mask=mask)
     tl.store(cum_ptr + place, cum, mask=mask)
+    tl.store(rest_ptr + place, rest, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gains_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, B_ptr, step_ptr, cum_ptr, gains_ptr, cu_chunks_ptr,
+    x_ptr, B_ptr, step_ptr, cum_ptr, rest_ptr, gains_ptr, cu_chunks_ptr,
     x_strides: tl.constexpr, B_strides: tl.constexpr, num_tokens,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
@@ -76,7 +81,7 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
     step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens + start, cum_ptr + h.to(tl.int64) * num_tokens + start
     x_source = x_ptr + start * x_strides[0] + h * x_strides[1] + p[None, :]
     B_source = B_ptr + start * B_strides[0] + (h // HEADS_PER_GROUP) * B_strides[1] + n[None, :]
-    total = tl.load(cum_row + size - 1)
+    total, all_rest = tl.load(cum_row + size - 1), tl.load(rest_ptr + h.to(tl.int64) * num_tokens + start + size - 1)
     gain = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     for offset in range(0, size, BLOCK_K):
         token = tl.minimum(offset + k, size - 1)  # past the end the last one again, with weight 0
@@ -87,12 +92,12 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
         weighted = (x.to(tl.float32) * weight[:, None]).to(key.dtype)
         gain = tl.dot(tl.trans(weighted), key, gain, input_precision="ieee")
     cells = gains_ptr + (chunk.to(tl.int64) * H + h) * (P * N) + p[:, None] * N + n[None, :]
-    tl.store(cells, gain, mask=(p < P)[:, None] & (n < N)[None, :])
+    tl.store(cells, gain * tl.exp(all_rest), mask=(p < P)[:, None] & (n < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pass_kernel(  # type: ignore[no-untyped-def]
-    gains_ptr, cum_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
+    gains_ptr, cum_ptr, rest_ptr, states_ptr, heads_ptr, read_slots_ptr, write_slots_ptr, has_initial_ptr,
     cu_chunks_ptr, first_chunk_ptr, last_chunk_ptr, saves_ptr, states_ss: tl.constexpr, num_tokens,
     H: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -108,12 +113,13 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     cells = states_ptr + h * SIZE + i
     has_initial = tl.zeros([BLOCK], tl.int32) + tl.load(has_initial_ptr + b).to(tl.int32) > 0
     state = tl.load(cells + read * states_ss, mask=mask & has_initial, other=0.0).to(tl.float32)
-    cum_row = cum_ptr + h.to(tl.int64) * num_tokens
+    cum_row, rest_row = cum_ptr + h.to(tl.int64) * num_tokens, rest_ptr + h.to(tl.int64) * num_tokens
     first_chunk = tl.load(first_chunk_ptr + b)
     place = (first_chunk.to(tl.int64) * H + h) * SIZE + i
     for chunk in range(first_chunk, tl.load(last_chunk_ptr + b) + 1):
         tl.store(heads_ptr + place, state.to(heads_ptr.dtype.element_ty), mask=mask)
-        total = tl.load(cum_row + tl.load(cu_chunks_ptr + chunk + 1) - 1)
+        last = tl.load(cu_chunks_ptr + chunk + 1) - 1
+        total = tl.load(cum_row + last) + tl.load(rest_row + last)
         state = state * tl.exp(total) + tl.load(gains_ptr + place, mask=mask, other=0.0)
         place += H * SIZE
         if saves_ptr is not None:
@@ -152,7 +158,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens", "chunks"])
 def _outputs_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, B_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, heads_ptr, scores_ptr,
+    x_ptr, B_ptr, C_ptr, z_ptr, out_ptr, D_ptr, step_ptr, cum_ptr, rest_ptr, heads_ptr, scores_ptr,
     read_slots_ptr, cu_chunks_ptr, seq_idx_ptr, x_strides: tl.constexpr, B_strides: tl.constexpr,
     C_strides: tl.constexpr, z_strides: tl.constexpr, out_st, out_sh, num_tokens, chunks,
     H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, Q: tl.constexpr,
@@ -183,7 +189,7 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
     p = block % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)
     p_mask = (p < P)[None, :]
     step_row, cum_row = step_ptr + h.to(tl.int64) * num_tokens + start, cum_ptr + h.to(tl.int64) * num_tokens + start
-    cum = tl.load(cum_row + token)
+    cum, rest = tl.load(cum_row + token), tl.load(rest_ptr + h.to(tl.int64) * num_tokens + start + token)
     n = tl.arange(0, BLOCK_N)
     head = heads_ptr + (chunk.to(tl.int64) * H + h) * (P * N) + p[None, :] * N + n[:, None]
     query = C_ptr + start * C_strides[0] + g * C_strides[1] + token[:, None] * C_strides[0] + n[None, :]
@@ -216,6 +222,7 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
         weight = tl.where(s[None, :] <= m[:, None], weight, 0.0)
         x = _load(x_source + earlier[:, None] * x_strides[0], p_mask, P % BLOCK_P == 0)
         y = tl.dot(weight.to(x.dtype), x, y, input_precision="ieee")
+    y *= tl.exp(rest)[:, None]
 
     if D_ptr is not None:
         x = _load(x_source + token[:, None] * x_strides[0], p_mask, P % BLOCK_P == 0)
@@ -240,11 +247,11 @@ def mamba2_chunk_scan_triton(
     if decays_are_fixed(inputs, weights):
         fixed_decay_scan(inputs, weights, state, prompts, out)
         return out
-    # Two tensors: the second half of one would be aligned to 16 bytes for some numbers of tokens only.
-    step, cum = (torch.empty((heads, num_tokens), dtype=torch.float32, device=x.device) for _ in range(2))
+    # Three tensors: the second part of one would be aligned to 16 bytes for some numbers of tokens only.
+    step, cum, rest = (torch.empty((heads, num_tokens), dtype=torch.float32, device=x.device) for _ in range(3))
     chunk_heads = torch.empty((chunks, heads, dim, state_dim), dtype=x.dtype, device=x.device)
     shape = {"H": heads, "P": dim, "N": state_dim, "HEADS_PER_GROUP": heads // B.shape[1]}
-    work = ScanWork(step, cum, chunk_heads, shape)
+    work = ScanWork(step, cum, rest, chunk_heads, shape)
     few = num_tokens <= FEW_TOKENS and max(plan.chunk_size, state_dim) <= 256
     scores = None if few else _scores(B, C, plan)
     (walk_states if few else _gain_and_pass)(inputs, weights, state, prompts, work)
@@ -254,7 +261,7 @@ def mamba2_chunk_scan_triton(
         blocks, channels = triton.cdiv(size, tile["BLOCK_M"]), triton.cdiv(dim, tile["BLOCK_P"])
         short = channels, heads, num_tokens // tile["BLOCK_M"] + chunks
         _outputs_kernel[short if few else (blocks * channels, heads, chunks)](
-            x, B, C, z, out, weights.D, step, cum, chunk_heads, scores, state.read_state_slots, plan.cu_chunk_seqlens,
+            x, B, C, z, out, weights.D, step, cum, rest, chunk_heads, scores, state.read_state_slots, plan.cu_chunk_seqlens,
             plan.seq_idx, strides(x), strides(B), strides(C), strides(z), *strides(out), num_tokens, chunks, **shape,
             Q=_width(size), BLOCK_CHUNKS=max(64, triton.next_power_of_2(chunks)) if few else 1, **tile, **pdl(x.device),
         )  # fmt: skip
@@ -279,21 +286,21 @@ def _scores(B: Tensor, C: Tensor, plan: ChunkPlan) -> Tensor:
 
 def _gain_and_pass(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, work: ScanWork) -> None:
     """The same in three launches, all chunks at once in the first two."""
-    (x, dt, B, *_), (A, _, dt_bias, dt_limit), (step, cum, heads, shape) = inputs, weights, work
+    (x, dt, B, *_), (A, _, dt_bias, dt_limit), (step, cum, rest, heads, shape) = inputs, weights, work
     (states, read_slots, write_slots, _), (_, has_initial, plan, saves) = state, prompts
     (chunks, count, dim, state_dim), num_tokens = heads.shape, x.shape[0]
     launch, cu_chunks = pdl(x.device), plan.cu_chunk_seqlens
     gains = torch.empty(heads.shape, dtype=torch.float32, device=x.device)
     _time_step_kernel[chunks, triton.cdiv(count, 4)](
-        dt, A, dt_bias, step, cum, cu_chunks, dt.stride(0), num_tokens, *dt_limit,
+        dt, A, dt_bias, step, cum, rest, cu_chunks, dt.stride(0), num_tokens, *dt_limit,
         H=count, BLOCK_Q=triton.next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
     )  # fmt: skip
     tile = gains_tile(dim, state_dim)
     _gains_kernel[triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
-        x, B, step, cum, gains, cu_chunks, strides(x), strides(B), num_tokens, **shape, **tile, **launch,
+        x, B, step, cum, rest, gains, cu_chunks, strides(x), strides(B), num_tokens, **shape, **tile, **launch,
     )  # fmt: skip
     _pass_kernel[triton.cdiv(dim * state_dim, 1024), count, len(read_slots)](
-        gains, cum, states, heads, read_slots, write_slots, has_initial, cu_chunks, plan.first_chunk,
+        gains, cum, rest, states, heads, read_slots, write_slots, has_initial, cu_chunks, plan.first_chunk,
         plan.last_chunk, None if saves is None else saves.chunk_slots, states.stride(0), num_tokens,
         H=count, SIZE=dim * state_dim, BLOCK=1024, **launch,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from hybridrt.kernels.decay_sums import finite_rates
 from hybridrt.kernels.mamba2_common import scan_prompts
 from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
@@ -27,10 +28,10 @@ def selective_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
     Inputs are packed; z, D and dt_bias are always there. Returns [T, I] in x's dtype.
     """
     # A channel is a head of one
-    x, z = inputs.x[:, :, None], None if inputs.z is None else inputs.z[:, :, None]
+    A, x, z = finite_rates(weights.A), inputs.x[:, :, None], None if inputs.z is None else inputs.z[:, :, None]
 
     def scan_chunks(x: Tensor, step: Tensor, B: Tensor, C: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        decay = (step[..., None] * weights.A).exp_()
+        decay = (step[..., None] * A).exp_()
         after = _scan_chunk(decay, (step[..., None] * x) * B[:, :, None], before)
         return torch.einsum("bqin,bqn->bqi", after, C)[..., None], after[:, -1]
 

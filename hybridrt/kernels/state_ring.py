@@ -31,6 +31,7 @@ from torch import Tensor
 
 from hybridrt.errors import ConfigError
 from hybridrt.kernels.causal_conv1d import check_update
+from hybridrt.kernels.decay_sums import finite_rates
 from hybridrt.kernels.operation import By, operation
 from hybridrt.kernels.records import FusedStep
 from hybridrt.kernels.slots import read_rows, write_rows
@@ -134,7 +135,7 @@ def ring_entries(
 def _folded(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor | None) -> Tensor:
     """The states [B, H, P, N] after a ring's entries, float32."""
     # From the end, not as a difference of sums from the start: strong decays long ago would round it away.
-    since = (g if A is None else g * A).flip(1).cumsum(1).flip(1)
+    since = (g if A is None else g * finite_rates(A)).flip(1).cumsum(1).flip(1)
     weight, total = torch.cat((since[:, 1:], torch.zeros_like(since[:, :1])), 1).exp(), since[:, 0].exp()
     if g.ndim == k.ndim:  # a decay for each channel of a key
         k, total = k * weight, total.unsqueeze(-2)

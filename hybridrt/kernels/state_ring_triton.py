@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.kernels.decay_sums_triton import finite_rate
 from hybridrt.kernels.launch import multiprocessors
 from hybridrt.kernels.pdl_triton import begin, pdl
 from hybridrt.kernels.state_ring import RingFolds
@@ -75,7 +76,10 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
             state = tl.load(cells + read * states_ss, mask=mask, other=0.0)
             gates_row = gates_ptr + layer * gates_sl + row * gates_sr
             if not CHANNELS:
+                length = tl.load(length_ptr + index)
+                later_column = (tl.load(start_ptr + index) + w + 1) % W
                 gates = tl.load(gates_row + h * W + column, mask=past, other=0.0)
+                later = tl.load(gates_row + h * W + later_column, mask=w + 1 < length, other=0.0)
             values_row = values_ptr + layer * values_sl + row * values_sr + h * (W * P)
             values_cells = values_row + column[:, None] * P + p[None, :]
             values = tl.load(values_cells, mask=past[:, None] & p_mask[None, :], other=0.0)
@@ -87,13 +91,13 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
                 history = exact_dot(tl.trans(values.to(tl.float32)), keys.to(tl.float32) * tl.exp(left))
                 folded = state.to(tl.float32) * tl.exp(total)[None, :] + history
             else:
-                log_decay = gates
+                # Sums from the end, as in decays_of_channels.
+                weight, log_decay = 1.0, gates
                 if A_ptr is not None:
-                    log_decay = gates * tl.load(A_ptr + layer * H + h)
+                    A = finite_rate(tl.load(A_ptr + layer * H + h))
+                    weight, log_decay, later = gates, gates * A, later * A
                 total = tl.sum(log_decay, axis=0)
-                weight = tl.exp(total - tl.cumsum(log_decay, axis=0))
-                if A_ptr is not None:
-                    weight *= gates
+                weight *= tl.exp(tl.cumsum(later, axis=0, reverse=True))
                 history = exact_dot(tl.trans(values.to(tl.float32) * weight[:, None]), keys)
                 folded = state.to(tl.float32) * tl.exp(total) + history
             tl.store(cells + write * states_ss, folded.to(states_ptr.dtype.element_ty), mask=mask)
