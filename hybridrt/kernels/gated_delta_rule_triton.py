@@ -62,6 +62,12 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     k_norm = tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
     q_factor = K**-0.5 * near / tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS)
     k_factor, k_from = near / k_norm, 1.0 / (near * k_norm)
+    # Stored before the products, which need the registers.
+    factors = factors_ptr + (chunk.to(tl.int64) * HV + h) * (3 * Q) + t
+    tl.store(factors, k_factor * tl.exp(sums))
+    tl.store(factors + Q, q_factor * tl.exp(sums))
+    tl.store(factors + 2 * Q, k_from * tl.exp(total - sums) * all_near)
+    tl.store(decay_ptr + chunk * HV + h, tl.exp(total) * all_near)
     pair = tl.exp(sums[:, None] - sums[None, :]) * k_from[None, :]
     r, c = t[:, None], t[None, :]
     place = (chunk.to(tl.int64) * HV + h) * (Q * Q) + r * Q + c
@@ -72,11 +78,6 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr = tl.float32 if k.dtype == tl.float32 else tl.float16
     inverse = unit_inverse(tl.where(r > c, A, 0.0).to(dtype), Q, LEVELS, PRECISION)
     tl.store(solved_ptr + place, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
-    factors = factors_ptr + (chunk.to(tl.int64) * HV + h) * (3 * Q) + t
-    tl.store(factors, k_factor * tl.exp(sums))
-    tl.store(factors + Q, q_factor * tl.exp(sums))
-    tl.store(factors + 2 * Q, k_from * tl.exp(total - sums) * all_near)
-    tl.store(decay_ptr + chunk * HV + h, tl.exp(total) * all_near)
 
 
 @triton.jit

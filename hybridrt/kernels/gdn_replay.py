@@ -77,8 +77,8 @@ def _read_history(ring: StateRing) -> _History:
 
 
 def _read_past(checkpoint: Tensor, history: _History, vectors: Tensor, sums: Tensor) -> Tensor:
-    """S x for vectors x `[B, Hk, n, K]`, S the state before this step, decayed by gates with sums `[B, Hv, n, D]` since:
-    `[B, Hv, n, V]`."""
+    """S x for vectors x `[B, Hk, n, K]`, S the state before this step, decayed by gates with sums `[B, Hv, n, D]`
+    since: `[B, Hv, n, V]`."""
     vectors = vectors.repeat_interleave(checkpoint.shape[1] // vectors.shape[1], 1) * left(sums)
     from_checkpoint = (vectors * history.log_decay.exp()) @ checkpoint.transpose(-1, -2)
     return from_checkpoint + (vectors @ history.keys.transpose(-1, -2)) @ history.values

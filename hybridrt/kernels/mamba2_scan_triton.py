@@ -261,9 +261,10 @@ def mamba2_chunk_scan_triton(
         blocks, channels = triton.cdiv(size, tile["BLOCK_M"]), triton.cdiv(dim, tile["BLOCK_P"])
         short = channels, heads, num_tokens // tile["BLOCK_M"] + chunks
         _outputs_kernel[short if few else (blocks * channels, heads, chunks)](
-            x, B, C, z, out, weights.D, step, cum, rest, chunk_heads, scores, state.read_state_slots, plan.cu_chunk_seqlens,
-            plan.seq_idx, strides(x), strides(B), strides(C), strides(z), *strides(out), num_tokens, chunks, **shape,
-            Q=_width(size), BLOCK_CHUNKS=max(64, triton.next_power_of_2(chunks)) if few else 1, **tile, **pdl(x.device),
+            x, B, C, z, out, weights.D, step, cum, rest, chunk_heads, scores, state.read_state_slots,
+            plan.cu_chunk_seqlens, plan.seq_idx, strides(x), strides(B), strides(C), strides(z), *strides(out),
+            num_tokens, chunks, **shape, Q=_width(size),
+            BLOCK_CHUNKS=max(64, triton.next_power_of_2(chunks)) if few else 1, **tile, **pdl(x.device),
         )  # fmt: skip
     return out
 

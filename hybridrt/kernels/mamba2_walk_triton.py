@@ -112,10 +112,10 @@ def walk_states(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, promp
     tile = states_tile(plan.chunk_size, shape["P"], shape["N"])
     blocks = triton.cdiv(shape["P"], tile["BLOCK_P"]) * triton.cdiv(shape["N"], tile["BLOCK_N"])
     _states_kernel[blocks, shape["H"], min(len(read_slots), ROWS_AT_ONCE)](
-        x, dt, B, A, dt_bias, step, cum, rest, states, heads, read_slots, write_slots, has_initial, plan.cu_chunk_seqlens,
-        plan.first_chunk, plan.last_chunk, None if saves is None else saves.chunk_slots, strides(x), dt.stride(0),
-        strides(B), states.stride(0), x.shape[0], len(read_slots), *dt_limit, **shape, CHUNK=triton.next_power_of_2(plan.chunk_size), **tile,
-        **pdl(x.device),
+        x, dt, B, A, dt_bias, step, cum, rest, states, heads, read_slots, write_slots, has_initial,
+        plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk, None if saves is None else saves.chunk_slots,
+        strides(x), dt.stride(0), strides(B), states.stride(0), x.shape[0], len(read_slots), *dt_limit, **shape,
+        CHUNK=triton.next_power_of_2(plan.chunk_size), **tile, **pdl(x.device),
     )  # fmt: skip
 
 

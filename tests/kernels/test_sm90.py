@@ -93,7 +93,7 @@ def test_attention_gated_delta_net_experts_and_sampling() -> None:
     # second one has all registers that there are; with Triton 3.6, which its figures are of, it parks more. The third
     # one's limit of 64 suits Triton 3.6, and Triton 3.9 parks two values of few rows.
     old = triton.__version__.startswith("3.6.")
-    spills = {"_threshold_kernel": 16 if old else 0, "_channels_kernel": 160 if old else 16}
+    spills = {"_threshold_kernel": 16 if old else 0, "_channels_kernel": 160 if old else 0}
     check(usages, SHARED, spills | {"_classic_kernel": 0 if old else 8})
 
 
