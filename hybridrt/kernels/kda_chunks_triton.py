@@ -35,7 +35,7 @@ SCALE = tl.constexpr(256.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-255.0 * 256.0)  # of a gate: in float16's range, and its exponential is 0
 FAR = 100.0  # as a power of 2: 2^-FAR of a key is in float32's range, and so is 2^-26 of that
-FAR_IN_FLOAT32 = 4.0  # what both sums have of a larger one they round differently, by more than float32's products do
+FAR_IN_FLOAT32 = 16.0  # differences of larger sums lose more than float32 products do
 # log(1 + z) / z for 0 <= z <= 1, highest power first, to 2e-7 of it: least squares, weighted until no error stands out.
 LOG1P = tl.constexpr(
     (

@@ -110,6 +110,33 @@ def test_near_the_reference(model: str, part: str, record_property: Callable[[st
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("model", [*MODELS, LIGHTNING, KIMI])
+def test_prompts_through_gates_that_close_states(model: str, record_property: Callable[[str, object], None]) -> None:
+    """Gates of -inf and of some -10^4 among weak ones: no NaN, and what is between two tokens after one is not lost."""
+    torch.manual_seed(6)
+    scans = ("mamba2_chunk_scan", "chunk_gated_delta_rule")
+    errors = {what: worst_error(closing(case)) for what, case in cases(model, "recurrent") if case.op in scans}
+    record_property("relative errors", ", ".join(f"{what} {error:.1e}" for what, error in errors.items()))
+    assert errors and max(errors.values()) <= 1e-2, errors
+
+
+def closing(case: Case) -> Case:
+    """The case, some of whose gates close states. In Mamba-2 a gate is a head's rate times a time step, which is a
+    factor of inputs, too: so rates are high, and most time steps next to nothing."""
+    args = dict(case.args)
+    if case.op == "chunk_gated_delta_rule":
+        gates = args["g"]
+        gates[torch.rand(gates.shape, device=gates.device) < 0.03] = 3e5
+        gates[torch.rand(gates.shape, device=gates.device) < 0.01] = torch.inf
+        return replace(case, args=args)
+    args["A"] = args["A"].clone()
+    args["A"][::4], args["A"][1] = -1e4, -torch.inf
+    if args.get("dt_limit", (0.0, torch.inf)) == (0.0, torch.inf):
+        steps = args["dt"][:, ::4]
+        steps[torch.rand(steps.shape, device=steps.device) < 0.9] = -16.0
+    return replace(case, args=args)
+
+
 @pytest.mark.parametrize("provider", [p for p in providers.PROVIDERS if p not in ("torch", KERNELS)])
 @pytest.mark.parametrize("model", [*MODELS, KIMI])
 def test_libraries_near_the_reference(

@@ -86,6 +86,18 @@ def test_delta_rules_equal_the_loop(delta: Delta, what: str, chunk_size: int) ->
         start += length
 
 
+def test_strong_gates_on_both_sides_of_a_chunk_s_middle() -> None:
+    """Kimi Delta Attention's kernel cuts there: sums from the middle have them in common."""
+    torch.manual_seed(0)
+    delta = DELTAS["kimi delta attention"]
+    tokens, states = delta.tokens(64, "-90"), delta.states(2)
+    tokens.g = -0.1 * torch.rand(tokens.g.shape)
+    tokens.g[30], tokens.g[33] = -59.0, -60.0
+    expected, after = slow_delta_rule(states[1], tokens)
+    close(run(states, tokens, [64], [64], 64), expected, 7e-7)
+    close(states[1], after[-1], 7e-7)
+
+
 @EACH_DELTA
 @pytest.mark.parametrize("what", sweep(["mixed", "closed", "moderate"], 2))
 def test_prompts_cut_anywhere_equal_steps_of_one_token(delta: Delta, what: str) -> None:
