@@ -40,23 +40,27 @@ def _chunk_step(A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: T
     batch, size, heads, dim = x.shape
     groups = B.shape[2]
     sums = decay_sums(dt * A, 1)
-    x = x * dt[..., None]
+    # Pairs of tokens take float32 sums. What these have rounded off is a factor of tokens, which costs next to nothing.
+    cum = sums.float()
+    rest = left(sums - cum)
+    x = x * (dt / rest)[..., None]
     keys, queries = B.transpose(1, 2), C.transpose(1, 2)
     from_state = queries @ state.view(batch, groups, -1, state.shape[-1]).transpose(2, 3)
-    y = from_state.transpose(1, 2).reshape(x.shape) * left(sums)[..., None]
+    y = from_state.transpose(1, 2).reshape(x.shape) * cum.exp()[..., None]
 
     scores = (queries @ keys.transpose(2, 3)).tril_()
-    weights = _decays(sums).view(batch, groups, -1, size, size).mul_(scores[:, :, None])
+    weights = _decays(cum).view(batch, groups, -1, size, size).mul_(scores[:, :, None])
     y += (weights.view(batch, heads, size, size) @ x.transpose(1, 2)).transpose(1, 2)
+    y *= rest[..., None]
 
-    to_end = left(sums[:, -1:] - sums)
+    to_end = left(sums[:, -1:] - sums).mul_(rest)
     inputs = (x * to_end[..., None]).view(batch, size, groups, -1).permute(0, 2, 3, 1)
     decayed = state * left(sums[:, -1])[..., None, None]
     return y, decayed.add_((inputs @ keys).view(batch, heads, dim, -1))
 
 
-def _decays(sums: Tensor) -> Tensor:
-    """exp(sums_t - sums_s) where s <= t (elsewhere 1): sums [b, Q, H] -> [b, H, Q, Q]."""
-    sums = sums.transpose(1, 2).contiguous()
+def _decays(cum: Tensor) -> Tensor:
+    """exp(cum_t - cum_s) where s <= t (elsewhere 1): cum [b, Q, H] -> [b, H, Q, Q]."""
+    cum = cum.transpose(1, 2).contiguous()
     # exp is several times slower where the result is subnormal or the argument infinite: e^-80 is nothing already.
-    return left((sums[..., :, None] - sums[..., None, :]).clamp_(-80.0, 0.0))
+    return (cum[..., :, None] - cum[..., None, :]).clamp_(-80.0, 0.0).exp_()

@@ -236,9 +236,9 @@ class BCNorms(NamedTuple):
 
 class DeltaInputs(NamedTuple):
     """What tokens bring to the gated delta rule: q, k [..., Hk, K], v [..., Hv, V]; g, beta [..., Hv] float32 from
-    `gdn_gates`. In Kimi Delta Attention Hk is Hv, and g is [..., Hv, K], a decay for each channel of a key. Beside
-    GateWeights g and beta are raw, as projections gave them. The leading dimensions are [B, T], or [T] of packed
-    prompts."""
+    `gdn_gates`. A gate g is from 0 to -inf, which closes the state: nothing of before is left. In Kimi Delta Attention
+    Hk is Hv, and g is [..., Hv, K], a decay for each channel of a key. Next to GateWeights g and beta are raw, as
+    projections gave them. The leading dimensions are [B, T], or [T] of packed prompts."""
 
     q: Tensor
     k: Tensor
