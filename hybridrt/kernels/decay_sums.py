@@ -1,4 +1,4 @@
-"""Running sums of the logs of decays, whose differences are exact whatever stands before them.
+"""Running sums of the logs of decays, whose differences are exact whatever comes before them.
 
 What is left of token j at token i is exp(G_i - G_j), G the running sum of gates from 0 to -inf. In float32 the
 difference loses what a strong gate before j has rounded off both sums, and -inf leaves NaN. So no gate counts for more

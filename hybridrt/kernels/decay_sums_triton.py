@@ -1,7 +1,7 @@
 """The running sums of `decay_sums.py` in Triton kernels, which have no time for float64.
 
-A gate g is cut into a multiple of a unit and a rest of half a unit at most. Multiples below 2^24 are exact in float32
-with their sums and all differences of these. The rests stay small, and so does what their sums lose:
+A gate g is cut into a multiple of a unit and a rest of half a unit at most. Sums of multiples stay within 2^24 units.
+So they are exact in float32, and so are their differences. The rests stay small, and so does what their sums lose:
 
     exp(G_i - G_j) = exp(M_i - M_j) exp(R_i) / exp(R_j)
 
