@@ -13,13 +13,12 @@ MAX_HEADERS = 256  # each takes more memory than its bytes
 # Clients send a head at once. uvicorn itself would wait for the rest of one, or for the first byte, without an end.
 HEAD_SECONDS = 30.0
 MAX_HELD_BYTES = 64 * 1024  # read and not parsed; more are left to the system, whose buffers slow the sender
-# What one connection may parse before others have their turn. A piece counts for some bytes more than it has, because
-# short ones cost time, too.
-TURN_BYTES = 16 * 1024
-_PIECE_BYTES = 512
-# Between an answer and the next request that came before it. A client that waits for answers never meets it; one that
-# does not cannot fill the event loop.
-PIPELINE_SECONDS = 0.005
+# What one connection may parse before others have their turn: bytes, and pieces, headers and chunks.
+TURN_BYTES, TURN_PARTS = 16 * 1024, 256
+LINE_BYTES = 1024  # at once, where it is not known how many parts they are
+# Between two turns that many small parts have ended, and between an answer and the next request that came before it.
+# Clients that wait for answers never meet this; one that does not cannot fill the event loop.
+GAP_SECONDS = 0.005
 BODY_WRITER = "hybridrt.body_writer"  # the ASGI extension: where a request's scope keeps a BodyWriter
 _BLANK_LINE = re.compile(rb"(?:\A|\n)\r?\n")  # at the beginning, too: a line's end may have come before
 
@@ -76,9 +75,9 @@ class Flow(FlowControl):
 class LimitedHttp(HttpToolsProtocol):
     """Limits what one connection costs.
 
-    - A request is parsed when the one before it has been answered, and PIPELINE_SECONDS later. What has come of it
+    - A request is parsed when the one before it has been answered, and GAP_SECONDS later. What has come of it
       waits as bytes: MAX_HELD_BYTES and one read at most, then the connection is not read.
-    - The parser gets TURN_BYTES at a time, and other connections have their turn.
+    - The parser gets TURN_BYTES and TURN_PARTS at a time, then other connections have their turn.
     - A connection ends that sends more than MAX_HEAD_BYTES without a byte of a body (a head, trailers, extensions of
       chunks) or more than MAX_HEADERS: httptools would keep all of it.
     - One ends that has not sent its head after HEAD_SECONDS, counted from the connection's beginning or from the first
@@ -91,9 +90,10 @@ class LimitedHttp(HttpToolsProtocol):
         self.flow: Flow = Flow(transport)
         self._held = bytearray()
         self._body_left = 0  # bytes of a body whose length is known
+        self._parts = 0  # parsed in this turn
         self._bare_bytes = 0  # parsed since the last byte of a body, or the end of a request
         self._in_head, self._is_whole = True, False
-        self._next: asyncio.Handle | None = None
+        self._next: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._start_timer()
 
@@ -121,6 +121,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header. Trailers are dropped: the application has checked the headers when they come."""
+        self._parts += 1
         if not self._in_head:
             return
         if len(self.headers) == MAX_HEADERS:
@@ -141,6 +142,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
+        self._parts += 1
         self._bare_bytes = 0
         super().on_body(body)
 
@@ -153,7 +155,7 @@ class LimitedHttp(HttpToolsProtocol):
         """The answer has been written."""
         super().on_response_complete()
         if self._held and self._next is None:
-            self._next = self.loop.call_later(PIPELINE_SECONDS, self._parse_on)
+            self._next = self.loop.call_later(GAP_SECONDS, self._parse_on)
 
     @property
     def _waits(self) -> bool:
@@ -167,21 +169,23 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _parse(self) -> None:
         """Parses what is held: at most to the end of a request, and for one turn."""
-        spent = 0
+        size = self._parts = 0
         while self._held and not self._waits:
             if self.transport.is_closing():
                 self._held.clear()
-            elif spent >= TURN_BYTES:
-                self._next = self.loop.call_soon(self._parse_on)
+            elif size >= TURN_BYTES or self._parts >= TURN_PARTS:
+                seconds = GAP_SECONDS if self._parts >= TURN_PARTS else 0
+                self._next = self.loop.call_later(seconds, self._parse_on)
                 return
             else:
                 piece = self._take_piece()
-                spent += len(piece) + _PIECE_BYTES
+                size += len(piece)
                 self._parse_piece(piece)
 
     def _parse_piece(self, piece: bytes) -> None:
         if self._timer is None and self.cycle is not None and self.cycle.response_complete:
             self._start_timer()
+        self._parts += 1
         self._bare_bytes += len(piece)
         super().data_received(piece)
         if self._bare_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -194,8 +198,8 @@ class LimitedHttp(HttpToolsProtocol):
             size = min(self._body_left, TURN_BYTES)
             self._body_left -= min(size, len(self._held))
         else:
-            blank = _BLANK_LINE.search(self._held, 0, TURN_BYTES)
-            size = blank.end() if blank else TURN_BYTES
+            blank = _BLANK_LINE.search(self._held, 0, LINE_BYTES)
+            size = blank.end() if blank else LINE_BYTES
         piece = bytes(self._held[:size])
         del self._held[:size]
         return piece

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import httptools
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
 from hybridrt.server import http_limits
-from hybridrt.server.http_limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_HELD_BYTES, TURN_BYTES, LimitedHttp
+from hybridrt.server.http_limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_HELD_BYTES, LimitedHttp
 from tests.server.test_concurrency import address, body, expected, request, token_ids
 from tests.support.http_server import WAIT, Served
 
@@ -125,7 +126,7 @@ def run(work: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_limits, "PIPELINE_SECONDS", 0)
+    monkeypatch.setattr(http_limits, "GAP_SECONDS", 0)
 
 
 @pytest.mark.parametrize("app", [never, ignore])
@@ -145,9 +146,6 @@ def test_one_request_of_a_connection_is_begun_and_reading_stops(request_: bytes,
 
     async def main() -> None:
         connection = Connection(app)
-        begun = list[None]()
-        begin = connection.http.on_message_begin
-        connection.http.on_message_begin = lambda: (begun.append(None), begin())[1]  # type: ignore[method-assign]
         for _ in range(50):
             connection.send(request_ * (READ // len(request_)))
             await asyncio.sleep(0)
@@ -208,7 +206,7 @@ def test_a_long_pipeline_lets_others_have_their_turn(monkeypatch: pytest.MonkeyP
         assert connection.begun == 1
         connection.http.connection_lost(None)
 
-    monkeypatch.setattr(http_limits, "PIPELINE_SECONDS", 3600)
+    monkeypatch.setattr(http_limits, "GAP_SECONDS", 3600)
     run(main())
 
 
@@ -257,28 +255,49 @@ def test_a_body_that_the_application_does_not_take_is_not_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "unit"),
+    ("head", "unit", "parts"),
     [
-        (b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n"),
-        (b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n\n\r\n"),
-        (b"Transfer-Encoding: chunked\r\n\r\n", b"1;a=b\r\na\r\n"),
-        (b"Content-Length: 9999999\r\n\r\n", b"\n"),
-        (b"Content-Length: 9999999\r\n\r\n", b"a"),
+        (b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n", 600),
+        (b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n\n\r\n", 600),
+        (b"Transfer-Encoding: chunked\r\n\r\n", b"1;a=b\r\na\r\n", 600),
+        (b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"a:\r\n", 600),
+        (b"", b"\r\n", 600),
+        (b"Content-Length: 9999999\r\n\r\n", b"\n", 3),
+        (b"Content-Length: 9999999\r\n\r\n", b"a", 3),
     ],
 )
-def test_a_turn_parses_a_bounded_part_of_a_read(head: bytes, unit: bytes) -> None:
+def test_a_turn_parses_a_bounded_part_of_a_read(
+    head: bytes, unit: bytes, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many small parts end it, and the next one comes later. Large parts go on at once."""
+    monkeypatch.setattr(http_limits, "GAP_SECONDS", 3600)
+
     async def main() -> None:
-        connection = Connection(echo)
-        connection.send(b"POST / HTTP/1.1\r\n" + head)
-        await asyncio.sleep(0)
-        before = connection.http.cycle.body.copy()
+        connection = Connection(never)
+        calls = list[str]()
+        for name in ("on_header", "on_body"):
+            monkeypatch.setattr(connection.http, name, _noting(getattr(connection.http, name), calls))
+        connection.http.parser = httptools.HttpRequestParser(connection.http)  # it looks for callbacks when it is made
+        if head:
+            connection.send(b"POST / HTTP/1.1\r\n" + head)
+            await asyncio.sleep(0)
+        calls.clear()
         connection.send(unit * (READ // len(unit)))
-        assert not before and 0 < len(connection.http.cycle.body) <= 2 * TURN_BYTES
-        assert len(connection.http._held) >= READ - 3 * TURN_BYTES, "the rest is for the next turns"
-        for task in connection.state.tasks:
-            task.cancel()
+        assert len(calls) < parts and len(connection.http._held) > 0.9 * READ
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (len(connection.http._held) == 0) == (parts < 600)
+        connection.http.connection_lost(None)
 
     run(main())
+
+
+def _noting(function: Callable[..., None], calls: list[str]) -> Callable[..., None]:
+    def note(*arguments: Any) -> None:
+        calls.append(function.__name__)
+        function(*arguments)
+
+    return note
 
 
 ENDLESS = {
