@@ -1,5 +1,5 @@
-"""benchmarks.attacks at a small scale: the attacker keeps its bounds, the neighbour is timed. How long that takes is for
-the documents."""
+"""benchmarks.attacks at a small scale: the attacker keeps its bounds, the neighbour is timed. How long that takes is
+for the documents."""
 
 import json
 import time
