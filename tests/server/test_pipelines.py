@@ -240,6 +240,19 @@ def test_bodies_of_every_kind_cut_anywhere() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("cut", range(len(GET)))
+def test_a_read_that_ends_within_a_head(cut: int) -> None:
+    """What follows its blank line is the next request's, wherever the line's parts come."""
+
+    async def main() -> None:
+        connection = Connection(echo)
+        await connection.deliver(GET[:cut])
+        await connection.send_all(GET[cut:] + GET * 3)
+        assert (connection.begun, connection.most, connection.transport.closed) == (4, 1, False)
+
+    run(main())
+
+
 def test_a_body_that_the_application_does_not_take_is_not_read() -> None:
     async def main() -> None:
         connection = Connection(ignore)
