@@ -10,9 +10,11 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import hybridrt
 
@@ -129,6 +131,20 @@ def test_documents_name_the_bounds_of_torch() -> None:
     torch = next(line for line in project["dependencies"] if re.match(r"torch\b", line))
     for name in ("README.md", "CONTRIBUTING.md"):
         assert set(re.findall(r"'(torch>=[^']*)'", (ROOT / name).read_text())) == {torch}, name
+
+
+def test_every_dependency_has_a_lower_bound_that_is_not_newer_than_what_is_installed() -> None:
+    """Without one, an installer may keep a version that nobody has tried."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [
+        *project["dependencies"],
+        *(line for name in ("serve", "otlp", "structured", "test") for line in extras[name]),
+    ]
+    for requirement in map(Requirement, lines):
+        if requirement.name != "hybridrt":
+            assert any(bound.operator == ">=" for bound in requirement.specifier), requirement
+            assert requirement.specifier.contains(version(requirement.name)), requirement
 
 
 def test_what_the_default_level_leaves_out_runs_elsewhere() -> None:

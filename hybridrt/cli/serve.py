@@ -29,6 +29,10 @@ class ServerOptions(Overrides):
     api_key_file: str | None = setting("File with such keys, one a line.", "none", "FILE")
     tls_certificate: str | None = setting("PEM file: serve HTTPS.", "none", "FILE")
     tls_key: str | None = setting("PEM file of its private key.", "none", "FILE")
+    allowed_hosts: list[str] | None = setting(
+        "Further name of the server, without a port; repeatable. *: any.", "loopback and --host", "NAME",
+        "--allowed-host",
+    )  # fmt: skip
     allowed_origins: list[str] | None = setting(
         "Pages that may call (CORS); repeatable.", "none", "URL", "--allowed-origin"
     )

@@ -141,14 +141,6 @@ def _add_text(app: FastAPI, service: Service) -> None:
         return {"prompt": await service.llm.in_thread(service.tokenizer.decode, body.tokens, False)}
 
 
-def _refuse_page(request: Request, allowed: tuple[str, ...]) -> None:
-    """Raises APIError for a request that a browser sends for a page of another origin. Where there is a JSON body, its
-    content type makes browsers ask before they send it."""
-    origin = request.headers.get("origin")
-    if origin is not None and origin not in allowed and "*" not in allowed:
-        raise APIError(403, "pages of this origin may not call: serve with --allowed-origin")
-
-
 def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/health", response_class=Response)
     @app.head("/health", include_in_schema=False)
@@ -182,9 +174,8 @@ def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return {"aborted": any([service.llm.abort(name) for name in names])}
 
     @app.post("/reset_prefix_cache")
-    async def reset_prefix_cache(request: Request) -> dict[str, bool]:
+    async def reset_prefix_cache() -> dict[str, bool]:
         """Forgets cached prefixes that no running request reads. True: none is left."""
-        _refuse_page(request, service.config.allowed_origins)
         return {"reset": await service.llm.in_thread(service.llm.llm.reset_prefix_cache)}
 
     @app.get("/metrics", response_class=Response)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.errors import ConfigError
 from hybridrt.files import check_file, read_text
+from hybridrt.server.pages import host_name
 
 API_KEY_VARIABLE = "HYBRIDRT_API_KEY"
 _HEADER_TEXT = re.compile(r"[\x21-\x7e]+")
@@ -26,6 +27,9 @@ class ServerConfig:
         served_model_names: what requests call the model; empty: the name under which it was loaded.
         api_keys: requests must bring one of them (`Authorization: Bearer KEY`), except /health and /ready. Empty: none.
         tls_certificate, tls_key: PEM files; both, or neither for plain HTTP.
+        allowed_hosts: further names and addresses under which clients call the server (`Host`), without a port; "*":
+            any. It always answers to localhost, to loopback addresses and to `host`, and to every IP address where
+            `host` is 0.0.0.0 or ::. Empty: no others.
         allowed_origins: web pages of these origins may call (CORS); "*": all. Empty: none.
         chat_template: Jinja text that replaces the model's own; None keeps that.
         tool_parser, reasoning_parser: names of formats; "auto" goes by the chat template, "none" is off.
@@ -50,6 +54,7 @@ class ServerConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     tls_certificate: str | None = None
     tls_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_parser: str = "auto"
@@ -99,6 +104,9 @@ class ServerConfig:
                 ) from e
 
     def _check_addresses(self) -> None:
+        for host in self.allowed_hosts:
+            if host != "*" and host_name(host) is None:
+                raise ConfigError(f"allowed host {host!r}: it must be * or a name without a port, like api.example.org")
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"allowed origin {origin!r}: it must be * or like https://example.org")

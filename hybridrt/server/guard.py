@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridrt.server.config import ServerConfig
 from hybridrt.server.errors import ANTHROPIC_PATH, APIError, error_response
+from hybridrt.server.pages import PageRules, check_content_type
 from hybridrt.server.respond import CLIENT_GONE, FAILURE, ClientGone
 from hybridrt.server.service import RECORD
 
@@ -32,6 +33,8 @@ class Guard:
     ends, and the server goes on.
 
     - `X-Request-Id` is taken from the request, or made, and sent back.
+    - A request that names another host, comes from a page that may not call, or has a body that is not JSON is refused
+      before its body is read, on every path (hybridrt/server/pages.py).
     - Web pages of the allowed origins can read every answer, errors included (CORS).
     - Without a valid key only OPEN_PATHS answer. Keys are compared in constant time.
     - A body that is too long is refused, where possible before it is read.
@@ -43,6 +46,7 @@ class Guard:
         self._app = app
         self._config = config
         self._keys = [key.encode() for key in config.api_keys]
+        self._pages = PageRules(config.host, config.allowed_hosts, config.allowed_origins)
         self._entry: ASGIApp = self._answer
         if config.allowed_origins:
             self._entry = CORSMiddleware(
@@ -64,7 +68,10 @@ class Guard:
         scope[RECORD] = {}
         began = time.monotonic()
         try:
+            self._pages.check_sender(scope)
             await self._entry(scope, receive, answer)
+        except APIError as e:  # before CORS: no page reads it
+            await error_response(e, scope["path"])(scope, receive, answer)
         finally:
             scope[RECORD].setdefault("status", answer.status)
             scope.pop(FAILURE, None)  # uvicorn keeps the scope, and this the stream, until the next request
@@ -96,8 +103,11 @@ class Guard:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and len(length) < 19 and int(length) > self._config.max_body_bytes:
             raise _too_long(self._config.max_body_bytes)
-        if not self._keys or scope["path"] in OPEN_PATHS:
-            return
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            self._check_key(scope, headers)
+        check_content_type(scope)
+
+    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scope["path"].startswith(ANTHROPIC_PATH) and b"x-api-key" in headers:
             scheme, key = b"bearer", headers[b"x-api-key"]

@@ -1,14 +1,26 @@
-"""HTTP/1.1 as uvicorn reads it with httptools, with limits on what comes before the body, and writes without a wait."""
+"""HTTP/1.1 as uvicorn reads it with httptools, one request of a connection at a time, and writes without a wait."""
 
 import asyncio
+import re
 
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 # Browsers and proxies send a few hundred bytes; other servers stop at 8 to 64 KiB.
 MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 256  # each takes more memory than its bytes
 # Clients send a head at once. uvicorn itself would wait for the rest of one, or for the first byte, without an end.
 HEAD_SECONDS = 30.0
+MAX_HELD_BYTES = 64 * 1024  # read and not parsed; more are left to the system, whose buffers slow the sender
+# What one connection may parse before others have their turn: bytes, and pieces, headers and chunks.
+TURN_BYTES, TURN_PARTS = 16 * 1024, 256
+LINE_BYTES = 1024  # at once, where it is not known how many parts they are
+# Between two turns that many small parts have ended, and between an answer and the next request that came before it.
+# Clients that wait for answers never meet this; one that does not cannot fill the event loop.
+GAP_SECONDS = 0.005
 BODY_WRITER = "hybridrt.body_writer"  # the ASGI extension: where a request's scope keeps a BodyWriter
+_BLANK_LINE = re.compile(rb"(?:\A|\n)\r?\n")  # at the beginning, too: a line's end may have come before
 
 
 class BodyWriter:
@@ -31,62 +43,173 @@ class BodyWriter:
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
-class LimitedHttp(HttpToolsProtocol):
-    """Ends a connection whose address and headers are longer than MAX_HEAD_BYTES: httptools would keep all of it. Ends
-    one that has not sent them after HEAD_SECONDS, counted from the connection's beginning or from the first byte behind
-    an answer. The rest of a body whose request was refused has the same time."""
+class Flow(FlowControl):
+    """Reading stops while uvicorn wants it to (`read_paused`), and while too much is held that is not parsed."""
 
-    _head_bytes = 0
-    _timer: asyncio.TimerHandle | None = None
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._reader, self._full, self._stopped = transport, False, False
+
+    def pause_reading(self) -> None:
+        """The application has to take its body first."""
+        self.read_paused = True
+        self._apply()
+
+    def resume_reading(self) -> None:
+        """The application wants more."""
+        self.read_paused = False
+        self._apply()
+
+    def hold(self, full: bool) -> None:
+        """Says whether too much is held."""
+        self._full = full
+        self._apply()
+
+    def _apply(self) -> None:
+        stop = self.read_paused or self._full
+        if stop != self._stopped and not self._reader.is_closing():
+            self._stopped = stop
+            (self._reader.pause_reading if stop else self._reader.resume_reading)()
+
+
+class LimitedHttp(HttpToolsProtocol):
+    """Limits what one connection costs.
+
+    - A request is parsed when the one before it has been answered, and GAP_SECONDS later. What has come of it
+      waits as bytes: MAX_HELD_BYTES and one read at most, then the connection is not read.
+    - The parser gets TURN_BYTES and TURN_PARTS at a time, then other connections have their turn.
+    - A connection ends that sends more than MAX_HEAD_BYTES without a byte of a body (a head, trailers, extensions of
+      chunks) or more than MAX_HEADERS: httptools would keep all of it.
+    - One ends that has not sent its head after HEAD_SECONDS, counted from the connection's beginning or from the first
+      byte after an answer. The rest of a body whose request was refused has the same time.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
-        self._answers: list[RequestResponseCycle] = []  # not complete; several if requests do not wait
+        self.flow: Flow = Flow(transport)
+        self._held = bytearray()
+        self._body_left = 0  # bytes of a body whose length is known
+        self._parts = 0  # parsed in this turn
+        self._bare_bytes = 0  # parsed since the last byte of a body, or the end of a request
+        self._in_head, self._is_whole = True, False
+        self._next: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended, for every request that is not answered: uvicorn tells the latest one alone."""
+        """The connection has ended."""
         self._stop_timer()
-        for answer in self._answers:
-            if not answer.response_complete:
-                answer.disconnected = True
-                answer.message_event.set()
+        if self._next is not None:
+            self._next.cancel()
+        self._held.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come. While a request is answered, its own deadline holds."""
-        if self._timer is None and self.cycle is not None and self.cycle.response_complete:
-            self._start_timer()
-        super().data_received(data)
+        """Bytes have come."""
+        self._held += data
+        if self._next is None:
+            self._parse()
+        self.flow.hold(len(self._held) > MAX_HELD_BYTES)
 
     def on_message_begin(self) -> None:
         """A request begins."""
-        self._head_bytes = 0
+        if self._waits:  # pieces are cut so that this does not happen
+            raise ValueError("a request begins before the one before it is answered")
+        self._in_head, self._is_whole = True, False
         super().on_message_begin()
 
-    def on_url(self, url: bytes) -> None:
-        """A piece of the address."""
-        self._count(len(url))
-        super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header."""
-        self._count(len(name) + len(value))
+        """A header. Trailers are dropped: the application has checked the headers when they come."""
+        self._parts += 1
+        if not self._in_head:
+            return
+        if len(self.headers) == MAX_HEADERS:
+            # httptools turns what a callback raises into a parser's error, which uvicorn answers with 400 and the end.
+            raise ValueError(f"more than {MAX_HEADERS} headers")
+        if name.lower() == b"content-length" and value.isdigit():
+            self._body_left = int(value)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The body begins."""
         self._stop_timer()
+        self._in_head, self._bare_bytes = False, 0
+        if not self.url.startswith(b"/"):
+            self._take_host(httptools.parse_url(self.url))
         super().on_headers_complete()
-        self._answers = [*(a for a in self._answers if not a.response_complete), self.cycle]
         self.scope["extensions"] = {BODY_WRITER: BodyWriter(self.cycle)}  # type: ignore[dict-item]
 
-    def _count(self, length: int) -> None:
-        self._head_bytes += length
-        if self._head_bytes > MAX_HEAD_BYTES:
-            # httptools turns what a callback raises into a parser's error, which uvicorn answers with 400 and the end.
-            raise ValueError(f"more than {MAX_HEAD_BYTES} bytes of headers")
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._parts += 1
+        self._bare_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request has come as a whole."""
+        self._is_whole, self._bare_bytes, self._body_left = True, 0, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer has been written."""
+        super().on_response_complete()
+        if self._held and self._next is None:
+            self._next = self.loop.call_later(GAP_SECONDS, self._parse_on)
+
+    @property
+    def _waits(self) -> bool:
+        """A request has come as a whole and is not answered."""
+        return self._is_whole and not self.cycle.response_complete
+
+    def _parse_on(self) -> None:
+        self._next = None
+        self._parse()
+        self.flow.hold(len(self._held) > MAX_HELD_BYTES)
+
+    def _parse(self) -> None:
+        """Parses what is held: at most to the end of a request, and for one turn."""
+        size = self._parts = 0
+        while self._held and not self._waits:
+            if self.transport.is_closing():
+                self._held.clear()
+            elif size >= TURN_BYTES or self._parts >= TURN_PARTS:
+                seconds = GAP_SECONDS if self._parts >= TURN_PARTS else 0
+                self._next = self.loop.call_later(seconds, self._parse_on)
+                return
+            else:
+                piece = self._take_piece()
+                size += len(piece)
+                self._parse_piece(piece)
+
+    def _parse_piece(self, piece: bytes) -> None:
+        if self._timer is None and self.cycle is not None and self.cycle.response_complete:
+            self._start_timer()
+        self._parts += 1
+        self._bare_bytes += len(piece)
+        super().data_received(piece)
+        if self._bare_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"More than {MAX_HEAD_BYTES} bytes of headers.")
+
+    def _take_piece(self) -> bytes:
+        """The rest of a body, or the bytes up to the next blank line, where heads end and bodies in chunks: so no piece
+        ends one request and begins another."""
+        if self._body_left and not self._in_head:
+            size = min(self._body_left, TURN_BYTES)
+            self._body_left -= min(size, len(self._held))
+        else:
+            blank = _BLANK_LINE.search(self._held, 0, LINE_BYTES)
+            size = blank.end() if blank else LINE_BYTES
+        piece = bytes(self._held[:size])
+        del self._held[:size]
+        return piece
+
+    def _take_host(self, url: httptools.parser.url_parser.URL) -> None:
+        """An address with a host replaces the header (RFC 9112, 3.2.2)."""
+        if url.host is not None:
+            host = b"[%b]" % url.host if b":" in url.host else url.host
+            port = b"" if url.port is None else b":%d" % url.port
+            self.headers[:] = [header for header in self.headers if header[0] != b"host"] + [(b"host", host + port)]
 
     def _start_timer(self) -> None:
         self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)

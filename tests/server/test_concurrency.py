@@ -25,7 +25,7 @@ def body(seed: int, **changes: object) -> dict[str, object]:
 
 def request(seed: int, **changes: object) -> bytes:
     content = json.dumps(body(seed, **changes)).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -114,7 +114,8 @@ def test_the_last_chunk_that_a_client_does_not_take_in_time() -> None:
         await send({"type": "http.response.body", "body": b"last", "more_body": False})
 
     guard = Guard(app, ServerConfig(request_timeout=0.02, access_log=False))
-    asyncio.run(guard({"type": "http", "path": "/", "headers": []}, send, send))  # type: ignore[arg-type]
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [(b"host", b"localhost")]}
+    asyncio.run(guard(scope, send, send))  # type: ignore[arg-type]
     assert b"longer than it may" in sent[-1]["body"]
 
 
@@ -122,7 +123,7 @@ def test_a_body_that_never_comes_ends_with_the_deadline(locked: Served) -> None:
     host, port = locked.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer first-key\r\n"
             b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
         )
         assert b" 504 " in connection.recv(4096)
@@ -133,7 +134,10 @@ def test_connections_that_do_not_ask_end(served: Served, monkeypatch: pytest.Mon
     answer may take longer."""
     monkeypatch.setattr(http_limits, "HEAD_SECONDS", 0.3)
     body = json.dumps(COMPLETION).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n"
+    )
     host, port = served.url.removeprefix("http://").split(":")
     with ExitStack() as stack:
 
@@ -144,7 +148,7 @@ def test_connections_that_do_not_ask_end(served: Served, monkeypatch: pytest.Mon
 
         late = connect(head % len(body))
         silent, half = connect(b""), connect(b"GET /health HTTP/1.1\r\nX: ")
-        again = connect(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        again = connect(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert again.recv(4096).startswith(b"HTTP/1.1 200")
         again.sendall(b"\r\n")
         for connection in (silent, half, again):
