@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrt.errors import ConfigError, HybridrtError, shown
-from hybridrt.files import read_text
+from hybridrt.files import CONFIG_BYTES, read_text
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,15 @@ def check_fields(
             raise error(f"{where}{name} is {shown(value)}; it must be {field_type.text}")
 
 
-def read_object(file: Path, error: type[HybridrtError] = ConfigError) -> dict[str, Any]:
+def read_object(file: Path, error: type[HybridrtError] = ConfigError, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        error: the file cannot be read, is not JSON, is nested too deeply, or does not hold an object.
+        error: the file cannot be read, has more than `max_bytes`, is not JSON, is nested too deeply, or does not hold
+            an object.
     """
     try:
-        raw = json.loads(read_text(file), object_hook=_special_float)
+        raw = json.loads(read_text(file, max_bytes), object_hook=_special_float)
     except OSError as e:
         raise error(f"{file} cannot be read: {e.strerror or e}; check that it is a file with read permission") from e
     except (ValueError, RecursionError) as e:

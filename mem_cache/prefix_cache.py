@@ -67,6 +67,7 @@ class CacheCounts:
         retokenised: tokens of a cached answer behind a place within it where the prompt leaves it: most often because
             the history was tokenised anew.
         fetched: tokens that were brought back from main memory, or whose state was.
+        dropped: entries, not tokens: their use gave logits that are not finite.
     """
 
     asked: int = 0
@@ -75,3 +76,4 @@ class CacheCounts:
     without_kv: int = 0
     retokenised: int = 0
     fetched: int = 0
+    dropped: int = 0

@@ -278,12 +278,12 @@ class RadixCache:
         index = self.complete(node.end)
         if not self.page_size or index * self.page_size == node.end:
             return None
-        below = [node] if node.tail is not None else list(node.children.values())
+        below = [node] if node.tail is not None else node.found
         while below:
             node = below.pop()
             if node.pages or node.tail is not None:
                 return node
-            below += node.children.values()
+            below += node.found
         return None
 
     # -- growing ------------------------------------------------------------------------------------------------

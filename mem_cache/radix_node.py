@@ -32,7 +32,7 @@ class Node:
         tail_readers: requests that are about to read this node's tail, or its first page, as the tail of their state.
         used: when the node was last matched or inserted.
         answer: tokens before the answer of the text that brought the edge.
-        first: the first token of the edge, under which the parent has the node.
+        first: the first token of the edge, under which the parent has the node. Below 0: no match finds the node.
         salt: of a root, whose prompts the tree holds.
         base: GreedyDual's inflation when the state was last used. Its worth is that plus the tokens that it saves.
         hits: how often the state has been used.
@@ -67,6 +67,16 @@ class Node:
         return self.start + len(self.tokens)
 
     @property
+    def hidden(self) -> bool:
+        """No match finds the node."""
+        return any(node.first < 0 for node in self.path)
+
+    @property
+    def found(self) -> "list[Node]":
+        """The nodes below that matches find."""
+        return [child for first, child in self.children.items() if first >= 0]
+
+    @property
     def path(self) -> "Iterator[Node]":
         """The node, its parent and so on; the root excepted."""
         node = self
@@ -91,7 +101,7 @@ class Node:
         if self.parent is None or self.state or self.tail or self.readers or len(self.children) != 1:
             return False
         (below,) = self.children.values()
-        if below.answer != self.answer:
+        if below.answer != self.answer or below.first < 0:
             return False
         below.tokens, below.pages = np.concatenate((self.tokens, below.tokens)), Slots(self.pages, below.pages)
         below.start, below.parent, below.first = self.start, self.parent, self.first
@@ -126,7 +136,7 @@ def leaves_prompt(node: Node, known: int) -> bool:
 
 def _edges_behind(node: Node, known: int) -> Collection[Node]:
     """The edges that go on after `known` tokens, the last of which are on the edge of `node`."""
-    return [node] if known < node.end else node.children.values()
+    return [node] if known < node.end else node.found
 
 
 def is_idle_leaf(node: Node) -> bool:

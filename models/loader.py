@@ -10,8 +10,9 @@ from tqdm.auto import tqdm
 
 from hybridrt.config_json import read_object, shown
 from hybridrt.errors import CheckpointError, ConfigError
+from hybridrt.files import INDEX_BYTES
 from hybridrt.models.base import MTP_KEYS, CausalLM
-from hybridrt.models.weight_files import keys_of, read_tensor
+from hybridrt.models.weight_files import equal_tensors, keys_of
 from hybridrt.models.weight_reader import read_tensors
 
 # Frequencies of rotary embeddings, which older versions of transformers saved: they follow from config.json.
@@ -58,7 +59,7 @@ def has_own_head(path: Path) -> bool:
         r"(lm_head|model(\.language_model)?\.embed_tokens|model\.word_embeddings|(model|backbone)\.embeddings?)\.weight"
     )
     pair = [key for key in files if re.fullmatch(ends, key)]
-    return len(pair) == 2 and not torch.equal(*(read_tensor(files[key], key) for key in pair))
+    return len(pair) == 2 and not equal_tensors(*((files[key], key) for key in pair))
 
 
 def _skipped(model: CausalLM, key: str, targets: object) -> bool:
@@ -115,7 +116,7 @@ def _indexed_shards(index: Path) -> dict[Path, list[str]]:
 def _weight_map(index: Path) -> dict[str, str]:
     """The file of each key. The names are checked, not what they resolve to: a hub snapshot's files are symbolic links
     that leave its directory."""
-    weight_map = read_object(index, CheckpointError).get("weight_map")
+    weight_map = read_object(index, CheckpointError, INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{index} is no index of shards: weight_map is {shown(weight_map)}; download the checkpoint again"

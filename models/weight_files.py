@@ -1,18 +1,17 @@
-"""Safetensors files as they lie on a disk: their tensors by name."""
+"""The safetensors files of a checkpoint: their tensors by name."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from hybridrt.errors import CheckpointError
-from hybridrt.files import check_file
+from hybridrt.files import WEIGHTS_HEADER_BYTES
+from hybridrt.files_safetensors import DamagedFileError, TensorFile
 
 Shards = dict[Path, list[str]]
+_COMPARED = 1 << 24  # bytes of two tensors that are compared at a time
 
 
 def keys_of(file: Path) -> list[str]:
@@ -21,45 +20,46 @@ def keys_of(file: Path) -> list[str]:
     Raises:
         CheckpointError: the file is damaged.
     """
-    with _opened(file) as f:
-        return list(f.keys())
+    with opened(file) as f:
+        return list(f.entries)
 
 
-def read_tensor(file: Path, key: str) -> torch.Tensor:
-    """One tensor, in main memory.
+def equal_tensors(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
+    """Whether two tensors (file, name) have the same dtype, shape and bytes. Little of them is in memory at a time.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: one cannot be read.
     """
-    with _opened(file) as f:
-        return _mapped(f, file, key)
+    with opened(first[0]) as f, opened(second[0]) as g:
+        a, b = f.entry(first[1]), g.entry(second[1])
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        for at in range(0, a.size, _COMPARED):
+            left, right = torch.empty((2, min(_COMPARED, a.size - at)), dtype=torch.uint8)
+            f.fill(a.start + at, left)
+            g.fill(b.start + at, right)
+            if not torch.equal(left, right):
+                return False
+        return True
 
 
-def mapped_tensors(shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of all files, file by file, in memory that the files are mapped to.
+def tensors_of(shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of all files, file by file, in main memory of their own.
 
     Raises:
-        CheckpointError: a tensor cannot be read.
+        CheckpointError: a tensor cannot be read, or the file was changed meanwhile.
     """
     for file, keys in shards.items():
-        with _opened(file) as f:
-            yield from ((key, _mapped(f, file, key)) for key in keys)
+        with opened(file) as f:
+            yield from ((key, f.read(key)) for key in keys)
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[TensorFile]:
+    """An open file. Whatever is wrong with it, or changes before the end, is a CheckpointError."""
     try:
-        check_file(file, sys.maxsize)
-        opened = safe_open(file, "pt")
-    except (SafetensorError, OSError, MemoryError) as e:
+        with TensorFile(file, WEIGHTS_HEADER_BYTES) as f:
+            yield f
+            f.check_unchanged()
+    except (DamagedFileError, OSError, MemoryError) as e:
         raise CheckpointError(f"{file} cannot be read: {e}; the file is damaged or was not downloaded whole") from e
-    with opened as f:
-        yield f
-
-
-def _mapped(opened: Any, file: Path, key: str) -> torch.Tensor:
-    try:
-        tensor: torch.Tensor = opened.get_tensor(key)
-    except (SafetensorError, RuntimeError, OSError) as e:
-        raise CheckpointError(f"{file}: {key} cannot be read: {e}; the file is damaged or of a newer format") from e
-    return tensor

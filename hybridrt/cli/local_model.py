@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,4 +50,7 @@ class LocalModel:
 
     def load_session(self, file: Path) -> list[Turn]:
         """As ChatModel.load_session."""
-        return decoded(self._llm.load_session(file).note, file)
+        session = self._llm.load_session(file)
+        turns = decoded(session.note, file)
+        self._params = replace(self._params, cache_salt=session.cache_salt or None)
+        return turns

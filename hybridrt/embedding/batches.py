@@ -4,24 +4,27 @@ import numpy as np
 import torch
 
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_within, host_integers
+from hybridrt.embedding.owners import Owners, StepUse
+from hybridrt.embedding.page_owners import PageOwners, Places
 from hybridrt.embedding.positions import Positions
 from hybridrt.errors import BackendError, PoolError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.kernels.draft_tree import tree_positions
 from hybridrt.kernels.records import TokenInputs
 from hybridrt.mem_cache.bounds import may_look
+from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.runtime.build import Runtime
 from hybridrt.runtime.step_batch import make_batch
 from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, pack_chunks
+
+_NO_READS = np.zeros(0, np.int32)
 
 
 class Batches:
     """Makes the batches of a runtime. Rows and slots have the pools' numbers here; `make` translates its arguments.
 
     Attributes:
-        slot_of: the state slot of each row that has been admitted; 0 in a model without recurrent layers.
-        paged: [R + 1, pages of a row] bool, which pages of a row were written since it was admitted; None where only
-            the device knows.
+        owners: who owns rows, state slots and pages.
         positions: where the states stand.
         staging: copies columns to the device.
     """
@@ -31,8 +34,10 @@ class Batches:
         self.max_pages = self.table.max_context // self.table.page_size
         self.device, self.vocab_size = runtime.target.device, runtime.target.model_config.vocab_size
         self.max_len = runtime.plan.max_model_len + runtime.config.num_verify_tokens - 1
-        self.slot_of: dict[int, int] = {}
-        self.paged: np.ndarray | None = np.zeros((self.table.num_rows + 1, self.max_pages), bool)
+        plan = runtime.plan
+        demand = plan.demand or PageDemand(self.table.page_size)
+        pages = PageOwners(self.table.num_rows, self.max_pages, demand, plan.num_pages, numbers)
+        self.owners = Owners(self.table.num_rows, plan.num_slots, pages, numbers)
         self.positions = Positions(numbers.rows)
         self.staging = StagingRing(self.device)
 
@@ -59,10 +64,10 @@ class Batches:
             raise BackendError(f"query_lens of decode rows is {new[:split].tolist()}; each has {tokens} tokens")
         num_real = self.check_rows(lines)
         columns = _columns(lines, lens, new)
-        first = split * tokens if spec_info is not None and spec_info.num_drafts is not None else 0
-        self.check_pages(columns["token_rows"][first:], columns["positions"][first:])  # padding drafts need no page
         if read_state_slots is not None:
             columns["read_state_slots"] = self.numbers.state_slots.all("read_state_slots", read_state_slots)
+        padded = split if spec_info is not None and spec_info.num_drafts is not None else 0
+        use = self.use(lines[:num_real], lens, new, split, tokens > 1, columns.get("read_state_slots"), padded)
         sizes = self.backend.chunk_sizes if split < len(lines) else ()
         columns |= pack_chunks((lens - new)[split:].tolist(), new[split:].tolist(), sizes)
         ids = self.take_ids(input_ids, int(new.sum()), columns)
@@ -74,6 +79,7 @@ class Batches:
             read_state_slots=sections.get("read_state_slots"),
             chunk_plans=chunk_plans(columns, sections, new[split:].tolist(), sizes),
         )  # fmt: skip
+        self.owners.note(batch, use)
         if self.table.mamba_pool is not None:
             self.positions.note(batch, lines, lens - new, lens, columns.get("read_state_slots"))
         return batch
@@ -85,45 +91,75 @@ class Batches:
         if not real.all():
             raise BackendError("a padding row (the scratch row) comes before a real one; padding rows come last")
         self.numbers.rows.check_once("rows", real)
-        self.check_admitted(real)
-        if self.table.mamba_pool is not None:
-            slots = np.array([self.slot_of[line] for line in real.tolist()], np.int32)
-            self.numbers.state_slots.check_once("the state slots of rows", slots)
+        self.owners.check_rows(real)
         return num_real
 
-    def admit(self, lines: np.ndarray, state_slots: list[int]) -> None:
-        """Notes that rows begin new requests, with these slots and without pages."""
-        self.slot_of |= zip(lines.tolist(), state_slots)
-        self.positions.admit(lines.tolist(), state_slots)
-        if self.paged is not None:
-            self.paged[lines] = False
+    def use(
+        self, real: np.ndarray, lens: np.ndarray, new: np.ndarray, decodes: int, verifies: bool = False,
+        reads: np.ndarray | None = None, padded: int = 0,
+    ) -> StepUse:  # fmt: skip
+        """What a step of these real rows names.
 
-    def note_pages(self, lines: np.ndarray, indices: np.ndarray) -> None:
-        """Notes that pages of rows were written."""
-        if self.paged is not None:
-            self.paged[lines, indices] = True
+        Args:
+            lens, new: tokens of the rows after the step, and in it; padding rows may follow.
+            padded: so many rows at the head have drafts that may be padding, which needs no page.
 
-    def note_tokens(self, lines: torch.Tensor, positions: torch.Tensor) -> None:
-        """Notes that KV places of tokens were written, from tensors on the device."""
-        if may_look(self.device):
-            self.note_pages(lines.cpu().numpy(), positions.cpu().numpy() // self.table.page_size)
-        else:
-            self.paged = None
+        Raises:
+            PoolError: a row has lost its slot or a page; or a token has no page: it would be lost in the scratch page.
+        """
+        ends, starts = lens[: len(real)], (lens - new)[: len(real)]
+        whole = reads is not None and len(reads) == len(lens) - decodes  # the backend refuses another number
+        use = self.owners.use(real, starts, ends, decodes, verifies, reads if whole else _NO_READS)
+        missing = use.writes.pages == 0
+        if self.owners.pages.known and missing.any():
+            missing &= ~np.isin(use.writes.lines, real[:padded])
+            self._refuse_missing(use, missing)
+        return use
 
-    def check_pages(self, lines: np.ndarray, positions: np.ndarray) -> None:
-        """PoolError if a token of a real row has no page: it would be lost in the scratch page."""
-        if self.paged is None or not self.max_pages:
-            return
-        lost = np.flatnonzero(~self.paged[lines, positions // self.table.page_size] & (lines > 0))
-        if len(lost):
-            row, position = self.numbers.rows.outside(int(lines[lost[0]])), positions[lost[0]]
+    def _refuse_missing(self, use: StepUse, missing: np.ndarray) -> None:
+        if missing.any():
+            i = int(missing.argmax())
+            line, start = int(use.writes.lines[i]), int(use.writes.indices[i]) * self.table.page_size
+            position = max(start, int(use.starts[(use.lines == line).argmax()]))
+            row = self.numbers.rows.outside(line)
             raise PoolError(f"row {row} has no page for position {position}: call write_pages, and admit before it")
 
-    def check_admitted(self, lines: np.ndarray) -> None:
-        """PoolError for a row that has not been admitted."""
-        for line in lines.tolist():
-            if line not in self.slot_of:
-                raise PoolError(f"row {self.numbers.rows.outside(line)} was not admitted: call admit first")
+    def admit(self, lines: np.ndarray, state_slots: np.ndarray) -> None:
+        """Notes that rows begin new requests, with these slots and without pages."""
+        self.owners.admit(lines, state_slots)
+        self.positions.admit(lines.tolist(), state_slots.tolist())
+
+    def places_of_tokens(self, lines: torch.Tensor, positions: torch.Tensor, places: torch.Tensor) -> Places | None:
+        """The pages of tokens that are entered by tensors on the device, checked; None where they are not looked at:
+        pages are not checked from then on.
+
+        Raises:
+            PoolError: a token does not lie at its offset in the page, or as PageOwners.checked.
+        """
+        if not may_look(self.device):
+            return None
+        size, rows = self.table.page_size, lines.cpu().numpy().astype(np.int32)
+        at, to = (values.cpu().numpy().astype(np.int32) for values in (positions, places))
+        wrong = (at % size != to % size) & (to >= size)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise PoolError(
+                f"position {at[i]} gets offset {to[i] % size} of a page; the tokens of a page lie side by side, so its "
+                f"offset is {at[i] % size}"
+            )
+        return self.checked_places(rows, at // size, to // size)
+
+    def checked_places(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> Places:
+        """Pages that rows may get. PoolError as PageOwners.checked."""
+        real = lines > 0
+        return self.owners.pages.checked(lines[real], indices[real], pages[real], self.owners.lengths_ahead())
+
+    def note_pages(self, places: Places | None) -> None:
+        """Notes that rows have got pages; None: which ones, only the device knows."""
+        if places is None:
+            self.owners.pages.known = False
+        elif self.owners.pages.known:
+            self.owners.pages.map(places)
 
     def check_lengths(self, lines: np.ndarray, lens: np.ndarray, new: np.ndarray) -> None:
         """BackendError unless each row's length includes its new tokens and does not exceed the longest request."""

@@ -36,7 +36,7 @@ class EmbeddedRuntime:
         self.model, self.pools, self.backend = runtime.model, runtime.pools, runtime.backend
         self.device = runtime.target.device
         self._batches = Batches(runtime, numbers)
-        self._positions = self._batches.positions
+        self._positions, self._owners = self._batches.positions, self._batches.owners
         self._open: ForwardBatch | None = None  # the batch whose `forward` was called and whose `commit` is missing
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -50,18 +50,20 @@ class EmbeddedRuntime:
 
         Raises:
             PoolError: a number is scratch, outside its table or there twice; slots are missing; a step waits for its
-                commit.
+                commit, or names the row or the slot and has not run.
         """
         self._require_commit("admit")
         lines = self.numbers.rows.own("rows", rows)
         if self.pools.req_to_token.mamba_pool is None:
-            self._batches.admit(lines, [0] * len(lines))
+            self._owners.check_free(lines, np.zeros_like(lines))
+            self._batches.admit(lines, np.zeros_like(lines))
             return
         if state_slots is None:
             raise PoolError("the model has recurrent layers: admit needs a state slot for each row")
         places = self.numbers.state_slots.own("state_slots", state_slots)
         check_equal("rows", lines, "state_slots", places)
-        self._batches.admit(lines, places.tolist())
+        self._owners.check_free(lines, places)
+        self._batches.admit(lines, places)
         sections = self._batches.staging.upload({"rows": lines, "slots": places})
         self.pools.req_to_token.admit(sections["rows"], sections["slots"])
 
@@ -71,7 +73,8 @@ class EmbeddedRuntime:
         nothing in a model without attention layers, which has no pages.
 
         Raises:
-            PoolError: a row or page is scratch or outside its table.
+            PoolError: a row or page is scratch or outside its table; a row would have a page at two places; a step that
+                has not run uses the page that the place has.
             BackendError: a page index is outside the row's table, or the arrays differ in length.
         """
         table = self.pools.req_to_token
@@ -82,7 +85,7 @@ class EmbeddedRuntime:
         check_equal("rows", lines, "page_indices", indices)
         check_equal("rows", lines, "pages", places)
         check_within("page_indices", indices, table.max_context // table.page_size)
-        self._batches.note_pages(lines, indices)
+        self._batches.note_pages(self._batches.checked_places(lines, indices, places))
         sections = self._batches.staging.upload({"rows": lines, "indices": indices, "pages": places})
         table.write_pages(*(sections[name] for name in ("rows", "indices", "pages")))
 
@@ -97,7 +100,8 @@ class EmbeddedRuntime:
                 elsewhere with HYBRIDRT_DEBUG=1.
 
         Raises:
-            BackendError: shapes, dtypes or devices are wrong. PoolError: a number is outside its table.
+            BackendError: shapes, dtypes or devices are wrong. PoolError: a number is outside its table, or as for
+                `write_pages`; or a token does not lie at its offset in a page.
         """
         table, numbers = self.pools.req_to_token, self.numbers
         if not table.max_context:
@@ -109,31 +113,35 @@ class EmbeddedRuntime:
                 raise BackendError(f"{name} has shape {tuple(tensor.shape)}; rows, positions and places are [n] each")
             check_range(name, tensor, end)
         lines = numbers.rows.inside(rows).long()
-        self._batches.note_tokens(lines, positions)
-        table.req_to_token[lines, positions.long()] = numbers.tokens.inside(places).int()
+        inside = numbers.tokens.inside(places).int()
+        self._batches.note_pages(self._batches.places_of_tokens(lines, positions, inside))
+        table.req_to_token[lines, positions.long()] = inside
 
     @torch.inference_mode()
     def snapshot(self, rows: Array, state_slots: Array) -> None:
-        """Copies the recurrent state of `rows` into `state_slots`, which no running request owns. The rows keep their
-        state.
+        """Copies the recurrent state of `rows` into `state_slots`, which no running request owns: a row that had one
+        has lost it. The rows keep their state.
 
         A request that uses the snapshot must continue at exactly the row's next position. KV is not copied: it stays in
         its pages.
 
         Raises:
-            PoolError: a number is scratch, outside its table or there twice; a row was not admitted, or the slot is its
-                own; the model keeps no state; a step waits for its commit.
+            PoolError: a number is scratch, outside its table or there twice; a row was not admitted, or has lost its
+                slot, or the slot is its own; the model keeps no state; a step waits for its commit, or names the slot
+                and has not run.
         """
         pool, sections, lines, places = self._state_move("snapshot", rows, state_slots)
         pool.snapshot(sections["rows"], sections["slots"])
-        self._positions.snapshot(lines, places)
+        self._owners.give(places)
+        self._positions.snapshot(lines.tolist(), places.tolist())
 
     @torch.inference_mode()
     def restore(self, state_slots: Array, rows: Array) -> None:
-        """Copies the states in `state_slots` into the slots that `rows` own. PoolError as in `snapshot`."""
+        """Copies the states in `state_slots` into the slots that `rows` own. PoolError as in `snapshot`, and if a step
+        that has not run names a row."""
         pool, sections, lines, places = self._state_move("restore", rows, state_slots)
         pool.restore(sections["slots"], sections["rows"])
-        self._positions.restore(places, lines)
+        self._positions.restore(places.tolist(), lines.tolist())
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -166,7 +174,8 @@ class EmbeddedRuntime:
 
         Raises:
             BackendError: an array of the wrong kind, dtype or length; lengths or tokens out of range.
-            PoolError: a number outside its table; a row that was not admitted, is there twice, or lacks a page.
+            PoolError: a number outside its table; a row that was not admitted, is there twice, lacks a page, or has
+                lost its slot or a page to another row; a page that one row of the step writes and another one has.
         """
         return self._batches.make(input_ids, rows, seq_lens, query_lens, num_decode_rows, read_state_slots, spec_info)
 
@@ -177,11 +186,14 @@ class EmbeddedRuntime:
 
         Raises:
             BackendError: the batch contradicts itself or the pools, or a row does not continue where its state stands.
+            PoolError: rows, slots or pages have changed hands since the batch was made.
         """
-        step = self._positions.of(batch)
+        step, use = self._positions.of(batch), self._owners.of(batch)
         self._positions.check(step)
+        self._owners.check(use)
         self.backend.prepare(batch)
         self._positions.prepared(step)
+        self._owners.prepared(use)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -191,12 +203,14 @@ class EmbeddedRuntime:
             [N, hidden] in the model's dtype.
 
         Raises:
-            BackendError: the step was not prepared, or the step before waits for its commit.
+            BackendError: the step was not prepared, or the step before has not run or waits for its commit.
         """
         self._require_commit("forward", BackendError)
+        self._owners.check_next(self._owners.of(batch))
         check_range("input_ids", batch.input_ids, self._batches.vocab_size, BackendError)  # they may be filled late
         hidden: torch.Tensor = self.model(batch)
         self._positions.ran(self._positions.of(batch))
+        self._owners.ran(self._owners.of(batch))
         self._open = batch if batch.num_decode_rows else None
         return hidden
 
@@ -230,6 +244,7 @@ class EmbeddedRuntime:
         are unknown: admit their requests again."""
         self.backend.drop_step()
         self._positions.drop(self._positions.of(self._open) if self._open else None)
+        self._owners.drop()
         self._open = None
 
     def capture(self, max_rows: int | None = None, sizes: Sequence[int] = ()) -> "DecodeGraphs":
@@ -253,19 +268,21 @@ class EmbeddedRuntime:
 
     def _state_move(
         self, what: str, rows: Array, state_slots: Array
-    ) -> tuple[MambaPool, Sections, list[int], list[int]]:
+    ) -> tuple[MambaPool, Sections, np.ndarray, np.ndarray]:
         self._require_commit(what)
         pool = self.pools.req_to_token.mamba_pool
         if pool is None:
             raise PoolError(f"the model has no recurrent layers: there is no state to {what}")
         lines, places = self.numbers.rows.own("rows", rows), self.numbers.state_slots.own("state_slots", state_slots)
         check_equal("rows", lines, "state_slots", places)
-        self._batches.check_admitted(lines)
-        for row, slot in zip(lines.tolist(), places.tolist()):
-            if self._batches.slot_of[row] == slot:
-                raise PoolError(f"{what}: slot {self.numbers.state_slots.outside(slot)} is the row's own")
-        sections = self._batches.staging.upload({"rows": lines, "slots": places})
-        return pool, sections, lines.tolist(), places.tolist()
+        self._owners.check_rows(lines)
+        own = self._owners.slot_of[lines] == places
+        if own.any():
+            slot = self.numbers.state_slots.outside(int(places[own.argmax()]))
+            raise PoolError(f"{what}: slot {slot} is the row's own")
+        nothing = lines[:0]
+        self._owners.check_free(*((nothing, places) if what == "snapshot" else (lines, nothing)))
+        return pool, self._batches.staging.upload({"rows": lines, "slots": places}), lines, places
 
     def _accepted(self, batch: ForwardBatch, accepted: Array | None) -> torch.Tensor | None:
         if (batch.spec_info is None) != (accepted is None):
@@ -329,7 +346,8 @@ class DecodeGraphs:
         ones = np.ones_like(lines)
         batches.check_lengths(lines, lens, ones)
         batches.check_rows(lines)
-        batches.check_pages(lines, lens - ones)
+        batches.owners.check_none_ahead()
+        use = batches.use(lines, lens, ones, len(lines))
         columns: Columns = {"rows": lines}
         ids = batches.take_ids(input_ids, len(lines), columns)
         step = None
@@ -342,4 +360,6 @@ class DecodeGraphs:
         logits = self._graphs.replay(DecodeRows(lines, lens - ones, nothing, nothing))
         batches.positions.prepared(step)
         batches.positions.ran(step)
+        batches.owners.prepared(use)
+        batches.owners.ran(use)
         return logits

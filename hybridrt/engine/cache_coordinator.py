@@ -44,6 +44,7 @@ from hybridrt.mem_cache.allocator import SlotAllocator
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.mem_cache.page_demand import PageDemand
 from hybridrt.mem_cache.prefix_cache import NO_MATCH, PrefixMatch
+from hybridrt.mem_cache.radix_drop import drop
 from hybridrt.mem_cache.slots import Slots
 from hybridrt.runtime.step import Admission, PageCopy, PageWrite, StateCopy, StepPlan
 
@@ -238,6 +239,19 @@ class CacheCoordinator:
         request.row = request.state_slot = request.columns = None
         request.pages, request.spare = Slots(), Slots()
         request.settled = request.first_page = request.prefill_end = 0
+        self._num_releases += 1
+
+    def drop_prefix(self, request: Request, length: int, *, whole: bool) -> None:
+        """No request may use the cached entry behind the first `length` tokens of a request again, nor what was
+        computed from it; with `whole` nor the entries before it."""
+        store, tokens, salt = self.prefixes, request.ids[:length], request.params.cache_salt or ""
+        if self.fetches is not None:
+            self.fetches.cancel_all()  # they hold parts of the path, and bring it back
+        states = store.evicted(drop(store.tree, tokens, salt, whole=whole))
+        if store.windows is not None:
+            store.windows.drop(states)
+        if store.tier is not None:
+            store.tier.drop(tokens, salt, whole=whole)
         self._num_releases += 1
 
     def begin_step(self, waiting: Sequence[Request], headroom: int) -> None:

@@ -53,7 +53,7 @@ class CacheDump:
         pages, states: what it holds, of `pages_total` KV pages and `states_total` state slots of the engine.
         host_pages, host_states: what its tier in main memory holds, and how many it could hold.
         asked, hit, without_state, without_kv, retokenised, fetched: hybridrt.mem_cache.prefix_cache.CacheCounts, in
-            tokens.
+            tokens; dropped: entries whose use gave logits that are not finite.
         nodes: parents first.
     """
 
@@ -73,6 +73,7 @@ class CacheDump:
     host_states: Count
     host_states_total: Count
     nodes: Annotated[tuple[DumpedNode, ...], msgspec.Meta(max_length=MAX_NODES)]
+    dropped: Count = 0
     format: Literal["hybridrt prefix cache 1"] = "hybridrt prefix cache 1"
 
 

@@ -112,7 +112,7 @@ class HostFetches:
 
     def _start(self, request: Request, spare_pages: int) -> bool:
         store, tree, salt = self._store, self._tier.tree, request.params.cache_salt or ""
-        if request.arrived is not None or request.params.prompt_logprobs is not None:
+        if request.arrived is not None or not request.reads_cache:
             return False
         found = tree.match(request.ids, salt)
         gain = found.length - store.match(request).length

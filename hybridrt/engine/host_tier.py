@@ -6,6 +6,7 @@ import numpy as np
 
 from hybridrt.mem_cache.allocator import SlotAllocator
 from hybridrt.mem_cache.radix_cache import RadixCache
+from hybridrt.mem_cache.radix_drop import drop
 from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.runtime.step import HostCopy, StepPlan
 
@@ -109,6 +110,12 @@ class HostTier:
         """The plan has been launched, and with it its copies."""
         self._after = 0 if self._after <= plan.after_copies else self._after
         del self._pending[: len(plan.host_copies)]
+
+    def drop(self, tokens: np.ndarray, salt: str, *, whole: bool) -> None:
+        """As hybridrt.mem_cache.radix_drop.drop. No fetch is under way."""
+        gone = drop(self.tree, tokens, salt, whole=whole)
+        self.pages.evict(gone.pages)
+        self.slots.evict(gone.states)
 
     def clear(self) -> None:
         """Forgets everything. Copies that run still write to pages and slots of the device: later plans wait for

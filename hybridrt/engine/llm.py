@@ -300,10 +300,17 @@ class LLM:
         tokens = np.array(prepared.tokens, np.int32)
         return self.engine.sessions.save(Path(path), tokens, cache_salt or "", note)
 
-    def load_session(self, path: str | Path, *, cache_salt: str | None = None) -> Session:
+    def load_session(self, path: str | Path, *, cache_salt: str | None = None, trusted: bool = False) -> Session:
         """Puts the contents of a file of `save_session` into the prefix cache. Requests with this `cache_salt` that
         begin with its tokens compute only what comes after them. The model, its weights, dtypes and tp_size must be
         those of the LLM that saved it; `page_size`, drafting without prediction heads, and the device may differ.
+
+        Numbers of a file are used as weights are: whoever wrote them decides what their requests get. So a file that
+        this user has not signed serves only requests with a salt of its own, the result's `cache_salt`.
+
+        Args:
+            cache_salt: None: none for a file that this user's `save_session` has written, else the file's own.
+            trusted: take the file as one that this user has written.
 
         Raises:
             SessionError: the file is damaged or belongs to another model, or there is no room. Nothing has changed.
@@ -311,7 +318,7 @@ class LLM:
             OSError: the file cannot be opened.
         """
         SamplingParams(cache_salt=cache_salt)  # checks it
-        return self.engine.sessions.load(Path(path), cache_salt or "")
+        return self.engine.sessions.load(Path(path), cache_salt, trusted)
 
     def close(self) -> None:
         """Aborts all requests and frees the model and the pools. A second call does nothing, or what an exception kept

@@ -61,6 +61,7 @@ class EngineCounters(TokenCounters):
     Attributes:
         cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised, cache_fetched: the CacheCounts
             of hybridrt.mem_cache.prefix_cache, in tokens.
+        cache_dropped: entries that the prefix cache has dropped, because their use gave logits that are not finite.
         cached_slots, cached_pages: what the prefix cache holds and no running request reads: it gives up what requests
             need.
         step_cost_error: median relative error of the last steps' predicted times; None without `target_itl_ms`, or
@@ -89,6 +90,7 @@ class EngineCounters(TokenCounters):
     cache_retokenised: int = 0
     step_cost_error: float | None = None
     cache_fetched: int = 0
+    cache_dropped: int = 0
     host_pages: int = 0
     host_states: int = 0
     folds: int = 0

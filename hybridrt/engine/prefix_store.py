@@ -54,9 +54,8 @@ class PrefixStore:
         self._pages, self._slots, self._rows, self.keeps = pages, slots, rows, keeps
 
     def match(self, request: Request) -> PrefixMatch:
-        """What of a waiting request needs no computing. Nothing is locked. A prefix that is computed already gives no
-        log-probabilities."""
-        if not self.keeps or request.params.prompt_logprobs is not None:
+        """What of a waiting request needs no computing. Nothing is locked."""
+        if not self.keeps or not request.reads_cache:
             return NO_MATCH
         match = self.tree.match(request.ids, request.params.cache_salt or "")
         if self.windows is None or match.state is None:
@@ -87,7 +86,7 @@ class PrefixStore:
 
     def expect(self, request: Request) -> None:
         """The request waits: what it would match now is kept for it, as far as room allows."""
-        if self.keeps and request.params.prompt_logprobs is None:
+        if self.keeps and request.reads_cache:
             self.tree.expect(request.ids, request.arrival, request.params.cache_salt or "")
 
     def forget(self, request: Request) -> None:
@@ -129,7 +128,7 @@ class PrefixStore:
         another prompt's path leaves it, whether that is cached or waits, and at marked boundaries, the last ones
         first."""
         prompt = request.prefill_end
-        if not request.metrics.retractions:
+        if not request.metrics.retractions and not request.afresh:
             request.metrics.admission_time = time.monotonic()
             self._count(request, match)
         request.shared, request.save_at = False, ()
@@ -263,10 +262,10 @@ class PrefixStore:
         """Frees so many entries that no request reads, or all there are; `new` as in RadixCache.evict."""
         self._slots.free(given_up := self.answers.give_up(states))
         states -= len(given_up)
-        gone = self._evicted(self.tree.evict(0 if self.windows else pages, states, new=new))
+        gone = self.evicted(self.tree.evict(0 if self.windows else pages, states, new=new))
         if self.windows is not None:
             freed = self.windows.drop(gone)
-            while freed < pages and (gone := self._evicted(self.tree.evict(0, 1))):
+            while freed < pages and (gone := self.evicted(self.tree.evict(0, 1))):
                 freed += self.windows.drop(gone)
 
     def reset(self) -> bool:
@@ -282,7 +281,7 @@ class PrefixStore:
         or, if there is none, still runs; but not one of the latest `fresh`."""
         if len(request.saves) >= MOST:
             self._slots.free(self.answers.spread(request))
-        if self._slots.num_free <= self._reserved_slots() and not self._evicted(self.tree.evict(0, 1, new=NewState(0))):
+        if self._slots.num_free <= self._reserved_slots() and not self.evicted(self.tree.evict(0, 1, new=NewState(0))):
             gone = self.answers.spread(request)
             self._slots.free(gone if gone or len(self.answers) <= fresh else self.answers.give_up(1))
         return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
@@ -339,6 +338,8 @@ class PrefixStore:
         return CacheEntries(pages, taken.states)
 
     def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
+        if request.prefix.node is not None and request.prefix.node.hidden:  # it was computed from what was dropped
+            return CacheEntries(), Node(np.empty(0, np.int32), 0)
         salt = request.params.cache_salt or ""
         self._seen.note(ids, salt)
         kinds = {place: StateKind.FORK for place in states if place in request.save_at[1:]}
@@ -347,7 +348,7 @@ class PrefixStore:
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
         if within:
-            self._evicted(self.tree.thin(node, MOST))
+            self.evicted(self.tree.thin(node, MOST))
         if self.tier is not None:
             # The state in a slot of the request is whole once the cache has taken it, and its ring is folded.
             kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers}
@@ -366,7 +367,7 @@ class PrefixStore:
         arrivals = self.tree.waiting.behind(request.ids[:place], request.params.cache_salt or "")
         return self._spare_slot(NewState(place - request.prefix.length, arrivals))
 
-    def _evicted(self, gone: CacheEntries) -> Sequence[Slot]:
+    def evicted(self, gone: CacheEntries) -> Sequence[Slot]:
         """What the tree has given up is free. Returns the slots."""
         self._pages.evict(gone.pages)
         self._slots.evict(gone.states)

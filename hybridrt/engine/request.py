@@ -34,6 +34,10 @@ NONE_LEFT = (
 )
 
 
+class NotFinite(EngineError):
+    """Logits of a request are not finite."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Host state of one sample.
@@ -65,6 +69,9 @@ class Request:
         arrived: the prefix that came from elsewhere, until admission takes it: a retracted request computes anew.
         export_to: bytes of the executor's arena for state and KV, once the prompt is computed; None leaves them.
         export_from: tokens whose KV is not wanted there.
+        afresh: it computes everything itself, because with a cached prefix its logits were not finite; `suspect`: so
+            many tokens that prefix had, until a step with finite logits has shown that it was wrong.
+        restarting: it gives back what it holds, and waits again, once no launched step names it.
         broken: a step that named it failed, so its state and KV may not be what its tokens say.
         in_flight: launched steps that name the request and whose result has not been consumed.
     """
@@ -106,6 +113,9 @@ class Request:
     export_to: range | None = None
     export_from: int = 0
     settled: int = 0
+    afresh: bool = False
+    suspect: int = 0
+    restarting: bool = False
     broken: bool = False
     in_flight: int = 0
     told: int = 0
@@ -128,6 +138,11 @@ class Request:
         if self._prompt_ids is None:
             self._prompt_ids = int32s(self.prompt) if self.leader is None else self.leader.prompt_ids
         return self._prompt_ids
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it may start from a cached prefix. One that is computed already gives no log-probabilities."""
+        return self.params.prompt_logprobs is None and not self.afresh
 
     @property
     def computed(self) -> int:
@@ -172,7 +187,7 @@ class Request:
             Why the request ends, or None.
 
         Raises:
-            EngineError: a token stands for logits that are not finite.
+            NotFinite: a token stands for logits that are not finite.
             NoTokenLeftError: no token was allowed.
             GrammarError: as Matcher.advance.
         """
@@ -181,7 +196,8 @@ class Request:
         for i, token in enumerate(tokens):
             if token < 0:
                 mask = None if matcher is None else matcher.mask()
-                raise EngineError(NOT_FINITE) if any_allowed(self.rules, mask, output) else NoTokenLeftError(NONE_LEFT)
+                finite = not any_allowed(self.rules, mask, output)
+                raise NoTokenLeftError(NONE_LEFT) if finite else NotFinite(NOT_FINITE)
             output.append(token)
             if logprobs is not None and self.logprobs is not None:
                 self.logprobs.append(logprobs[i])

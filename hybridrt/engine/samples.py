@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from hybridrt.engine.fold_counts import FoldCounts
 from hybridrt.engine.outputs import EngineCounters, FinishReason
-from hybridrt.engine.request import Request
+from hybridrt.engine.request import NotFinite, Request
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.errors import EngineError, GrammarError, NoTokenLeftError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
@@ -65,7 +65,7 @@ class Samples:
         for request, max_new in step.rows:
             tokens, logprobs = next(gains) if max_new else ((), None)
             gained.append(len(tokens))
-            if tokens and request.finish_reason is None:
+            if tokens and request.finish_reason is None and not request.restarting:
                 self._accept(request, tokens, logprobs, max_new > 1)
             if -1 in tokens:  # also where the request has ended: the state behind them is not finite
                 request.broken = True
@@ -128,12 +128,17 @@ class Samples:
                 counters.verify_steps += 1
         try:
             reason = request.append(tokens, logprobs)
+            if request.suspect:
+                self._scheduler.computed_anew(request)
             if reason is not None:
                 self._finish(request, reason)
             elif request.stream:
                 if request.detokenizer is not None:
                     request.read_text()
                 _notify(request)
+        except NotFinite as e:
+            if not self._scheduler.restart(request):
+                self.fail(request, EngineError(*e.args))
         except Exception as e:
             self.fail(request, e)
         totals.output_tokens += len(request.output) - known

@@ -149,12 +149,14 @@ class Scheduler:
         computed = [*gained[: len(decode)], *(len(row.tokens) for row in extend)]
         for (request, _), new in zip(step.rows, computed, strict=True):
             request.in_flight -= 1
-            if request.finish_reason is None:
+            if request.restarting and request.finish_reason is None:
+                self._wait_again(request)
+            elif request.finish_reason is None:
                 self._coordinator.settle(request, new)
             elif not request.in_flight:
                 self._coordinator.release(request)
         if self._drafter is not None:
-            moved = [i for i, (r, max_new) in enumerate(step.rows) if max_new and r.finish_reason is None]
+            moved = [i for i, (r, max_new) in enumerate(step.rows) if max_new and r.arrival in self.running]
             self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
 
     def remove(self, request: Request) -> None:
@@ -164,9 +166,37 @@ class Scheduler:
             self.waiting.remove(request)
             self._coordinator.prefixes.forget(request)
             return
-        self._stop_running(request)
+        if not request.restarting:
+            self._stop_running(request)
         if not request.in_flight:
             self._coordinator.release(request)
+
+    def restart(self, request: Request) -> bool:
+        """A running request whose logits are not finite computes everything anew, without the cached prefix that it
+        started from, which no request may use again. False, and nothing has changed, if there was none."""
+        length = request.prefix.length
+        if not length or request.afresh:
+            return False
+        self._stop_running(request)
+        request.afresh = request.restarting = True
+        request.suspect = length
+        self._coordinator.drop_prefix(request, length, whole=False)
+        self._coordinator.prefixes.counts.dropped += 1
+        return True
+
+    def _wait_again(self, request: Request) -> None:
+        """Returns a request that restarts to the queue, once no launched step names it. It offers nothing."""
+        if not request.in_flight:
+            request.broken = True
+            self._coordinator.release(request)
+            request.broken = request.restarting = False
+            self.add(request)
+
+    def computed_anew(self, request: Request) -> None:
+        """Without its cached prefix the request's logits are finite: all entries that the prefix had are wrong, or may
+        be."""
+        length, request.suspect = request.suspect, 0
+        self._coordinator.drop_prefix(request, length, whole=True)
 
     def clear(self) -> None:
         """Forgets all requests and all launched steps."""

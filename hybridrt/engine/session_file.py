@@ -1,10 +1,10 @@
 """Sessions on disk: a safetensors file of what the prefix cache holds of a text, and what identifies it."""
 
 import hashlib
+import hmac
 import os
 import secrets
 import stat
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,18 +12,23 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from hybridrt.errors import SessionError, is_text, reason, shown
+from hybridrt.errors import SessionError, is_text, shown
+from hybridrt.files import SESSION_HEADER_BYTES
+from hybridrt.files_safetensors import DamagedFileError, TensorFile
 from hybridrt.mem_cache.mamba_pool import Shapes
 from hybridrt.runtime.prefix_copy import Tensors
 from hybridrt.runtime.state_identity import Identity, first_difference
 
 FORMAT = "hybridrt session 1"
-TOKENS, POSITIONS = "tokens", "positions"
+TOKENS, POSITIONS, NOTE = "tokens", "positions", "note"
 MAX_NOTE = 1 << 20  # characters
-_MAX_HEADER = 1 << 26  # bytes
+_NOTE_IN_HEADER = 1 << 14  # characters; a longer note is a tensor of its UTF-8 bytes, so that headers stay short
+_ENTRY = 160  # bytes of a header that a tensor takes at most
+MAX_TENSORS = SESSION_HEADER_BYTES // _ENTRY - 1024
+_CHECKS = "format", "note", "checksum", "signature"
 _DTYPES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8",
     torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
@@ -37,10 +42,12 @@ class Session:
     Attributes:
         token_ids: the text, as far as it was cached. A prompt that begins with these tokens computes only the others.
         note: the caller's own text.
+        cache_salt: of the requests that it serves, for SamplingParams.cache_salt: "" for those without one.
     """
 
     token_ids: list[int]
     note: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,11 @@ class CachedPrefix:
     tensors: Tensors
 
 
-def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: str) -> None:
-    """Writes a temporary file beside `path` and renames it: a reader sees the old file or the whole new one.
+def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: str, key: bytes) -> None:
+    """Writes a temporary file next to `path` and renames it: a reader sees the old file or the whole new one.
+
+    Args:
+        key: signs it.
 
     Raises:
         SessionError: the note is no text, or too long; or the path is a device, a pipe or a socket, or no path.
@@ -76,7 +86,10 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
         **{name: tensor.contiguous() for name, tensor in prefix.tensors.items()},
     }
     metadata = {name: str(value) for name, value in identity.items()} | {"format": FORMAT, "note": note}
+    if len(note) > _NOTE_IN_HEADER:
+        metadata["note"], tensors[NOTE] = "", torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
     metadata["checksum"] = _checksum(tensors, metadata)
+    metadata["signature"] = _signature(metadata["checksum"], key)
     beside = path.parent / f".{secrets.token_hex(8)}.part"  # short: the name may be as long as a name can be
     try:
         save_file(tensors, beside, metadata)
@@ -104,15 +117,35 @@ class SessionReader:
     def __init__(self, path: Path, identity: Identity) -> None:
         self._path, self._identity = path, identity
         _check_path(path)
-        _check_header_size(path)
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise SessionError(f"{path} is not a regular file")
         try:
-            self._file = safe_open(path, "pt")
-            self._metadata: dict[str, str] = self._file.metadata() or {}
-            self._names = set(self._file.keys())
-        except SafetensorError as e:
-            raise SessionError(f"{path} is damaged, or no safetensors file: {reason(e)}") from e
-        self._check_identity()
-        self.num_tokens, self.num_states = self._length(TOKENS), self._length(POSITIONS)
+            self._file = TensorFile(path, SESSION_HEADER_BYTES)
+        except DamagedFileError as e:
+            raise SessionError(f"{path} cannot be used: {e}") from e
+        try:
+            self._metadata = dict(self._file.metadata)
+            self._check_identity()
+            self.num_tokens, self.num_states = self._length(TOKENS), self._length(POSITIONS)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "SessionReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def signed_with(self, key: bytes) -> bool:
+        """Whether somebody who has this key has written the file; after `read`, which has compared the checksum."""
+        signature = _signature(self._metadata["checksum"], key)
+        return hmac.compare_digest(signature.encode(), self._metadata.get("signature", "").encode())
+
+    @property
+    def own_salt(self) -> str:
+        """A salt that no other contents have; after `read`."""
+        return f"session {self._metadata['checksum']}"
 
     def read(self, shapes: Shapes, vocab_size: int) -> tuple[CachedPrefix, str]:
         """All contents, checked, and the note.
@@ -124,13 +157,15 @@ class SessionReader:
             SessionError: they are not what `shapes` says, or damaged.
         """
         self._check_shapes(shapes)
+        notes = [NOTE] if NOTE in self._file.entries else []
         try:
-            found = {name: self._file.get_tensor(name) for name in (TOKENS, POSITIONS, *shapes)}
-        except SafetensorError as e:
-            raise SessionError(f"{self._path} is damaged: {reason(e)}") from e
-        checksum = self._metadata.pop("checksum", None)
-        if checksum != _checksum(found, self._metadata):
+            found = {name: self._file.read(name) for name in (TOKENS, POSITIONS, *notes, *shapes)}
+            self._file.check_unchanged()
+        except (DamagedFileError, OSError) as e:
+            raise SessionError(f"{self._path} cannot be used: {e}") from e
+        if self._metadata.get("checksum") != _checksum(found, self._metadata):
             raise SessionError(f"{self._path} is damaged: its contents do not match their checksum")
+        note = self._note(found)
         tokens, positions = found.pop(TOKENS).numpy(), found.pop(POSITIONS).tolist()
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise SessionError(f"{self._path} holds token ids outside the vocabulary of {vocab_size}")
@@ -140,7 +175,16 @@ class SessionReader:
         for name, tensor in found.items():
             if tensor.is_floating_point() and not tensor.float().isfinite().all():
                 raise SessionError(f"{name} of {self._path} is not finite: it is of no use to any request")
-        return CachedPrefix(tokens, positions, found), self._metadata.get("note", "")
+        return CachedPrefix(tokens, positions, found), note
+
+    def _note(self, found: dict[str, torch.Tensor]) -> str:
+        """The note, which is taken out of the tensors if it is there."""
+        if NOTE not in found:
+            return self._metadata.get("note", "")
+        try:
+            return found.pop(NOTE).numpy().tobytes().decode()
+        except UnicodeDecodeError as e:
+            raise SessionError(f"{self._path} has a note that is no UTF-8: {e}") from e
 
     def _check_identity(self) -> None:
         theirs, ours = dict(self._metadata), {name: str(value) for name, value in self._identity.items()}
@@ -149,7 +193,7 @@ class SessionReader:
                 f'{self._path} is no file of LLM.save_session: its "format" is {shown(theirs.get("format"))}, not '
                 f"{FORMAT!r}"
             )
-        for name in ("format", "note", "checksum"):
+        for name in _CHECKS:
             theirs.pop(name, None)
         differs = first_difference(ours, theirs)
         if differs is not None:
@@ -165,7 +209,10 @@ class SessionReader:
         return shape[0]
 
     def _check_shapes(self, shapes: Shapes) -> None:
-        other = self._names ^ {TOKENS, POSITIONS, *shapes}
+        note = self._file.entries.get(NOTE)
+        if note is not None and (note.dtype != "U8" or len(note.shape) != 1 or note.size > 4 * MAX_NOTE):
+            raise SessionError(f"the note of {self._path} is {note.dtype} {list(note.shape)}; it must be a text")
+        other = (self._file.entries.keys() - {NOTE}) ^ {TOKENS, POSITIONS, *shapes}
         if other:
             raise SessionError(f"{self._path} has tensors missing, or too many: {shown(min(other))}")
         for name, (shape, dtype) in shapes.items():
@@ -176,10 +223,10 @@ class SessionReader:
                 )
 
     def _described(self, name: str) -> tuple[tuple[int, ...], str]:
-        if name not in self._names:
+        entry = self._file.entries.get(name)
+        if entry is None:
             raise SessionError(f"{self._path} has no tensor {name!r}")
-        part = self._file.get_slice(name)
-        return tuple(part.get_shape()), part.get_dtype()
+        return entry.shape, entry.dtype
 
 
 def _check_path(path: Path) -> None:
@@ -192,21 +239,15 @@ def _check_path(path: Path) -> None:
         raise SessionError(f"{shown(str(path))} holds a character that no file name may hold; choose another name")
 
 
-def _check_header_size(path: Path) -> None:
-    """SessionError if the header is longer than one of ours, or than the file. To open a pipe could wait forever, and
-    the library maps a file of any size."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise SessionError(f"{path} is not a regular file")
-    with open(path, "rb") as file:
-        start, size = file.read(8), os.fstat(file.fileno()).st_size
-    header = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    if not 0 < header <= min(size - 8, _MAX_HEADER):
-        raise SessionError(f"{path} is cut off, or no safetensors file: a header of {header} in {size} bytes")
+def _signature(checksum: str, key: bytes) -> str:
+    """HMAC-SHA-256 of a checksum (RFC 2104)."""
+    return hmac.new(key, checksum.encode(), hashlib.sha256).hexdigest()
 
 
 def _checksum(tensors: Tensors, metadata: Mapping[str, str]) -> str:
     """SHA-256 of names, dtypes, shapes and bytes of the tensors, and of the metadata."""
-    digest = hashlib.sha256(repr(sorted(metadata.items())).encode())
+    texts = {name: text for name, text in metadata.items() if name not in ("checksum", "signature")}
+    digest = hashlib.sha256(repr(sorted(texts.items())).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -9,7 +9,8 @@ import torch
 
 from hybridrt.engine.cache_coordinator import CacheCoordinator
 from hybridrt.engine.prefix_store import PrefixStore
-from hybridrt.engine.session_file import CachedPrefix, Session, SessionReader, write_session
+from hybridrt.engine.session_file import MAX_TENSORS, CachedPrefix, Session, SessionReader, write_session
+from hybridrt.engine.session_key import session_key
 from hybridrt.engine.turns import Change, Turns
 from hybridrt.errors import SessionError
 from hybridrt.mem_cache.slots import Slots
@@ -47,24 +48,31 @@ class Sessions:
         identity = self._identify()
         with self._turns:
             prefix = self._read(tokens, salt)
-        write_session(path, prefix, identity, note)
-        return Session(prefix.tokens.tolist(), note)
+        write_session(path, prefix, identity, note, session_key())
+        return Session(prefix.tokens.tolist(), note, salt)
 
-    def load(self, path: Path, salt: str) -> Session:
+    def load(self, path: Path, salt: str | None, trusted: bool) -> Session:
         """Reads a file of `save`, here or in another process, and puts its contents into the prefix cache.
+
+        Args:
+            salt: of the requests that it serves. None: "" for a file that this user has signed, else one of its own.
+            trusted: take the file as one that this user has signed.
 
         Raises:
             SessionError: the file cannot be used, or the pools have no room for it. Nothing has changed.
             OSError: there is no such file, or it cannot be opened.
         """
-        runner, reader = self._runner(), SessionReader(path, self._identify())
-        with self._turns:  # checked before memory is taken for the contents
-            length = self._room(reader.num_tokens, reader.num_states)[0]
-        shapes = prefix_shapes(runner.pools, runner.target.tp.size, length, reader.num_states)
-        prefix, note = reader.read(shapes, runner.model_config.vocab_size)
+        runner, identity, key = self._runner(), self._identify(), session_key()
+        with SessionReader(path, identity) as reader:
+            with self._turns:  # checked before memory is taken for the contents
+                length = self._room(reader.num_tokens, reader.num_states)[0]
+            shapes = prefix_shapes(runner.pools, runner.target.tp.size, length, reader.num_states)
+            prefix, note = reader.read(shapes, runner.model_config.vocab_size)
+            if salt is None:
+                salt = "" if trusted or reader.signed_with(key) else reader.own_salt
         with self._turns:
             self._write(prefix, salt)
-        return Session(prefix.tokens.tolist(), note)
+        return Session(prefix.tokens.tolist(), note, salt)
 
     def _runner(self) -> ModelRunner:
         executor = self._executor
@@ -100,10 +108,17 @@ class Sessions:
             )
         self._flush()
         pages = Slots(match.pages, () if match.tail is None else (match.tail,))
+        states = states[-self._most_states(match.length) :]
         copied = [(position, slot.index) for position, slot in states]
         tensors = self._copy(PrefixCopy(match.length, pages.indices.tolist(), copied, write=False))
         known = tokens[: store.known_at(match.length)].copy()
         return CachedPrefix(known, [position for position, _ in states], tensors)
+
+    def _most_states(self, length: int) -> int:
+        """States that the header of a file has room for, one at least."""
+        names = prefix_shapes(self._runner().pools, 1, length, 1)
+        of_state = sum(name.startswith("states.") for name in names)
+        return max((MAX_TENSORS - len(names)) // max(of_state, 1), 1)
 
     def _flush(self) -> None:
         """Launches the pending donations and waits for the copies of the tier, as the next step would do first. After

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from hybridrt.config_json import read_object
 from hybridrt.errors import CheckpointError, PromptTooLongError, RequestError, shown
-from hybridrt.files import check_file
+from hybridrt.files import CONFIG_BYTES, TOKENIZER_BYTES, check_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -156,7 +156,7 @@ def _check_kinds(directory: Path) -> None:
     for file in directory.iterdir():
         if file.suffix in (".json", ".jinja", ".model", ".txt") and file.exists():
             try:
-                check_file(file, 1 << 30)
+                check_file(file, CONFIG_BYTES if file.stem.endswith("config") else TOKENIZER_BYTES)
             except OSError as e:
                 raise CheckpointError(f"{file} cannot be read: {e.strerror or e}; replace it by the file itself") from e
 

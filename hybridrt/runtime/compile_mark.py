@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from hybridrt.config import EngineConfig
+from hybridrt.files import CONFIG_BYTES, read_bytes
 from hybridrt.runtime.pretend_gpu import GPUFacts
 from hybridrt.version import __version__
 
@@ -38,7 +39,7 @@ def _folder(config: EngineConfig) -> Path:
     fields = {name: value for name, value in asdict(config).items() if name not in _CONFIG}
     versions = (__version__, triton.__version__, str(torch.__version__), sys.implementation.cache_tag)
     digest = hashlib.sha256(msgspec.json.encode((fields, versions)))
-    digest.update(Path(config.model, "config.json").read_bytes() + _sources())
+    digest.update(read_bytes(Path(config.model, "config.json"), CONFIG_BYTES) + _sources())
     return Path(triton.knobs.cache.dir, "hybridrt", digest.hexdigest())
 
 

@@ -1,19 +1,21 @@
 """A digest of a model's configuration and weights, from samples of every tensor.
 
-The samples are read at the places that the headers name. Through tensors that the safetensors library maps it took 73 s
-for a file of 17 GB that was not in the page cache.
+The samples are read at the places that the headers name. To map the files took 73 s for one of 17 GB that was not in
+the page cache.
 """
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybridrt.config import EngineConfig
-from hybridrt.models.weight_files import keys_of
-from hybridrt.models.weight_reader import entries_of
+from hybridrt.files import CONFIG_BYTES, read_bytes
+from hybridrt.files_safetensors import TensorFile
+from hybridrt.models.weight_files import opened
 
 SAMPLE = 1 << 16  # bytes of a tensor that are read; smaller tensors are read whole
 PIECES = 16
@@ -31,7 +33,7 @@ def model_digest(path: Path, config: EngineConfig) -> str:
     Raises:
         CheckpointError: a weight file is not a safetensors file.
     """
-    digest = hashlib.sha256((path / "config.json").read_bytes())
+    digest = hashlib.sha256(read_bytes(path / "config.json", CONFIG_BYTES))
     if config.load_format == "dummy":
         digest.update(f"dummy {config.seed}".encode())
     else:
@@ -43,17 +45,22 @@ def model_digest(path: Path, config: EngineConfig) -> str:
 
 def _tensors(file: Path) -> Iterator[tuple[str, list[Any], bytes]]:
     """(name, dtype and shape, digest of samples) of every tensor in a file."""
-    entries = entries_of(file, keys_of(file))
-    with file.open("rb") as stream:
-        for entry in entries:
-            yield entry.key, [entry.dtype, entry.shape], _sampled(stream.fileno(), entry.start, entry.size)
+    with opened(file) as f:
+        for entry in f.entries.values():
+            yield entry.key, [entry.dtype, entry.shape], _sampled(f, entry.start, entry.size)
 
 
-def _sampled(fd: int, start: int, size: int) -> bytes:
+def _sampled(file: TensorFile, start: int, size: int) -> bytes:
     digest = hashlib.sha256()
     if size <= SAMPLE:
-        digest.update(os.pread(fd, size, start))
+        digest.update(_read(file, start, size))
     else:
         for i in range(PIECES):
-            digest.update(os.pread(fd, _PIECE, start + (size - _PIECE) * i // (PIECES - 1)))
+            digest.update(_read(file, start + (size - _PIECE) * i // (PIECES - 1), _PIECE))
     return digest.digest()
+
+
+def _read(file: TensorFile, start: int, size: int) -> bytes:
+    found = torch.empty(size, dtype=torch.uint8)
+    file.fill(start, found)
+    return found.numpy().tobytes()

@@ -215,6 +215,7 @@ class Metrics(Collector):
             ("hybridrt:prefix_cache_without_kv", "Those whose KV was evicted.", now.cache_without_kv),
             ("hybridrt:prefix_cache_retokenised", "Those of changed histories.", now.cache_retokenised),
             ("hybridrt:prefix_cache_fetched", "Those that came from main memory.", now.cache_fetched),
+            ("hybridrt:prefix_cache_dropped", "Entries whose use gave NaN or infinity.", now.cache_dropped),
             ("vllm:spec_decode_num_draft_tokens", "Drafts.", now.proposed),
             ("vllm:spec_decode_num_accepted_tokens", "Drafts that were right.", now.accepted),
             ("vllm:spec_decode_num_drafts", "Steps of a sample with drafts.", now.verify_steps),

@@ -190,7 +190,7 @@ def test_an_index_names_files_beside_it_alone(name: object, sharded: Path, monke
     def refuse(*arguments: object) -> None:
         raise AssertionError(f"opened {arguments}")
 
-    monkeypatch.setattr(weight_files, "safe_open", refuse)
+    monkeypatch.setattr(weight_files, "TensorFile", refuse)
     with pytest.raises(CheckpointError, match="must be the name of a"):
         load(sharded)
 

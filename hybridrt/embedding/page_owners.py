@@ -1,0 +1,230 @@
+"""Which KV pages each row has, and which row writes each page now."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridrt.embedding.numbers import Numbers
+from hybridrt.errors import PoolError
+from hybridrt.mem_cache.page_demand import PageDemand
+
+_NONE = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Pages of rows, in the pools' numbers: row `lines[i]` has `pages[i]` at its page index `indices[i]`; 0: no page
+    there. [m] each; each place once."""
+
+    lines: np.ndarray
+    indices: np.ndarray
+    pages: np.ndarray
+
+
+class PageOwners:
+    """A page may be read by several rows, and written by one: the last one that a step of its own gave it to. If that
+    takes it from a row that has used it, the other row has lost it: no step may name that row until it is admitted
+    again. Host engines do not say when a request ends, so a row that has ended loses its pages in the same way.
+
+    Everything here is bookkeeping in arrays: what a step costs grows with its own pages, not with those of the pool.
+
+    Attributes:
+        page_of: [R + 1, pages of a row] int32, the page of each place; 0: none.
+        known: False where tables were written on a device that is not looked at. Nothing is checked from then on.
+    """
+
+    def __init__(self, rows: int, max_pages: int, demand: PageDemand, num_pages: int, numbers: Numbers) -> None:
+        self._numbers, self._demand, self._size = numbers, demand, demand.page_size
+        self.known = max_pages > 0
+        self.page_of = np.zeros((rows + 1, max_pages), np.int32)
+        self._writer = np.zeros(num_pages + 1, np.int32)  # the row that writes a page; 0: none
+        self._users = np.zeros(num_pages + 1, np.int32)  # how many rows have a page
+        self._sum = np.zeros(num_pages + 1, np.int64)  # of the rows that have a page: of two, it tells the other
+        self._reach = np.zeros(rows + 1, np.int64)  # tokens of a row, those of prepared steps among them
+        self._floor = np.zeros(rows + 1, np.int64)  # the first position at which its next step may begin
+        self._lost = np.zeros((rows + 1, 2), np.int32)  # the page that a row has lost, and the row that has it now
+
+    def admit(self, lines: np.ndarray) -> None:
+        """Rows begin without pages."""
+        for line in lines.tolist():
+            self._drop(line)
+        self._reach[lines] = self._floor[lines] = 0
+        self._lost[lines] = 0
+
+    def checked(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray, ahead: np.ndarray) -> Places:
+        """What `map` may enter. `ahead`: [R + 1] tokens of each row, counted to the end of the last step that is
+        prepared and has not run.
+
+        Raises:
+            PoolError: a place gets two pages, a row has the page at another place, or a step ahead uses the place.
+        """
+        new = self._once(lines, indices, pages)
+        held = self.page_of[new.lines, new.indices]
+        used = (held != new.pages) & (held > 0) & (new.indices * self._size < ahead[new.lines])
+        if used.any():
+            i = int(used.argmax())
+            raise PoolError(
+                f"page index {new.indices[i]} of row {self._row(new.lines[i])} gets another page, but a step that is "
+                "prepared and has not run uses the one that it has: run that step first, or drop() it"
+            )
+        for line, index in self._held_elsewhere(new):
+            if index >= self._first(line):
+                raise PoolError(
+                    f"page {self._page(int(self.page_of[line, index]))} of row {self._row(line)} is that of page index "
+                    f"{index} already: it holds the tokens of one index; take another page"
+                )
+        return new
+
+    def map(self, new: Places) -> None:
+        """Rows get pages that `checked` has passed; 0 takes one away. A row does not become the writer of a page
+        before a step of it writes there."""
+        for line, index in self._held_elsewhere(new):  # the row's window has left it
+            self._unmap(np.array([line]), np.array([index]))
+        self._unmap(new.lines, new.indices)
+        self.page_of[new.lines, new.indices] = new.pages
+        real = new.pages > 0
+        np.add.at(self._users, new.pages[real], 1)
+        np.add.at(self._sum, new.pages[real], new.lines[real])
+
+    def _once(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> Places:
+        """Each place once. PoolError if one gets two pages, or a row gets a page twice."""
+        places, first, inverse = np.unique(_pairs(lines, indices), return_index=True, return_inverse=True)
+        new = Places(lines[first], indices[first], pages[first])
+        if len(places) < len(lines) and (other := new.pages[inverse] != pages).any():
+            i = int(other.argmax())
+            raise PoolError(f"page index {indices[i]} of row {self._row(lines[i])} gets two pages; it has one")
+        real = new.pages > 0
+        pairs, counts = np.unique(_pairs(new.lines[real], new.pages[real]), return_counts=True)
+        if (counts > 1).any():
+            pair = int(pairs[counts.argmax()])
+            raise PoolError(
+                f"row {self._row(pair >> 32)} gets page {self._page(pair & 0xFFFFFFFF)} at two page indices; a page "
+                "holds the tokens of one"
+            )
+        return new
+
+    def _held_elsewhere(self, new: Places) -> list[tuple[int, int]]:
+        """(row, index) of places that keep a page which the same row now gets at another place."""
+        users = self._users[new.pages]
+        maybe = (users > 1) | ((users == 1) & (self._sum[new.pages] == new.lines))
+        found = list[tuple[int, int]]()
+        for line in np.unique(new.lines[maybe]).tolist():
+            own = new.lines == line
+            held = np.isin(self.page_of[line], new.pages[own & maybe])
+            held[new.indices[own]] = False
+            found += [(line, index) for index in np.flatnonzero(held).tolist()]
+        return found
+
+    def writes(self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Places:
+        """The pages of a step's new tokens, from position starts[i] to ends[i] of row lines[i]: [n] each."""
+        if not self.known:
+            return Places(*[_NONE] * 3)
+        first = starts // self._size
+        counts = np.where(ends > starts, (ends - 1) // self._size + 1 - first, 0)
+        if (counts == 1).all():
+            owners, indices = lines, first
+        else:
+            owners, before = np.repeat(lines, counts), np.cumsum(counts) - counts
+            indices = np.repeat(first - before, counts) + np.arange(len(owners))
+        return Places(owners, indices, self.page_of[owners, indices])
+
+    def check(self, lines: np.ndarray, ends: np.ndarray, writes: Places) -> None:
+        """What a step of rows `lines` names is theirs. PoolError: a row has lost a page, its table has changed since
+        `writes` was made, or another row of the step uses a page that this one writes."""
+        lost = self._lost[lines, 0]
+        if lost.any():
+            self._refuse_lost(int(lines[lost.argmax()]))
+        now = self.page_of[writes.lines, writes.indices]
+        if not np.array_equal(now, writes.pages):
+            i = int((now != writes.pages).argmax())
+            raise PoolError(
+                f"page index {writes.indices[i]} of row {self._row(writes.lines[i])} has another page than when the "
+                "batch was made: make the batch anew after write_pages"
+            )
+        for line, page in self._contended(writes, lines):
+            for other in self._others(line, page):
+                end = int(ends[lines == other].sum())  # 0 for a row of no place in the step
+                if (self.page_of[other, self._first(other) : -(-end // self._size)] == page).any():
+                    raise PoolError(
+                        f"rows {self._row(line)} and {self._row(other)} of the step have page {self._page(page)}, and "
+                        f"row {self._row(line)} writes it: rows may share a page once it is full; give one of them "
+                        "another page"
+                    )
+
+    def take(self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: Places, rolls_back: int) -> None:
+        """A step that `check` has passed will run: its rows write these pages from now on. Of the first `rolls_back`
+        rows one token stays at least, of the others all."""
+        for line, page in self._contended(writes):
+            for other in self._others(line, page):
+                self._take_from(other, page, line)
+        self._writer[writes.pages] = writes.lines
+        self._reach[lines] = ends
+        self._floor[lines] = ends
+        self._floor[lines[:rolls_back]] = starts[:rolls_back] + 1
+
+    def _contended(self, writes: Places, among: np.ndarray | None = None) -> list[tuple[int, int]]:
+        """(row, page) of the written pages that other rows have; `among`: which may be one of these."""
+        shared = np.flatnonzero((self._users[writes.pages] > 1) & (writes.pages > 0))
+        if not len(shared):
+            return []
+        lines, pages = writes.lines[shared], writes.pages[shared]
+        if among is not None:
+            maybe = (self._users[pages] > 2) | np.isin(self._sum[pages] - lines, among)
+            lines, pages = lines[maybe], pages[maybe]
+        return list(zip(lines.tolist(), pages.tolist()))
+
+    def _others(self, line: int, page: int) -> list[int]:
+        """The rows but `line` that have a page."""
+        if self._users[page] == 2:
+            return [int(self._sum[page]) - line]
+        return [] if self._users[page] < 2 else [
+            other for other in np.flatnonzero((self.page_of == page).any(1)).tolist() if other != line
+        ]  # fmt: skip
+
+    def _take_from(self, other: int, page: int, line: int) -> None:
+        """Row `line` writes a page that row `other` has. The other has lost it, unless its window has left it or no
+        step of it has used it."""
+        index = int((self.page_of[other] == page).argmax())
+        if index < self._first(other):
+            self._unmap(np.array([other]), np.array([index]))
+        elif index * self._size < self._reach[other]:
+            self._lost[other] = page, line
+            self._drop(other)
+
+    def _drop(self, line: int) -> None:
+        """A row has no pages any more."""
+        places = np.flatnonzero(self.page_of[line])
+        self._unmap(np.full(len(places), line), places)
+
+    def _unmap(self, lines: np.ndarray, indices: np.ndarray) -> None:
+        pages = self.page_of[lines, indices]
+        held = pages > 0
+        lines, indices, pages = lines[held], indices[held], pages[held]
+        np.subtract.at(self._users, pages, 1)
+        np.subtract.at(self._sum, pages, lines)
+        own = pages[self._writer[pages] == lines]
+        self._writer[own] = 0
+        self.page_of[lines, indices] = 0
+
+    def _first(self, line: int) -> int:
+        """The first page index that later steps of a row read."""
+        return self._demand.first_page(int(self._floor[line]))
+
+    def _refuse_lost(self, line: int) -> None:
+        page, other = self._lost[line].tolist()
+        raise PoolError(
+            f"row {self._row(line)} has lost page {self._page(page)} to row {self._row(other)}, which has written it "
+            f"since: a page is free after the last step of its row alone; admit row {self._row(line)} again, and "
+            "compute its request anew"
+        )
+
+    def _row(self, line: int) -> int:
+        return self._numbers.rows.outside(int(line))
+
+    def _page(self, page: int) -> int:
+        return self._numbers.pages.outside(page)
+
+
+def _pairs(lines: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """One number for each pair of 32-bit numbers: [n] int64."""
+    return lines.astype(np.int64) << 32 | values

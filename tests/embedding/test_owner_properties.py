@@ -1,0 +1,185 @@
+"""Random host engines over the bookkeeping of owners, compared with a memory that says what each place holds."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridrt.embedding.numbers import Numbers, Places
+from hybridrt.embedding.owners import Owners, StepUse
+from hybridrt.embedding.page_owners import PageOwners
+from hybridrt.errors import HybridrtError
+from hybridrt.mem_cache.page_demand import PageDemand
+
+ROWS, SLOTS, PAGES, SIZE, LENGTH = 3, 4, 7, 2, 8
+SOME = st.integers(0, 2**31 - 1)
+
+
+def int32s(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+@dataclass
+class Memory:
+    """What pages, slots and page tables hold, and what each row relies on: the contents that it has written or read."""
+
+    kv: dict[tuple[int, int], object] = field(default_factory=dict)
+    states: dict[int, object] = field(default_factory=dict)
+    table: dict[int, dict[int, int]] = field(default_factory=dict)
+    slot: dict[int, int] = field(default_factory=dict)
+    relies: dict[int, dict[int, object]] = field(default_factory=dict)
+    position: dict[int, int] = field(default_factory=dict)
+    steps: int = 0
+
+    def admit(self, row: int, slot: int) -> None:
+        self.table[row], self.relies[row], self.position[row], self.slot[row] = {}, {}, 0, slot
+        self.states[slot] = row, 0
+
+    def run(self, use: StepUse, demand: PageDemand) -> None:
+        """Writes of all rows, then what each row has relied on must be as it was."""
+        self.steps += 1
+        written = iter(zip(use.writes.lines.tolist(), use.writes.indices.tolist(), use.writes.pages.tolist()))
+        for row, index, page in written:
+            i = use.lines.tolist().index(row)
+            for at in range(max(index * SIZE, int(use.starts[i])), min(index * SIZE + SIZE, int(use.ends[i]))):
+                self.kv[page, at % SIZE] = self.relies[row][at] = row, self.steps, at
+        for row, start, end in zip(use.lines.tolist(), use.starts.tolist(), use.ends.tolist()):
+            held, self.states[self.slot[row]] = self.states[self.slot[row]], (row, end)
+            assert held == (row, start), f"row {row} at {start} runs on the state {held}"
+            for at in range(demand.first_page(start) * SIZE, end):
+                if (page := self.table[row].get(at // SIZE)) is not None:
+                    now = self.kv.get((page, at % SIZE))
+                    assert self.relies[row].setdefault(at, now) == now, f"row {row}: {now} at {at}"
+
+
+class Host:
+    """Makes the calls of a host engine. `owners` may refuse them; those that it takes change the memory."""
+
+    def __init__(self, window: int | None) -> None:
+        places = Places(ROWS + 1, 0), Places(SLOTS + 1, 0), Places(PAGES + 1, 0), Places((PAGES + 1) * SIZE, 0)
+        numbers, self.demand = Numbers(*places), PageDemand(SIZE, window)
+        pages = PageOwners(ROWS, LENGTH // SIZE, self.demand, PAGES, numbers)
+        self.owners, self.memory = Owners(ROWS, SLOTS, pages, numbers), Memory()
+        self.batches, self.ahead = list[StepUse](), list[StepUse]()
+
+    def admit(self, row: int, slot: int) -> None:
+        self.owners.check_free(int32s(row), int32s(slot))
+        self.owners.admit(int32s(row), int32s(slot))
+        self.memory.admit(row, slot)
+
+    def write(self, row: int, index: int, page: int) -> None:
+        ahead = self.owners.lengths_ahead()
+        self.owners.pages.map(self.owners.pages.checked(int32s(row), int32s(index), int32s(page), ahead))
+        self.memory.table.setdefault(row, {})[index] = page
+
+    def snapshot(self, slot: int) -> None:
+        self.owners.check_free(int32s(), int32s(slot))
+        self.owners.give(int32s(slot))
+        self.memory.states[slot] = "a snapshot"
+
+    def batch(self, rows: list[int], counts: list[int]) -> None:
+        """Rows continue where they are; without pages for their tokens they do not."""
+        self.owners.check_rows(int32s(*rows))
+        starts = [self.memory.position[row] for row in rows]
+        ends = [min(start + count, LENGTH) for start, count in zip(starts, counts)]
+        use = self.owners.use(int32s(*rows), int32s(*starts), int32s(*ends), 0, False, int32s())
+        if use.writes.pages.all():
+            self.batches.append(use)
+
+    def prepare(self, use: StepUse) -> None:
+        self.owners.check(use)
+        if [self.memory.position[row] for row in use.lines.tolist()] != use.starts.tolist():
+            return  # its states stand elsewhere, which is another check
+        self.owners.prepared(use)
+        self.ahead.append(use)
+        self.memory.position |= zip(use.lines.tolist(), use.ends.tolist())
+
+    def run(self) -> None:
+        use = self.ahead.pop(0)
+        self.owners.check_next(use)
+        self.owners.ran(use)
+        self.memory.run(use, self.demand)
+
+
+def act(host: Host, what: int, number: int) -> None:
+    def pick(count: int) -> int:
+        nonlocal number
+        number, found = divmod(number, count)
+        return found
+
+    if what == 0:
+        host.admit(pick(ROWS) + 1, pick(SLOTS) + 1)
+    elif what == 1:
+        host.snapshot(pick(SLOTS) + 1)
+    elif what < 5:
+        host.write(pick(ROWS) + 1, pick(LENGTH // SIZE), pick(PAGES) + 1)
+    elif what < 8:
+        rows = [row for row in range(1, ROWS + 1) if pick(2)]
+        if rows:
+            host.batch(rows, [pick(3) + 1 for _ in rows])
+    elif what < 10 and host.batches:
+        host.prepare(host.batches.pop(pick(len(host.batches))))
+    elif host.ahead:
+        host.run()
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    window=st.sampled_from([None, 3]),
+    calls=st.lists(st.tuples(st.integers(0, 11), SOME), min_size=30, max_size=150),
+)
+def test_no_row_runs_on_memory_that_has_changed_under_it(window: int | None, calls: list[tuple[int, int]]) -> None:
+    """Whatever a host engine calls: each call is refused, or all rows find what they have written and read."""
+    host = Host(window)
+    for what, number in calls:
+        try:
+            act(host, what, number)
+        except HybridrtError:
+            continue
+    counts = np.bincount(host.owners.pages.page_of[host.owners.pages.page_of > 0], minlength=PAGES + 1)
+    assert (host.owners.pages._users == counts).all()
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(window=st.sampled_from([None, 3]), draws=st.lists(SOME, min_size=20, max_size=120))
+def test_a_host_that_keeps_the_rules_is_never_refused(window: int | None, draws: list[int]) -> None:
+    """Requests come, share a full page of one that runs, and end without a word. Their memory is lent again at once."""
+    host = Host(window)
+    rows, slots, pages = list(range(1, ROWS + 1)), list(range(1, SLOTS + 1)), list(range(1, PAGES + 1))
+    running, lent = dict[int, list[int]](), dict[int, int]()  # by row: its pages; by page: its readers
+    for number in draws:
+        number, what = divmod(number, 4)
+        if what == 0 and rows:
+            row = rows.pop(number % len(rows))
+            slot = slots.pop(number % len(slots))
+            host.admit(row, slot)
+            running[row] = []
+            donors = [r for r in running if window is None and host.memory.position[r] >= SIZE]
+            if donors and number % 3:
+                page = running[donors[number % len(donors)]][0]
+                host.write(row, 0, page)
+                running[row].append(page)
+                lent[page] += 1
+                host.memory.position[row], host.memory.states[slot] = SIZE, (row, SIZE)
+        elif what == 1 and running:
+            row = list(running)[number % len(running)]
+            for page in running.pop(row):
+                lent[page] -= 1
+                if not lent[page]:
+                    pages.append(page)
+            rows.append(row)
+            slots.append(host.memory.slot[row])
+        elif running:
+            row = list(running)[number % len(running)]
+            need = host.memory.position[row] // SIZE >= len(running[row])
+            if host.memory.position[row] >= LENGTH or (need and not pages):
+                continue
+            if need:
+                page = pages.pop(number % len(pages))
+                host.write(row, len(running[row]), page)
+                running[row].append(page)
+                lent[page] = 1
+            host.batch([row], [1])
+            host.prepare(host.batches.pop())
+            host.run()
