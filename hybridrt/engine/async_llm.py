@@ -224,6 +224,7 @@ class AsyncLLM:
         deltas = self.submit(await self.prepare(prompt, params))
         try:
             async for delta in deltas:
+                await self._spell_out(delta)
                 yield delta
         finally:
             deltas.close()
@@ -239,8 +240,15 @@ class AsyncLLM:
             ended = {(delta.request_id, delta.index): delta async for delta in deltas}
         finally:
             deltas.close()
+        for delta in ended.values():
+            await self._spell_out(delta)
         ((request_id, _),) = deltas.requests.items()
         return whole_output(request_id, prepared.tokens, prepared.params.n, ended)
+
+    async def _spell_out(self, delta: Delta) -> None:
+        """Log-probabilities of a prompt as dictionaries: thousands of them are made in another thread."""
+        if delta.prompt_scores is not None:
+            await self.in_thread(delta.spell_out)
 
     async def prepare_chat(self, conversation: Conversation, params: SamplingParams, chat: Chat) -> PreparedChat:
         """Checks a conversation and converts it to tokens, in another thread. Raises what `LLM.chat` raises first."""

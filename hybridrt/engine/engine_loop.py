@@ -68,7 +68,7 @@ class EngineLoop:
         self._unfinished: dict[str, tuple[set[int], RequestMetrics]] = {}  # unfinished samples of each request
         self._count = 0  # of all samples in `_unfinished`
         self._lock = threading.Lock()  # guards the three attributes above and `error`
-        self._deltas = DeltaQueue()
+        self._deltas = DeltaQueue(arrays=True)
         self._closing = False
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="hybridrt-engine", daemon=True)
