@@ -13,7 +13,6 @@ from hybridrt.engine.detokenizer import Detokenizer
 from hybridrt.engine.grammar import Matcher
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics
-from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.errors import EngineError, NoTokenLeftError
 from hybridrt.kernels.token_rules import TokenRules
@@ -256,7 +255,6 @@ def new_samples(
     """The `n` samples of a prompt. The first one brings the log-probabilities of the prompt."""
     tokens, params = prepared.tokens, prepared.params
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
-    stop = StopStrings(params.stop) if params.stop else None
     samples = [
         Request(
             request_id=request_id,
@@ -271,7 +269,7 @@ def new_samples(
             boundaries=prepared.boundaries,
             matcher=None if prepared.matcher is None else prepared.matcher.copy(),
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
-            detokenizer=_detokenizer(tokenizer, prepared, stop),
+            detokenizer=_detokenizer(tokenizer, prepared),
             logprobs=None if params.logprobs is None else [],
             prompt_scores=[] if index == 0 and params.prompt_logprobs is not None else None,
         )
@@ -282,11 +280,11 @@ def new_samples(
     return samples
 
 
-def _detokenizer(tokenizer: Tokenizer | None, prepared: PreparedPrompt, stop: StopStrings | None) -> Detokenizer | None:
+def _detokenizer(tokenizer: Tokenizer | None, prepared: PreparedPrompt) -> Detokenizer | None:
     if tokenizer is None:
         return None
     include, skip = prepared.params.include_stop_str_in_output, prepared.params.skip_special_tokens
-    return Detokenizer(tokenizer, prepared.tokens, stop, include_stop=include, skip_special_tokens=skip)
+    return Detokenizer(tokenizer, prepared.tokens, prepared.stop, include_stop=include, skip_special_tokens=skip)
 
 
 def derive_seed(seed: int, index: int) -> int:
