@@ -1,6 +1,6 @@
 """How large a conversation is: checked before anything is made of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -26,6 +26,7 @@ def check_sizes(messages: Sequence[Any], tools: object, kwargs: object) -> None:
     calls = [m.get("tool_calls") for m in messages if isinstance(m, Mapping)]
     _check("content parts", _entries(contents), MAX_PARTS, "messages")
     _check("tool calls", _entries(calls), MAX_CALLS, "messages")
+    _check("values in arguments", sum(map(_values_at_most, _arguments(calls))), MAX_VALUES, "messages")
     for name, value in (("messages", messages), ("tools", tools)):
         values, characters = measure(value, MAX_VALUES, MAX_CHARACTERS)
         _check("values", values, MAX_VALUES, name)
@@ -70,6 +71,20 @@ def is_large(*data: object) -> bool:
 
 def _entries(lists: Sequence[object]) -> int:
     return sum(len(each) for each in lists if isinstance(each, (list, tuple)))
+
+
+def _arguments(calls: Sequence[object]) -> Iterator[str]:
+    """JSON texts of earlier calls' arguments."""
+    for call in chain.from_iterable(each for each in calls if isinstance(each, (list, tuple))):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(arguments, str):
+            yield arguments
+
+
+def _values_at_most(text: str) -> int:
+    """No less than the values of a JSON text: reading one takes as long as hundreds of characters of a string."""
+    return 1 + sum(map(text.count, ",[{"))
 
 
 def _check(what: str, found: int, most: int, field: str) -> None:

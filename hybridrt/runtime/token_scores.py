@@ -1,4 +1,4 @@
-"""Log-probabilities of many tokens, as arrays: 12 bytes an entry, where dictionaries take over a hundred."""
+"""Log-probabilities of many tokens, as arrays: 8 bytes an entry, where dictionaries take over a hundred."""
 
 from dataclasses import dataclass
 

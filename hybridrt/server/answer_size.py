@@ -1,6 +1,6 @@
 """How large an answer may become, known before its request starts: it may be a thousand times its request.
 
-Log-probabilities are counted in entries: a token's own, and each alternative to it. One is 12 bytes while its request
+Log-probabilities are counted in entries: a token's own, and each alternative to it. One is 8 bytes while its request
 runs, and up to a hundred as JSON text.
 """
 
