@@ -15,7 +15,7 @@ from hybridrt.chat.conversation import Conversation, read_conversation
 from hybridrt.engine.chats import ChatDelta, ChatOutput, ChatReader, Messages, PreparedChat, is_large_chat, read_output
 from hybridrt.engine.engine_loop import EngineLoop, StepMessage
 from hybridrt.engine.lanes import INLINE, Lane, Lanes, in_parts, is_quick, lane_of, size_of
-from hybridrt.engine.limits import ModelParams, PreparedPrompt
+from hybridrt.engine.limits import Known, PreparedPrompt
 from hybridrt.engine.llm import LLM
 from hybridrt.engine.outputs import Delta, RequestOutput, whole_output
 from hybridrt.engine.prompts import Prompt
@@ -163,15 +163,13 @@ class AsyncLLM:
         compiles = isinstance(params, SamplingParams) and params.structured_outputs is not None
         inline = sum(sizes) <= INLINE and is_quick(params)
         lane = "compile" if compiles else lane_of(sum(sizes))
-        known, found = dict[int, ModelParams](), list[PreparedPrompt]()
+        known, found = Known(), list[PreparedPrompt]()
         for start, end in in_parts(sizes):
             work = partial(self._prepare_some, prompts[start:end], params, known)
             found += work() if inline else await self.in_thread(work, lane=lane)
         return found
 
-    def _prepare_some(
-        self, prompts: Sequence[Prompt], params: SamplingParams, known: dict[int, ModelParams]
-    ) -> list[PreparedPrompt]:
+    def _prepare_some(self, prompts: Sequence[Prompt], params: SamplingParams, known: Known) -> list[PreparedPrompt]:
         return [self.llm.engine.intake.prepare(prompt, params, known) for prompt in prompts]
 
     async def in_thread(self, work: Callable[..., Any], *arguments: Any, lane: Lane = "text") -> Any:

@@ -56,6 +56,14 @@ class ModelParams:
     stop: StopStrings | None
 
 
+@dataclass(slots=True)
+class Known:
+    """What was made of a batch's latest parameters."""
+
+    params: SamplingParams | None = None
+    made: ModelParams | None = None
+
+
 @dataclass(frozen=True)
 class EngineLimits:
     """The numbers of the model and its plan that limit requests.
@@ -100,15 +108,13 @@ class Intake:
     compiler: GrammarCompiler
     check_fits: Callable[[int], None]
 
-    def prepare(
-        self, prompt: Prompt, params: SamplingParams, known: dict[int, ModelParams] | None = None
-    ) -> PreparedPrompt:
+    def prepare(self, prompt: Prompt, params: SamplingParams, known: Known | None = None) -> PreparedPrompt:
         """Checks a prompt and its parameters, and compiles its grammar. Changes nothing.
 
         Args:
             prompt: as in hybridrt.engine.prompts: text or token ids, as they are or under their name.
-            known: of one batch: what its earlier prompts have made of their parameters, by id. It takes long for the
-                largest ones, and a batch has a thousand prompts.
+            known: of one batch: what the prompt before has made of its parameters, if they are the same object. The
+                largest ones take long, and a batch has a thousand prompts.
 
         Raises:
             RequestError: the prompt is no prompt, empty, too long, holds ids outside the vocabulary, or needs a
@@ -119,10 +125,11 @@ class Intake:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {type(params).__name__}; pass a hybridrt.SamplingParams")
         tokens = self._tokens(prompt, params)
-        known = {} if known is None else known
-        made = known.get(id(params))
-        if made is None:
-            made = known[id(params)] = self._of_model(params)
+        known = Known() if known is None else known
+        if known.params is not params:
+            known.params, known.made = params, self._of_model(params)
+        made = known.made
+        assert made is not None, "it was made for these parameters"
         longest = self.limits.max_model_len
         max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
         structured = params.structured_outputs
@@ -178,7 +185,7 @@ class Intake:
             raise RequestError(
                 f"{len(given)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
             )
-        known = dict[int, ModelParams]()
+        known = Known()
         return [
             prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, params, known)
             for prompt, params in zip(given, sampling_params, strict=True)

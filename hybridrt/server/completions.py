@@ -53,7 +53,7 @@ class CompletionAnswer(Answer):
         index, more = self._place(delta), 0
         if self._scored and index not in self._offsets:
             more = sum(len(chunk) * chunk.width for chunk in self._scores.get(delta.request_id, ()))
-        echo = 0 if self._echoes is None else len(self._echoes[index])
+        echo = 0 if self._echoes is None or self.streams else len(self._echoes[index])
         return super().weight(delta) + more + echo // 64
 
     def gain(self, delta: Delta) -> Iterator[bytes]:
