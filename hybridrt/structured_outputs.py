@@ -82,6 +82,8 @@ def _choices(kind: str, value: object) -> tuple[str, ...]:
 
 def _schema(kind: str, value: object) -> str:
     """The schema as text without spaces."""
+    if isinstance(value, str) and len(value) > MAX_CHARACTERS:
+        raise _refused(f"has {len(value)} characters in {kind}; at most {MAX_CHARACTERS} are taken: make it smaller")
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, (Mapping, bool)):

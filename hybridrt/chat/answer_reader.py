@@ -35,6 +35,7 @@ class AnswerReader:
         self._parser, self._tags, self._encode = parser, tags, encode
         self._counting = parser.in_reasoning
         self._counted = 0
+        self._encoded: int | None = None  # tokens of the whole reasoning, counted once
         self._may_open = not parser.in_reasoning
 
     def read(
@@ -56,8 +57,15 @@ class AnswerReader:
         """Tokens of the reasoning so far, with the tag that ends it. Where tags are no single tokens, the number is
         known at the end; 0 before."""
         if self._tags is None and self.finish_reason is not None and self.message.reasoning:
-            return len(self._encode(self.message.reasoning))
+            if self._encoded is None:
+                self._encoded = len(self._encode(self.message.reasoning))
+            return self._encoded
         return self._counted
+
+    @property
+    def uncounted(self) -> int:
+        """Characters that are to be encoded anew at the end, to count their tokens."""
+        return len(self.message.reasoning) if self._tags is None and self._encoded is None else 0
 
     def _count(self, token_ids: Sequence[int], tags: TokenTags) -> None:
         for token in token_ids:

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from threading import Lock
 from typing import Any, Protocol
 
@@ -16,7 +17,8 @@ from hybridrt.chat.constraints import Constraints, forces_calls
 from hybridrt.chat.conversation import Conversation
 from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
-from hybridrt.chat.renderer import RENDERER
+from hybridrt.chat.renderer import LARGE_RENDERER, RENDERER
+from hybridrt.chat.sizes import is_large
 from hybridrt.chat.tool_parser import ToolParser
 from hybridrt.chat.tool_parsers.forced import ForcedCalls
 from hybridrt.errors import CheckpointError, RequestError
@@ -91,7 +93,8 @@ class Chat:
             "add_generation_prompt": conversation.add_generation_prompt,
             "continue_final_message": conversation.continue_final_message,
         }
-        return RENDERER.render(template, conversation.messages, options)
+        renderer = LARGE_RENDERER if is_large(conversation.messages, options) else RENDERER
+        return renderer.render(template, conversation.messages, options)
 
     def prompt(
         self, conversation: Conversation, params: SamplingParams, encode: Callable[[str], list[int]] | None = None
@@ -184,13 +187,14 @@ class Chat:
         return (length,) if 0 < length < len(tokens) else ()
 
     def _start(self, other: Conversation) -> np.ndarray:
-        """Token ids [n] int64 of a short conversation. They are kept: many requests are compared with the same one."""
+        """Token ids [n] int32 of a short conversation. They are kept: many requests are compared with the same one."""
         offered = [tool.definition for tool in other.offered]
-        key = msgspec.msgpack.encode([other.messages, offered, other.reasoning_effort, other.chat_template_kwargs])
+        said = msgspec.msgpack.encode([other.messages, offered, other.reasoning_effort, other.chat_template_kwargs])
+        key = sha256(said).digest()  # a system prompt may have megabytes
         with self._lock:
             found = self._starts.get(key)
         if found is None:
-            found = np.asarray(self._tokenizer.encode_bare(self.render(other)), np.int64)
+            found = np.asarray(self._tokenizer.encode_bare(self.render(other)), np.int32)
         with self._lock:
             self._starts[key] = found
             self._starts.move_to_end(key)

@@ -1,10 +1,12 @@
 """What a caller says: messages, tools, and how to answer. Everything is checked before a template sees it."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
+from hybridrt.chat.sizes import check_sizes
 from hybridrt.errors import RequestError, shown
 
 MAX_TOOLS = 1024
@@ -143,6 +145,7 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(f"messages is {shown(messages)}; pass a list of at least one message", "messages")
+    check_sizes(messages, tools, rest.get("chat_template_kwargs"))
     return Conversation(
         messages=[read_message(message, f"messages.{i}") for i, message in enumerate(messages)],
         tools=read_tools(tools),
@@ -179,8 +182,8 @@ def read_tools(tools: object) -> list[Tool]:
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)) or len(tools) > MAX_TOOLS:
         raise RequestError(f"tools is {shown(tools)}; it must be a list of at most {MAX_TOOLS} functions", "tools")
     found = [_tool(tool, f"tools.{i}") for i, tool in enumerate(tools)]
-    names = [tool.name for tool in found]
-    if twice := {name for name in names if names.count(name) > 1}:
+    names = Counter(tool.name for tool in found)
+    if twice := [name for name, times in names.items() if times > 1]:
         raise RequestError(f"tools defines {shown(min(twice))} twice; give each function a name of its own", "tools")
     return found
 

@@ -27,8 +27,9 @@ _CHILD = Path(__file__).with_name("render_child.py")
 
 
 class Renderer:
-    """The child process. The first call starts it; a call after it was killed starts another one. Calls from several
-    threads wait for each other."""
+    """A child process. The first call starts it; a call after it was killed starts another one. Calls from several
+    threads wait for each other: RENDERER is for small conversations, LARGE_RENDERER for the others, which take up to
+    TIMEOUT_S each."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -167,5 +168,6 @@ def _read(fd: int, count: int, deadline: float) -> bytes:
     return bytes(data)
 
 
-RENDERER = Renderer()
-os.register_at_fork(after_in_child=RENDERER.after_fork)
+RENDERER, LARGE_RENDERER = Renderer(), Renderer()
+for _renderer in (RENDERER, LARGE_RENDERER):
+    os.register_at_fork(after_in_child=_renderer.after_fork)

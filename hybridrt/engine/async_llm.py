@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from types import TracebackType
@@ -13,18 +12,16 @@ from weakref import WeakValueDictionary
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.constraints import asks_for_grammar
 from hybridrt.chat.conversation import Conversation, read_conversation
-from hybridrt.engine.chats import ChatDelta, ChatOutput, ChatReader, Messages, PreparedChat, read_output
+from hybridrt.engine.chats import ChatDelta, ChatOutput, ChatReader, Messages, PreparedChat, is_large_chat, read_output
 from hybridrt.engine.engine_loop import EngineLoop, StepMessage
-from hybridrt.engine.grammar_compiler import COMPILING
-from hybridrt.engine.limits import PreparedPrompt
+from hybridrt.engine.lanes import INLINE, Lane, Lanes, in_parts, is_quick, lane_of, size_of
+from hybridrt.engine.limits import Known, PreparedPrompt
 from hybridrt.engine.llm import LLM
 from hybridrt.engine.outputs import Delta, RequestOutput, whole_output
 from hybridrt.engine.prompts import Prompt
 from hybridrt.errors import EngineError, RequestError, UnavailableError
 from hybridrt.sampling_params import SamplingParams
 
-# Tokenising this many characters takes about as long as handing them to another thread.
-_INLINE_CHARACTERS = 1000
 _DRAIN_CHECK_SECONDS = 0.05
 
 
@@ -129,8 +126,7 @@ class AsyncLLM:
         self._names = count()
         self.draining = False
         self._events: asyncio.AbstractEventLoop | None = None
-        self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="hybridrt-tokenize")
-        self._compiling = ThreadPoolExecutor(2 * COMPILING, thread_name_prefix="hybridrt-compile")
+        self._lanes = Lanes()
         self._loop = EngineLoop(self.llm.engine, self._deliver, self.llm.plan.num_rows + max_waiting)
 
     @property
@@ -155,19 +151,30 @@ class AsyncLLM:
         Raises:
             RequestError, MemoryBudgetError, QueueFullError: as `Engine.prepare`.
         """
-        params = self.llm.default_sampling_params if params is None else params
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            return await self.in_thread(self.llm.engine.prepare, prompt, params, compiles=True)
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > _INLINE_CHARACTERS:
-            return await self.in_thread(self.llm.engine.prepare, prompt, params)
-        return self.llm.engine.prepare(prompt, params)
+        (prepared,) = await self.prepare_all([prompt], params)
+        return prepared
 
-    async def in_thread(self, work: Callable[..., Any], *arguments: Any, compiles: bool = False) -> Any:
-        """Runs work on text (tokenising, a chat template) in another thread, so that it does not block the event loop.
-        Work that `compiles` a grammar has threads of its own."""
-        pool = self._compiling if compiles else self._tokenizing
-        return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *arguments))
+    async def prepare_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None
+    ) -> list[PreparedPrompt]:
+        """`prepare` for several prompts with the same parameters, some at a time: others are prepared in between."""
+        params = self.llm.default_sampling_params if params is None else params
+        sizes = list(map(size_of, prompts))
+        compiles = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        inline = sum(sizes) <= INLINE and is_quick(params)
+        lane = "compile" if compiles else lane_of(sum(sizes))
+        known, found = Known(), list[PreparedPrompt]()
+        for start, end in in_parts(sizes):
+            work = partial(self._prepare_some, prompts[start:end], params, known)
+            found += work() if inline else await self.in_thread(work, lane=lane)
+        return found
+
+    def _prepare_some(self, prompts: Sequence[Prompt], params: SamplingParams, known: Known) -> list[PreparedPrompt]:
+        return [self.llm.engine.intake.prepare(prompt, params, known) for prompt in prompts]
+
+    async def in_thread(self, work: Callable[..., Any], *arguments: Any, lane: Lane = "text") -> Any:
+        """Runs work (tokenising, a chat template) in a thread of a lane, so that it does not block the event loop."""
+        return await asyncio.wrap_future(self._lanes.submit(lane, partial(work, *arguments)))
 
     def submit(
         self, prepared: PreparedPrompt | Sequence[PreparedPrompt], name: str | None = None, *, stream: bool = True
@@ -224,6 +231,7 @@ class AsyncLLM:
         deltas = self.submit(await self.prepare(prompt, params))
         try:
             async for delta in deltas:
+                await self._spell_out(delta)
                 yield delta
         finally:
             deltas.close()
@@ -239,14 +247,23 @@ class AsyncLLM:
             ended = {(delta.request_id, delta.index): delta async for delta in deltas}
         finally:
             deltas.close()
+        for delta in ended.values():
+            await self._spell_out(delta)
         ((request_id, _),) = deltas.requests.items()
         return whole_output(request_id, prepared.tokens, prepared.params.n, ended)
+
+    async def _spell_out(self, delta: Delta) -> None:
+        """Log-probabilities of a prompt as dictionaries: thousands of them are made in another thread."""
+        if delta.prompt_scores is not None:
+            await self.in_thread(delta.spell_out)
 
     async def prepare_chat(self, conversation: Conversation, params: SamplingParams, chat: Chat) -> PreparedChat:
         """Checks a conversation and converts it to tokens, in another thread. Raises what `LLM.chat` raises first."""
         compiles = params.structured_outputs is not None or asks_for_grammar(conversation)
-        prepare = self.llm.prepare_chat
-        return await self.in_thread(prepare, conversation, params, chat, compiles=compiles)
+        lane: Lane = "compile" if compiles else "text"
+        if is_large_chat(conversation):
+            lane = "long text"  # with a grammar, too: it is not to wait among small ones
+        return await self.in_thread(self.llm.prepare_chat, conversation, params, chat, lane=lane)
 
     async def stream_chat(
         self,
@@ -321,8 +338,7 @@ class AsyncLLM:
         self.draining = True
         if not self._loop.close(timeout):
             return False
-        self._tokenizing.shutdown(wait=False)
-        self._compiling.shutdown(wait=False)
+        self._lanes.close()
         if self._owned:
             self.llm.close()
         return True

@@ -8,11 +8,12 @@ from hybridrt.chat.answer_reader import AnswerReader, ChatFinishReason
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import Conversation, read_conversation
 from hybridrt.chat.events import Event, ToolCall
+from hybridrt.chat.sizes import is_large
 from hybridrt.engine.engine import Engine
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, RequestMetrics, RequestOutput
 from hybridrt.engine.tokenizer import HFTokenizer, encode_prompt
-from hybridrt.errors import RequestError, shown
+from hybridrt.errors import PromptTooLongError, RequestError, shown
 from hybridrt.sampling_params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
@@ -68,6 +69,8 @@ def prepare_chat(
         truncated = params.truncate_prompt_tokens is not None
         return encode_prompt(tokenizer, text, max_prompt, bare=True, truncated=truncated)
 
+    if params.truncate_prompt_tokens is None:
+        check_characters(conversation, max_prompt * tokenizer.characters_per_token)
     prompt = chat.prompt(conversation, params, encode)
     given, wanted = params.structured_outputs, prompt.params.structured_outputs
     if given is not None and wanted is not given:
@@ -82,6 +85,24 @@ def prepare_chat(
     cut = len(prompt.tokens) - len(prepared.tokens)
     boundaries = tuple(place - cut for place in prompt.boundaries if place > cut)
     return PreparedChat(replace(prepared, boundaries=boundaries), prompt.new_answer)
+
+
+def check_characters(conversation: Conversation, most: int) -> None:
+    """Raises PromptTooLongError for contents that no prompt has room for, before they are rendered. Templates may leave
+    out earlier reasoning and calls."""
+    found = sum(len(message.get("content", "")) for message in conversation.messages)
+    if found > most:
+        raise PromptTooLongError(
+            f"the messages have {found} characters, and a prompt of this model's maximum context length has at most "
+            f"{most}: shorten them or raise max_model_len",
+            "messages",
+        )
+
+
+def is_large_chat(conversation: Conversation) -> bool:
+    """Whether a conversation is worked on apart from small ones."""
+    tools = [tool.definition for tool in conversation.tools]
+    return is_large(conversation.messages, tools, conversation.chat_template_kwargs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,14 @@ class DeltaQueue:
     that lags gets the gains of several steps in one, and waiting costs nothing.
 
     Use it within the engine's turns (`with engine.turns:`) where several threads share the engine.
+
+    Args:
+        arrays: deltas keep log-probabilities of prompts as arrays (`Delta.prompt_scores`): to make dictionaries of them
+            takes long, and is the reader's work.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, arrays: bool = False) -> None:
+        self._arrays = arrays
         self._moved: dict[Request, None] = {}  # in the order of their first gain
 
     def __bool__(self) -> bool:
@@ -32,7 +37,11 @@ class DeltaQueue:
     def take(self) -> list[Delta]:
         """One delta for each sample that has gained something since the last `take`, or has ended."""
         moved, self._moved = self._moved, {}
-        return [request.delta() for request in moved]
+        deltas = [request.delta() for request in moved]
+        if not self._arrays:
+            for delta in deltas:
+                delta.spell_out()
+        return deltas
 
 
 class Abandonment:

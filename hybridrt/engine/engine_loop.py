@@ -22,6 +22,7 @@ _FATAL = (RankError, torch.AcceleratorError)
 # Otherwise it schedules and launches at that time, and readers wait for the interpreter. It waits for a share of the
 # step's time at most: the next launch has to come before the device is idle.
 HAND_OUT_SECONDS, HAND_OUT_SHARE = 0.002, 0.25
+COMMANDS = 64  # between two steps: a request may bring a thousand prompts, and what runs goes on meanwhile
 # While a step is put off, the loop asks so often whether the device still computes: the predicted end may be too late.
 ASK_SECONDS = 0.005
 
@@ -68,7 +69,7 @@ class EngineLoop:
         self._unfinished: dict[str, tuple[set[int], RequestMetrics]] = {}  # unfinished samples of each request
         self._count = 0  # of all samples in `_unfinished`
         self._lock = threading.Lock()  # guards the three attributes above and `error`
-        self._deltas = DeltaQueue()
+        self._deltas = DeltaQueue(arrays=True)
         self._closing = False
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="hybridrt-engine", daemon=True)
@@ -150,9 +151,9 @@ class EngineLoop:
             self._crash(e)
 
     def _run_commands(self) -> None:
-        """Runs the queued commands. If no request runs, waits for a command."""
+        """Runs queued commands, COMMANDS at most. If no request runs, waits for a command."""
         with suppress(Empty):
-            while True:
+            for _ in range(COMMANDS):
                 self._commands.get(block=not self._count and not self._closing)()
 
     def _put_off(self) -> None:

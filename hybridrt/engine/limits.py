@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hybridrt.engine.grammar import Matcher
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.prompts import Prompt, as_prompts, text_or_ids, token_ids
+from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import Tokenizer, encode_prompt
 from hybridrt.errors import PromptTooLongError, RequestError, is_text, shown
 from hybridrt.kernels.token_rules import TokenRules
@@ -28,6 +29,7 @@ class PreparedPrompt:
         rules: what the parameters allow of single tokens; None for all.
         boundaries: numbers of the prompt's tokens at which others may go on differently, such as the system prompt's.
         matcher: follows `structured_outputs`, before the first token; None without. Each sample gets a copy.
+        stop: finds `params.stop`; None without. Samples share it.
     """
 
     tokens: list[int]
@@ -37,11 +39,29 @@ class PreparedPrompt:
     rules: TokenRules | None = None
     boundaries: tuple[int, ...] = ()
     matcher: Matcher | None = None
+    stop: StopStrings | None = None
 
     @property
     def may_travel(self) -> bool:
         """All of the prompt but its last token may be computed elsewhere."""
         return len(self.tokens) > 1 and self.params.prompt_logprobs is None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParams:
+    """What a model makes of parameters, the same for every prompt: fields of PreparedPrompt."""
+
+    stop_ids: frozenset[int]
+    rules: TokenRules | None
+    stop: StopStrings | None
+
+
+@dataclass(slots=True)
+class Known:
+    """What was made of a batch's latest parameters."""
+
+    params: SamplingParams | None = None
+    made: ModelParams | None = None
 
 
 @dataclass(frozen=True)
@@ -88,11 +108,13 @@ class Intake:
     compiler: GrammarCompiler
     check_fits: Callable[[int], None]
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
+    def prepare(self, prompt: Prompt, params: SamplingParams, known: Known | None = None) -> PreparedPrompt:
         """Checks a prompt and its parameters, and compiles its grammar. Changes nothing.
 
         Args:
             prompt: as in hybridrt.engine.prompts: text or token ids, as they are or under their name.
+            known: of one batch: what the prompt before has made of its parameters, if they are the same object. The
+                largest ones take long, and a batch has a thousand prompts.
 
         Raises:
             RequestError: the prompt is no prompt, empty, too long, holds ids outside the vocabulary, or needs a
@@ -102,6 +124,23 @@ class Intake:
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {type(params).__name__}; pass a hybridrt.SamplingParams")
+        tokens = self._tokens(prompt, params)
+        known = Known() if known is None else known
+        if known.params is not params:
+            known.params, known.made = params, self._of_model(params)
+        made = known.made
+        assert made is not None, "it was made for these parameters"
+        longest = self.limits.max_model_len
+        max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
+        structured = params.structured_outputs
+        matcher = None if structured is None else self.compiler.matcher(structured, params.n)
+        if made.rules is not None:
+            _check_first(params, made.rules, matcher)
+        self.check_fits(max_len)
+        return PreparedPrompt(tokens, params, max_len, made.stop_ids, made.rules, matcher=matcher, stop=made.stop)
+
+    def _tokens(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Checked token ids of a prompt."""
         limits = self.limits
         self._check_params(params)
         tokens = self._encode(prompt, params)
@@ -119,21 +158,17 @@ class Intake:
                 "prompt",
             )
         limits.check_length(len(tokens))
-        longest = limits.max_model_len
-        max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
+        return tokens
+
+    def _of_model(self, params: SamplingParams) -> ModelParams:
+        limits = self.limits
         eos = () if params.ignore_eos else limits.eos_token_ids
         # As in vLLM, min_tokens forbids end-of-sequence ids also where they would not end the request.
         forbidden = {*limits.eos_token_ids, *params.stop_token_ids}
         rules = make_rules(params, forbidden, self._bad_words(params), limits.vocab_size)
         _check_constants(params, rules)
-        structured = params.structured_outputs
-        matcher = None if structured is None else self.compiler.matcher(structured, params.n)
-        if rules is not None:
-            _check_first(params, rules, matcher)
-        self.check_fits(max_len)
-        return PreparedPrompt(
-            tokens, params, max_len, frozenset((*eos, *params.stop_token_ids)), rules, matcher=matcher
-        )
+        stop = StopStrings(params.stop) if params.stop else None
+        return ModelParams(frozenset((*eos, *params.stop_token_ids)), rules, stop)
 
     def prepare_all(
         self, prompts: object, sampling_params: SamplingParams | Sequence[SamplingParams]
@@ -150,8 +185,9 @@ class Intake:
             raise RequestError(
                 f"{len(given)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
             )
+        known = Known()
         return [
-            prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, params)
+            prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, params, known)
             for prompt, params in zip(given, sampling_params, strict=True)
         ]
 

@@ -8,6 +8,7 @@ import msgspec
 
 from hybridrt.errors import EngineError
 from hybridrt.runtime.step import StepPlan
+from hybridrt.runtime.token_scores import TokenScores
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -133,6 +134,8 @@ class Delta(msgspec.Struct):
             ones, None for the first of them.
         stop_reason: in the last delta, the stop string or the one of `stop_token_ids` that has ended the sample. None
             if something else has, such as the end-of-sequence token.
+        prompt_scores: `prompt_logprobs` as arrays, a chunk of the prompt each. `spell_out` makes `prompt_logprobs` of
+            them: a DeltaQueue has done so unless its reader wants arrays.
     """
 
     request_id: str
@@ -145,6 +148,13 @@ class Delta(msgspec.Struct):
     error: EngineError | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     stop_reason: int | str | None = None
+    prompt_scores: list[TokenScores] | None = None
+
+    def spell_out(self) -> None:
+        """Turns log-probabilities of the prompt from arrays into dictionaries."""
+        if self.prompt_scores is not None:
+            self.prompt_logprobs = [None, *(entry for chunk in self.prompt_scores for entry in chunk.entries())]
+            self.prompt_scores = None
 
     def extend(self, later: "Delta") -> None:
         """Adds the sample's next delta."""

@@ -1,6 +1,5 @@
 """A request as the host sees it."""
 
-import math
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,6 @@ from hybridrt.engine.detokenizer import Detokenizer
 from hybridrt.engine.grammar import Matcher
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics
-from hybridrt.engine.stop_strings import StopStrings
 from hybridrt.engine.tokenizer import Tokenizer
 from hybridrt.errors import EngineError, NoTokenLeftError
 from hybridrt.kernels.token_rules import TokenRules
@@ -22,6 +20,7 @@ from hybridrt.mem_cache.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.mem_cache.slots import Slot, Slots
 from hybridrt.runtime.step import TokenLogprobs, int32s
 from hybridrt.runtime.token_rules import any_allowed
+from hybridrt.runtime.token_scores import TokenScores
 from hybridrt.sampling_params import SamplingParams
 
 NOT_FINITE = (
@@ -50,8 +49,8 @@ class Request:
         stop_ids: tokens that end it.
         rules: what its parameters allow of single tokens.
         matcher: follows its output, where that has a grammar; a retracted request keeps it.
-        prompt_logprobs: of the first `scored` tokens of the prompt, None for its first token. The whole is None if the
-            request did not ask for them, and once they are in a delta.
+        prompt_scores: log-probabilities of the first `scored` tokens of the prompt but the very first, by chunk. None
+            if the request did not ask for them, and once they are in a delta.
         stream: its reader gets deltas while it runs; False: one delta at its end.
         told: tokens that are in deltas already.
         decoded: tokens that the detokenizer has read.
@@ -91,7 +90,7 @@ class Request:
     detokenizer: Detokenizer | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] | None = None
-    prompt_logprobs: list[dict[int, float] | None] | None = None
+    prompt_scores: list[TokenScores] | None = None
     scored: int = 1
     finish_reason: FinishReason | None = None
     error: EngineError | None = None
@@ -166,19 +165,19 @@ class Request:
         """How many of `pages` the prefix cache owns; they come first."""
         return len(self.prefix.pages)
 
-    def score(self, start: int, found: Sequence[TokenLogprobs]) -> None:
+    def score(self, start: int, found: TokenScores) -> None:
         """Takes log-probabilities of the prompt's tokens from number `start` on. Those that have come already are
         dropped: a retracted request computes its prompt once more.
 
         Raises:
             EngineError: one is no number.
         """
-        fresh = found[self.scored - start :]
-        if any(math.isnan(logprob) for entry in fresh for logprob in entry.values()):
+        fresh = found.part(self.scored - start)
+        if not fresh.finite:
             raise EngineError(NOT_FINITE)
         self.scored += len(fresh)
-        if self.prompt_logprobs is not None:
-            self.prompt_logprobs += fresh
+        if self.prompt_scores is not None:
+            self.prompt_scores.append(fresh)
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> FinishReason | None:
         """Takes what a step gained, up to the token that ends the request; the surplus is dropped.
@@ -259,10 +258,10 @@ class Request:
             self.logprobs = []
         text = detokenizer.take(reason is not None) if detokenizer is not None else ""
         metrics = self.metrics if reason is not None else None
-        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        prompt_scores, self.prompt_scores = self.prompt_scores, None
         return Delta(
-            self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, prompt_logprobs,
-            self.stop_reason if reason == "stop" else None,
+            self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, None,
+            self.stop_reason if reason == "stop" else None, prompt_scores,
         )  # fmt: skip
 
 
@@ -272,7 +271,6 @@ def new_samples(
     """The `n` samples of a prompt. The first one brings the log-probabilities of the prompt."""
     tokens, params = prepared.tokens, prepared.params
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
-    stop = StopStrings(params.stop) if params.stop else None
     samples = [
         Request(
             request_id=request_id,
@@ -287,9 +285,9 @@ def new_samples(
             boundaries=prepared.boundaries,
             matcher=None if prepared.matcher is None else prepared.matcher.copy(),
             metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
-            detokenizer=_detokenizer(tokenizer, prepared, stop),
+            detokenizer=_detokenizer(tokenizer, prepared),
             logprobs=None if params.logprobs is None else [],
-            prompt_logprobs=[None] if index == 0 and params.prompt_logprobs is not None else None,
+            prompt_scores=[] if index == 0 and params.prompt_logprobs is not None else None,
         )
         for index in range(params.n)
     ]
@@ -298,11 +296,11 @@ def new_samples(
     return samples
 
 
-def _detokenizer(tokenizer: Tokenizer | None, prepared: PreparedPrompt, stop: StopStrings | None) -> Detokenizer | None:
+def _detokenizer(tokenizer: Tokenizer | None, prepared: PreparedPrompt) -> Detokenizer | None:
     if tokenizer is None:
         return None
     include, skip = prepared.params.include_stop_str_in_output, prepared.params.skip_special_tokens
-    return Detokenizer(tokenizer, prepared.tokens, stop, include_stop=include, skip_special_tokens=skip)
+    return Detokenizer(tokenizer, prepared.tokens, prepared.stop, include_stop=include, skip_special_tokens=skip)
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -10,6 +10,9 @@ from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.errors import EngineError, GrammarError, NoTokenLeftError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.step import StepResult, TokenLogprobs
+from hybridrt.runtime.token_scores import TokenScores
+
+UNREAD = 256  # tokens of a sample without a stream that wait for their text at a time
 
 
 class Samples:
@@ -73,7 +76,7 @@ class Samples:
             self.totals.count_folds(self.folds.of_step(step.plan, gained[: len(step.plan.decode)]))
         self._scheduler.complete(step, gained)
 
-    def _score(self, step: ScheduledStep, found: Mapping[int, Sequence[TokenLogprobs]]) -> None:
+    def _score(self, step: ScheduledStep, found: Mapping[int, TokenScores]) -> None:
         """Gives samples the log-probabilities of their prompts."""
         for (request, _), chunk in zip(step.rows[len(step.plan.decode) :], step.plan.extend, strict=True):
             if chunk.row in found and request.finish_reason is None:
@@ -132,16 +135,22 @@ class Samples:
                 self._scheduler.computed_anew(request)
             if reason is not None:
                 self._finish(request, reason)
-            elif request.stream:
-                if request.detokenizer is not None:
-                    request.read_text()
-                _notify(request)
+            else:
+                self._go_on(request)
         except NotFinite as e:
             if not self._scheduler.restart(request):
                 self.fail(request, EngineError(*e.args))
         except Exception as e:
             self.fail(request, e)
         totals.output_tokens += len(request.output) - known
+
+    def _go_on(self, request: Request) -> None:
+        """Makes text of what a sample has gained, and tells its reader. Without a stream the text is made a part at a
+        time: all of it at the end would delay every other sample."""
+        if request.detokenizer is not None and (request.stream or len(request.output) - request.decoded >= UNREAD):
+            request.read_text()
+        if request.stream:
+            _notify(request)
 
     def _finish(self, request: Request, reason: FinishReason, error: EngineError | None = None) -> None:
         """Ends a sample: the scheduler forgets it, and its reader gets the last delta."""

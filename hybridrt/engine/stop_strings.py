@@ -1,6 +1,6 @@
 """Finds the first of several strings in text that comes in pieces (Aho and Corasick 1975)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class StopStrings:
@@ -14,20 +14,32 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = sorted(strings, key=len)
-        states = sorted(dict.fromkeys(["", *(s[:end] for s in strings for end in range(1, len(s) + 1))]), key=len)
-        number = {text: state for state, text in enumerate(states)}
-        self._depth = list(map(len, states))
-        self._next: list[dict[str, int]] = [{} for _ in states]
-        self._shorter = [0] * len(states)  # of a state's ends, the longest other one that begins a string
-        self._found = [0] * len(states)  # length of the longest string that ends in a state, 0 if none does
+        self._next: list[dict[str, int]] = [{}]
+        self._depth, self._found = [0], [0]  # `_found`: the longest string that ends in a state, 0 if none does
         for string in strings:
-            self._found[number[string]] = len(string)
-        for state, text in enumerate(states[1:], 1):  # short ones first: long ones look at their ends
-            before, last = number[text[:-1]], text[-1]
-            self._next[before][last] = state
-            if before:
-                self._shorter[state] = self._step(self._shorter[before], last)
-            self._found[state] = self._found[state] or self._found[self._shorter[state]]
+            self._add(string)
+        self._shorter = [0] * len(self._next)  # of a state's ends, the longest other one that begins a string
+        level = list(self._next[0].values())
+        while level:  # short ones first: long ones look at their ends
+            level = [later for state in level for later in self._link(state)]
+
+    def _add(self, string: str) -> None:
+        state = 0
+        for character in string:
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._depth.append(self._depth[state] + 1)
+                self._found.append(0)
+            state = self._next[state][character]
+        self._found[state] = len(string)
+
+    def _link(self, state: int) -> Iterable[int]:
+        """Fills what the states after `state` look up; gives these states."""
+        self._found[state] = self._found[state] or self._found[self._shorter[state]]
+        for character, later in self._next[state].items():
+            self._shorter[later] = self._step(self._shorter[state], character)
+        return self._next[state].values()
 
     def scan(self, state: int, text: str) -> tuple[int, int]:
         """Reads on from `state`.

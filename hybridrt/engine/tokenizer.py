@@ -17,6 +17,9 @@ _COMPOSED = 4
 # Text of which only the last tokens are used is tokenised whole: a suffix by itself may become other tokens. So it may
 # have as many characters as a prompt that is used whole, and at least so many.
 _MAX_TRUNCATED = 2**20
+# Text has three to five characters a token, and seldom more than this. Longer text is refused by its beginning if that
+# alone has too many tokens. At the place of the cut some tokens may differ from those of the whole text.
+_USUAL, _AT_CUT = 8, 1024
 
 
 class Tokenizer(Protocol):
@@ -83,7 +86,8 @@ def encode_prompt(
     tokenizer: Tokenizer, text: str, max_tokens: int, *, bare: bool = False, truncated: bool = False
 ) -> list[int]:
     """Token ids of a prompt. Text too long for `max_tokens` whatever its tokens are is refused before it costs more
-    than its length; so is text of which a tokenizer would drop so much that it might fit (repeated spaces).
+    than its length; so is text of which a tokenizer would drop so much that it might fit (repeated spaces). Of other
+    text that is too long the beginning alone is tokenised.
 
     Args:
         bare: as `encode_bare` does.
@@ -106,7 +110,25 @@ def encode_prompt(
         )
         raise PromptTooLongError(f"the prompt has {len(text)} characters; {limit}", "prompt")
     check_text(text)
+    if not truncated:
+        _check_beginning(tokenizer, text, max_tokens)
     return tokenizer.encode_bare(text) if bare else tokenizer.encode(text)
+
+
+def _check_beginning(tokenizer: Tokenizer, text: str, max_tokens: int) -> None:
+    """Raises PromptTooLongError for long text of which the beginning has too many tokens. To tokenise megabytes in
+    order to refuse them would take seconds."""
+    length = _USUAL * (max_tokens + _AT_CUT)
+    if len(text) <= length:
+        return
+    tokens = len(tokenizer.encode_bare(text[:length])) - _AT_CUT
+    if tokens > max_tokens:
+        raise PromptTooLongError(
+            f"the prompt has {len(text)} characters, and the first {length} of them have {tokens} tokens or more; it "
+            f"may have at most {max_tokens} (this model's maximum context length is {max_tokens + 1} tokens, one of "
+            "them for the output): shorten it or raise max_model_len",
+            "prompt",
+        )
 
 
 def check_text(prompt: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from hybridrt.kernels.sampling import token_logprobs
 from hybridrt.runtime.launched_step import to_host
 from hybridrt.runtime.step import Admission, ExtendRow, StepHandle, StepResult
+from hybridrt.runtime.token_scores import TokenScores
 from hybridrt.sampling_params import MAX_LOGPROBS
 
 # Prompt tokens whose logits are there at a time: enough that reading the head's weights does not decide how long they
@@ -96,11 +97,11 @@ class ScoredStep:
         if self._event is not None:
             self._event.synchronize()
         result, end = self._step.result(), 0
-        found = [torch.cat(parts) for parts in zip(*self._found)]
+        own, ids, best = (torch.cat(parts).numpy() for parts in zip(*self._found))
         for row, tokens, top in self._wanted:
-            start, end = end, end + len(tokens)
-            own, ids, best = (part[start:end].tolist() for part in found)
-            result.prompt_logprobs[row] = [
-                {token: logprob, **dict(zip(i[:top], b[:top]))} for token, logprob, i, b in zip(tokens, own, ids, best)
-            ]
+            at, end = slice(end, end + len(tokens)), end + len(tokens)
+            # Copies: a request keeps these for longer than the step's pinned memory should be taken.
+            result.prompt_logprobs[row] = TokenScores(
+                np.array(tokens, np.int32), own[at].copy(), ids[at, :top].astype(np.int32), best[at, :top].copy()
+            )
         return result

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from hybridrt.kernels.token_rules import TokenRules
+from hybridrt.runtime.token_scores import TokenScores
 from hybridrt.sampling_params import SamplingParams
 
 
@@ -249,7 +250,7 @@ class StepResult:
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None]
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, TokenScores] = field(default_factory=dict)
 
 
 class StepHandle(Protocol):

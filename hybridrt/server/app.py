@@ -1,5 +1,6 @@
 """The application: which path does what."""
 
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -9,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from hybridrt.errors import HybridrtError
+from hybridrt.server.bodies import route_class
 from hybridrt.server.chat import CHAT_NAMES, conversation_of, start_chat
 from hybridrt.server.completions import start_completions
 from hybridrt.server.errors import APIError, as_api_error, error_response
@@ -17,10 +19,11 @@ from hybridrt.server.message_protocol import CountRequest, MessageRequest
 from hybridrt.server.messages import MESSAGE_NAMES, count_tokens, start_message
 from hybridrt.server.metrics import CONTENT_TYPE, Metrics
 from hybridrt.server.protocol import AbortRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from hybridrt.server.respond import respond
+from hybridrt.server.respond import made_by, respond
 from hybridrt.server.response_protocol import ResponseRequest
 from hybridrt.server.responses import RESPONSE_NAMES, start_response
 from hybridrt.server.service import ID_PREFIXES, Service, refuse_fields
+from hybridrt.server.sse import SLICE, Slices, pieces
 from hybridrt.server.structured import own_names
 from hybridrt.server.tracing import Tracing
 from hybridrt.version import __version__
@@ -41,6 +44,7 @@ _NAMES = {"/v1/chat/completions": CHAT_NAMES, "/v1/responses": RESPONSE_NAMES, "
 def make_app(service: Service, metrics: Metrics) -> ASGIApp:
     """All endpoints over a service, guarded."""
     app = FastAPI(title="hybridrt", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
+    app.router.route_class = route_class(service.llm)
     _add_openai(app, service)
     _add_anthropic(app, service)
     _add_text(app, service)
@@ -97,9 +101,9 @@ def _add_anthropic(app: FastAPI, service: Service) -> None:
         return await respond(await start_message(service, body, request.scope), request)
 
     @app.post("/v1/messages/count_tokens")
-    async def count(body: CountRequest) -> dict[str, int]:
+    async def count(body: CountRequest, request: Request) -> dict[str, int]:
         """Tokens of such a conversation."""
-        return {"input_tokens": await count_tokens(service, body)}
+        return {"input_tokens": await count_tokens(service, body, request.scope)}
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -116,20 +120,23 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _add_text(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    @app.post("/tokenize", response_class=Response)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a prompt, or of a conversation in the chat template."""
         service.check_model(body.model)
         refuse_fields(body.model_extra or {})
         if (body.prompt is None) == (body.messages is None):
             raise APIError(400, "pass prompt or messages, and one of them alone", "prompt")
         if body.messages is not None:
-            tokens = await service.encode(await service.render_chat(conversation_of(body)), bare=True)
+            conversation = await service.off_loop(request.scope, partial(conversation_of, body))
+            tokens = await service.encode(await service.render_chat(conversation), bare=True)
         else:
             tokens = await service.encode(body.prompt or "", bare=not body.add_special_tokens)
-        texts = [service.token_text.text(t) for t in tokens] if body.return_token_strs else None
         limit = service.llm.llm.plan.max_model_len
-        return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": texts}
+        texts = partial(_texts, service, tokens) if body.return_token_strs else None
+        parts = pieces({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": texts})
+        made = await made_by(partial(service.llm.in_thread, lane="answer"), parts, len(tokens))
+        return Response(b"".join(made), media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
@@ -139,6 +146,11 @@ def _add_text(app: FastAPI, service: Service) -> None:
         if max(body.tokens, default=0) >= vocab:
             raise APIError(400, f"tokens holds {max(body.tokens)}; the vocabulary ends at {vocab - 1}", "tokens")
         return {"prompt": await service.llm.in_thread(service.tokenizer.decode, body.tokens, False)}
+
+
+def _texts(service: Service, tokens: list[int]) -> Slices:
+    starts = range(0, len(tokens), SLICE)
+    return Slices([service.token_text.text(t) for t in tokens[start : start + SLICE]] for start in starts)
 
 
 def _add_operations(app: FastAPI, service: Service, metrics: Metrics) -> None:

@@ -1,6 +1,7 @@
 """/v1/chat/completions: a conversation in, its next message out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -10,13 +11,14 @@ from starlette.types import Scope
 from hybridrt.chat.conversation import Conversation, read_conversation
 from hybridrt.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
 from hybridrt.engine.async_llm import DeltaStream
-from hybridrt.engine.chats import ChatReader, PreparedChat
+from hybridrt.engine.chats import ChatDelta, ChatReader, PreparedChat
 from hybridrt.engine.outputs import Delta
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.server.answers import Answer
+from hybridrt.server.answers import Answer, in_slices
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import ChatFields, ChatRequest, Sampling
 from hybridrt.server.service import Service, refuse_unsupported
+from hybridrt.server.sse import SLICE
 
 # Fields of SamplingParams, by the names that errors of this endpoint give them.
 CHAT_NAMES = {"logprobs": "top_logprobs", "prompt": "messages"}
@@ -32,32 +34,38 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(service, name, deltas, body)
         self._reader = ChatReader(prepared)
+        self._reasoning = 0  # tokens
         self._most = prepared.prompt.params.logprobs or 0
         self._shows_reasoning = body.include_reasoning is not False
 
     def usage(self) -> dict[str, Any]:
-        reasoning = sum(answer.reasoning_tokens for answer in self._reader.answers)
-        return super().usage() | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+        return super().usage() | {"completion_tokens_details": {"reasoning_tokens": self._reasoning}}
 
-    def gain(self, delta: Delta) -> bytes:
+    def weight(self, delta: Delta) -> int:
+        """As Reply.weight."""
+        uncounted = self._reader.answers[delta.index].uncounted if delta.finish_reason is not None else 0
+        return super().weight(delta) + uncounted // 4
+
+    def gain(self, delta: Delta) -> Iterator[bytes]:
         """As Reply.gain. The finish reason comes in a chunk of its own behind the last call: OpenAI's client reads a
         chunk's finish reason before its calls, and would not end a call of the same chunk."""
         choice = self._gained(delta)
         if choice is None:
-            return b""
-        beside = self._prompt_logprobs(delta.request_id) if delta.prompt_logprobs else {}
+            return
+        beside = self._prompt_logprobs(delta.request_id) if delta.prompt_scores is not None else {}
+        large = self.weight(delta) > SLICE
         if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
-            return self._event([choice], beside)
+            yield from self._event(choice, beside, large)
+            return
         ending = {"finish_reason": choice["finish_reason"], "stop_reason": choice.pop("stop_reason")}
         last = {"index": choice["index"], "delta": {}, "logprobs": None, **ending}
-        first = choice | {"finish_reason": None}
-        return b"".join(self._event([part], beside) for part in (first, last))
+        yield from self._event(choice | {"finish_reason": None}, beside, large)
+        yield from self._event(last)
 
-    def opening(self) -> bytes:
+    def opening(self) -> Iterator[bytes]:
         """As Reply.opening; the first chunk has the prompt's tokens, if they are wanted."""
-        first, *others = range(len(self._places))
-        begin = self._event([self._first_choice(first)], self._prompt_tokens())
-        return b"".join((begin, *(self._event([self._first_choice(i)]) for i in others)))
+        for index in range(len(self._places)):
+            yield from self._event(self._first_choice(index), {} if index else self._prompt_tokens())
 
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
         return super().whole(ended) | self._prompt_logprobs(ended[0].request_id) | self._prompt_tokens()
@@ -71,12 +79,12 @@ class ChatAnswer(Answer):
         return {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
 
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        gain = self._reader.read(delta)
+        gain = self._read(delta)
         events = (e for e in gain.events if self._shows_reasoning or not isinstance(e, Reasoning))
         return self._choice(index, delta, gain.finish_reason) | {"delta": _message_delta(events)}
 
     def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        reason = self._reader.read(delta).finish_reason
+        reason = self._read(delta).finish_reason
         answer = self._reader.answers[delta.index].message
         calls = [function_call(call.id, call.name, call.arguments) for call in answer.tool_calls]
         content = None if calls and not answer.content else answer.content
@@ -84,6 +92,14 @@ class ChatAnswer(Answer):
         message |= {"reasoning_content": answer.reasoning} if answer.reasoning and self._shows_reasoning else {}
         message |= {"tool_calls": calls} if calls else {}
         return self._choice(index, delta, reason) | {"message": message}
+
+    def _read(self, delta: Delta) -> ChatDelta:
+        """Reads a delta. Counts its reasoning: a sum over all samples for each chunk would take long."""
+        answer = self._reader.answers[delta.index]
+        before = answer.reasoning_tokens
+        gain = self._reader.read(delta)
+        self._reasoning += answer.reasoning_tokens - before
+        return gain
 
     def _has_gain(self, choice: dict[str, Any]) -> bool:
         return bool(choice.get("delta"))
@@ -94,8 +110,12 @@ class ChatAnswer(Answer):
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if delta.logprobs is None:
             return None
-        scored = zip(delta.token_ids, delta.logprobs, strict=True)
-        return {"content": [self._names.entry(*each, self._most) for each in scored], "refusal": None}
+        scored = list(zip(delta.token_ids, delta.logprobs, strict=True))
+
+        def entries(start: int, end: int) -> list[Any]:
+            return [self._names.entry(*each, self._most) for each in scored[start:end]]
+
+        return {"content": in_slices(entries, len(scored)), "refusal": None}
 
 
 def function_call(name: str, function: str, arguments: str) -> dict[str, Any]:
@@ -138,7 +158,7 @@ async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> ChatA
     Raises:
         APIError, HybridrtError: the request is refused. Nothing has started.
     """
-    prepared = await prepare_chat(service, body)
+    prepared = await prepare_chat(service, body, scope)
     name, deltas = service.submit([prepared.prompt], "chatcmpl-", body, scope)
     return ChatAnswer(service, name, deltas, body, prepared)
 
@@ -169,7 +189,7 @@ def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
         raise RequestValidationError([{**error, "loc": ("body", *error["loc"])} for error in e.errors()]) from e
 
 
-async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
+async def prepare_chat(service: Service, body: ChatRequest, scope: Scope) -> PreparedChat:
     """Checks and tokenises the conversation of a body, for every endpoint of conversations.
 
     Raises:
@@ -177,9 +197,10 @@ async def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     """
     service.check_model(body.model)
     refuse_unsupported(body)
-    params = _params(service, body)
+    params = await service.off_loop(scope, partial(_params, service, body))
     service.check_count(1, params)
-    return await service.prepare_chat(conversation_of(body), params)
+    conversation = await service.off_loop(scope, partial(conversation_of, body))
+    return await service.prepare_chat(conversation, params)
 
 
 def _params(service: Service, body: ChatRequest) -> SamplingParams:

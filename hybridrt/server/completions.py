@@ -1,17 +1,23 @@
 """/v1/completions: text or token ids in, their continuation out."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any
 
 from starlette.types import Scope
 
 from hybridrt.engine.outputs import Delta
 from hybridrt.engine.prompts import Prompt
+from hybridrt.runtime.token_scores import TokenScores
 from hybridrt.sampling_params import SamplingParams
-from hybridrt.server.answers import LEAST_LOGPROB, Answer
+from hybridrt.server.answer_size import check_repeated
+from hybridrt.server.answers import LEAST_LOGPROB, Answer, sliced
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import CompletionRequest
 from hybridrt.server.service import Service, refuse_unsupported
+from hybridrt.server.sse import SLICE, Slices
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -42,13 +48,23 @@ class CompletionAnswer(Answer):
             delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
         super().count(delta)
 
-    def gain(self, delta: Delta) -> bytes:
+    def weight(self, delta: Delta) -> int:
+        """As Reply.weight. A sample's first delta brings its prompt's text and log-probabilities."""
+        index, more = self._place(delta), 0
+        if self._scored and index not in self._offsets:
+            more = sum(len(chunk) * chunk.width for chunk in self._scores.get(delta.request_id, ()))
+        echo = 0 if self._echoes is None or self.streams else len(self._echoes[index])
+        return super().weight(delta) + more + echo // 64
+
+    def gain(self, delta: Delta) -> Iterator[bytes]:
         """As Reply.gain. Every sample of a scored prompt waits for its log-probabilities, which come with sample 0."""
         request = delta.request_id
-        if self._scored and delta.prompt_logprobs is None and request not in self._scores:
+        if self._scored and delta.prompt_scores is None and request not in self._scores:
             self._waiting.setdefault(request, []).append(delta)
-            return b""
-        return b"".join(map(super().gain, (delta, *self._waiting.pop(request, ()))))
+            return
+        yield from super().gain(delta)
+        for waited in self._waiting.pop(request, ()):
+            yield from super().gain(waited)
 
     def _first_choice(self, index: int) -> dict[str, Any] | None:
         if self._echoes is None or self._scored:
@@ -59,7 +75,7 @@ class CompletionAnswer(Answer):
         if self._scored and index not in self._offsets:
             return self._whole_choice(index, delta)
         choice = self._choice(index, delta.text, self._logprobs(index, delta), delta.finish_reason)
-        scores = self._prompt_logprobs(delta.request_id) if delta.prompt_logprobs else {}
+        scores = self._prompt_logprobs(delta.request_id) if delta.prompt_scores is not None else {}
         return choice | scores | self._prompt_tokens(index, delta)
 
     def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -85,24 +101,33 @@ class CompletionAnswer(Answer):
         """Four lists with an entry a token, echoed ones first. Offsets count characters of the tokens' own texts."""
         if delta.logprobs is None:
             return None
-        tokens, scores = delta.token_ids, list[dict[int, float] | None](delta.logprobs)
-        if self._echoes is not None and index not in self._offsets:
-            of_prompt = self._scores.get(delta.request_id, [])
-            tokens, scores = self._prompts[delta.request_id][: len(of_prompt)] + tokens, of_prompt + scores
-        offset, offsets = self._offsets.get(index, 0), []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(self._token_text.text(token))
-        self._offsets[index] = offset
+        tokens, scores, prompt = delta.token_ids, delta.logprobs, list[TokenScores]()
+        own = [found[token] for token, found in zip(tokens, scores, strict=True)]
+        first = list[float | None]()
+        if self._echoes is not None and index not in self._offsets and delta.request_id in self._scores:
+            prompt = self._scores[delta.request_id]
+            tokens = self._prompts[delta.request_id] + tokens
+            first = [None, *(value for chunk in prompt for value in chunk.own.tolist())]
+        widths = (len(self._token_text.text(token)) for token in tokens)
+        *offsets, self._offsets[index] = accumulate(widths, initial=self._offsets.get(index, 0))
         return {
             "tokens": [self._names.text(token) for token in tokens],
-            "token_logprobs": [found and found[token] for token, found in zip(tokens, scores, strict=True)],
-            "top_logprobs": [
-                found and {self._names.text(t): max(value, LEAST_LOGPROB) for t, value in found.items()}
-                for found in scores
-            ],
+            "token_logprobs": first + own,
+            "top_logprobs": Slices(self._top(prompt, scores, bool(first)))
+            if len(tokens) > SLICE
+            else [entry for part in self._top(prompt, scores, bool(first)) for entry in part],
             "text_offset": offsets,
         }
+
+    def _top(
+        self, prompt: list[TokenScores], scores: list[dict[int, float]], begins: bool
+    ) -> Iterator[list[dict[str, float] | None]]:
+        """The likeliest tokens at each place, a part at a time; none at the prompt's beginning."""
+        parts = (part.entries() for part in sliced(prompt))
+        later = (scores[start : start + SLICE] for start in range(0, len(scores), SLICE))
+        yield [None] * begins
+        for part in chain(parts, later):
+            yield [{self._names.text(t): max(v, LEAST_LOGPROB) for t, v in found.items()} for found in part]
 
 
 async def start_completions(service: Service, body: CompletionRequest, scope: Scope) -> CompletionAnswer:
@@ -119,21 +144,30 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
         raise APIError(400, "best_of is not supported: leave it out, or set it to n", "best_of")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo_alone = bool(body.echo) and max_tokens == 0
-    params = service.sampling_params(body, max_tokens=1 if echo_alone else max_tokens, logprobs=body.logprobs)
+    most = 1 if echo_alone else max_tokens
+    settings = partial(service.sampling_params, body, max_tokens=most, logprobs=body.logprobs)
+    params = await service.off_loop(scope, settings)
     scored = bool(body.echo) and body.logprobs is not None
     if scored:
         params = replace(params, prompt_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0))
     prompts = _prompts(body)
     service.check_count(len(prompts), params)
     bare = body.add_special_tokens is False
-    batch = [await service.llm.prepare(await _bare(service, p, params) if bare else p, params) for p in prompts]
+    given = [await _bare(service, prompt, params) for prompt in prompts] if bare else prompts
+    batch = await service.llm.prepare_all(given, params)
     echoes = None
     if body.echo:
-        # Of ids every token is shown, special ones too: offsets of log-probabilities count all of them.
-        texts = [p if isinstance(p, str) else service.tokenizer.decode(list(p), False) for p in prompts]  # type: ignore[arg-type]
+        texts = await service.off_loop(scope, partial(_texts, service, prompts))
+        check_repeated(map(len, texts), params.n, "characters", "echo")
         echoes = [text for text in texts for _ in range(params.n)]
-    name, deltas = service.submit(batch, "cmpl-", body, scope)
+    forms = params.n * (int(body.prompt_logprobs is not None) + scored)
+    name, deltas = service.submit(batch, "cmpl-", body, scope, forms)
     return CompletionAnswer(service, name, deltas, body, echoes=echoes, scored=scored, echo_alone=echo_alone)
+
+
+def _texts(service: Service, prompts: list[Prompt]) -> list[str]:
+    """The texts of prompts. Of ids every token is shown, special ones too: offsets of log-probabilities count all."""
+    return [p if isinstance(p, str) else service.tokenizer.decode(list(p), False) for p in prompts]  # type: ignore[arg-type]
 
 
 async def _bare(service: Service, prompt: Prompt, params: SamplingParams) -> Prompt:

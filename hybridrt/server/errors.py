@@ -100,7 +100,7 @@ def stream_end(error: APIError, path: str) -> bytes:
     """The end of a stream that has begun."""
     body = error.body(path)
     if path.startswith(ANTHROPIC_PATH):
-        return named_events([body])
+        return b"".join(named_events([body]))
     return event(body) + DONE
 
 

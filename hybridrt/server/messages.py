@@ -1,6 +1,7 @@
 """/v1/messages: Anthropic's Messages API, mapped to requests of /v1/chat/completions."""
 
 import json
+from functools import partial
 from typing import Any
 
 from starlette.types import Scope
@@ -33,19 +34,21 @@ async def start_message(service: Service, body: MessageRequest, scope: Scope) ->
     Raises:
         APIError, HybridrtError: the request is refused. Nothing has started.
     """
-    prepared = await prepare_chat(service, _as_chat(body))
+    chat = await service.off_loop(scope, partial(_as_chat, body))
+    prepared = await prepare_chat(service, chat, scope)
     name, deltas = service.submit([prepared.prompt], "msg_", body, scope)
     return MessageReply(service, name, deltas, body, prepared)
 
 
-async def count_tokens(service: Service, body: CountRequest) -> int:
+async def count_tokens(service: Service, body: CountRequest, scope: Scope) -> int:
     """Tokens of a conversation in the chat template.
 
     Raises:
         APIError, HybridrtError: it cannot be rendered, or is too long.
     """
     service.check_model(body.model)
-    text = await service.render_chat(conversation_of(_as_chat(body)))
+    conversation = await service.off_loop(scope, lambda: conversation_of(_as_chat(body)))
+    text = await service.render_chat(conversation)
     return len(await service.encode(text, bare=True))
 
 

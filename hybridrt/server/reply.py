@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 from hybridrt.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
@@ -25,6 +26,9 @@ class Reply(ABC):
         name: the answer's id.
         deltas: the stream of the requests that run for it.
         body: asks for it; `streams` says whether as a stream.
+
+    Attributes:
+        in_thread: runs work in one of the threads that make large answers. `weight` says what is large.
     """
 
     def __init__(self, service: Service, name: str, deltas: DeltaStream, body: Sampling) -> None:
@@ -33,6 +37,9 @@ class Reply(ABC):
         self.created = int(time.time())
         self.prompt_tokens = sum(len(prepared.tokens) for prepared in deltas.requests.values())
         self.output_tokens = self.cached_tokens = 0
+        self.in_thread = partial(service.llm.in_thread, lane="answer")
+        asked = [p.params.logprobs for p in deltas.requests.values() if p.params.logprobs is not None]
+        self._entries = 1 + max(asked) if asked else 0  # log-probabilities of an output token
         self._reasons: list[str] = []
         self._first: float | None = None  # seconds to the first token of any sample
 
@@ -41,20 +48,30 @@ class Reply(ABC):
         """The object of an answer without a stream, from one delta a sample."""
 
     @abstractmethod
-    def opening(self) -> bytes:
+    def opening(self) -> Iterator[bytes]:
         """Bytes at the beginning of a stream, before all tokens."""
 
     @abstractmethod
-    def gain(self, delta: Delta) -> bytes:
-        """Bytes that a delta adds to a stream; empty while its text is held back."""
+    def gain(self, delta: Delta) -> Iterator[bytes]:
+        """Bytes that a delta adds to a stream; none while its text is held back."""
 
     @abstractmethod
-    def closing(self) -> bytes:
+    def closing(self) -> Iterator[bytes]:
         """Bytes at the end of a stream, after all tokens."""
 
     def failure(self, error: APIError, path: str) -> bytes:
         """Bytes at the end of a stream that an error has ended."""
         return stream_end(error, path)
+
+    def weight(self, delta: Delta) -> int:
+        """What it takes to make bytes of a delta, in microseconds or so: the event loop makes small ones itself."""
+        samples = self.deltas.requests[delta.request_id].params.n  # a prompt's scores are written for each
+        scores = samples * sum(len(chunk) * chunk.width for chunk in delta.prompt_scores or ())
+        return len(delta.token_ids) * (1 + self._entries) // 2 + len(delta.text) // 8 + scores
+
+    def closing_weight(self) -> int:
+        """The same for `closing`."""
+        return 0
 
     def facts(self) -> dict[str, Any]:
         """Fields of the access log."""
@@ -115,17 +132,26 @@ class BlockReply(Reply):
     def _end(self) -> Iterable[dict[str, Any]]:
         """Events after all blocks."""
 
-    def opening(self) -> bytes:
+    def opening(self) -> Iterator[bytes]:
         """As Reply.opening."""
         return named_events(self._begin())
 
-    def gain(self, delta: Delta) -> bytes:
+    def gain(self, delta: Delta) -> Iterator[bytes]:
         """As Reply.gain."""
         return named_events(self._read(delta))
 
-    def closing(self) -> bytes:
+    def closing(self) -> Iterator[bytes]:
         """As Reply.closing."""
         return named_events(self._end())
+
+    def weight(self, delta: Delta) -> int:
+        """As Reply.weight. The last event of a block repeats all of it."""
+        written = self.output_tokens * (1 + self._entries) // 2 if delta.finish_reason is not None else 0
+        return super().weight(delta) + written
+
+    def closing_weight(self) -> int:
+        """As Reply.closing_weight: the last event repeats the answer."""
+        return self.output_tokens * (1 + self._entries) // 2
 
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
         """As Reply.whole."""

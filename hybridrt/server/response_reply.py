@@ -106,7 +106,7 @@ class ResponseReply(BlockReply):
     def failure(self, error: APIError, path: str) -> bytes:
         """As Reply.failure."""
         self._error = {"code": "server_error", "message": error.message}
-        return named_events([self._event("response.failed", response=self.body())])
+        return b"".join(named_events([self._event("response.failed", response=self.body())]))
 
     def _usage(self) -> dict[str, Any]:
         return {

@@ -1,5 +1,6 @@
 """/v1/responses: OpenAI's Responses API, mapped to requests of /v1/chat/completions."""
 
+from functools import partial
 from typing import Any
 
 from starlette.types import Scope
@@ -42,8 +43,9 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
         APIError, HybridrtError: the request is refused. Nothing has started.
     """
     _refuse(body)
-    prepared = await prepare_chat(service, _as_chat(body))
-    asked = repeated(body, prepared.prompt.params)
+    chat = await service.off_loop(scope, partial(_as_chat, body))
+    prepared = await prepare_chat(service, chat, scope)
+    asked = await service.off_loop(scope, partial(repeated, body, prepared.prompt.params))
     name, deltas = service.submit([prepared.prompt], "resp_", body, scope)
     return ResponseReply(service, name, deltas, body, prepared, asked)
 

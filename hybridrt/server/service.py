@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
@@ -12,11 +13,14 @@ from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import Conversation
 from hybridrt.chat.renderer import RENDERER
 from hybridrt.engine.async_llm import AsyncLLM, DeltaStream
-from hybridrt.engine.chats import PreparedChat
+from hybridrt.engine.chats import PreparedChat, check_characters, is_large_chat
+from hybridrt.engine.lanes import LONG_CHARACTERS, lane_of
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.tokenizer import HFTokenizer, encode_prompt
 from hybridrt.errors import CheckpointError, RequestError
 from hybridrt.sampling_params import SamplingParams
+from hybridrt.server.answer_size import EntryRoom, check_output, check_repeated, prompt_entries
+from hybridrt.server.bodies import SMALL, body_bytes
 from hybridrt.server.config import ServerConfig
 from hybridrt.server.errors import APIError
 from hybridrt.server.protocol import Sampling
@@ -41,6 +45,7 @@ class Service:
     config: ServerConfig
     ready: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    entry_room: EntryRoom = field(default_factory=EntryRoom)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,22 +93,41 @@ class Service:
         except CheckpointError as e:
             raise RequestError(str(e), "messages") from e
 
+    async def off_loop(self, scope: Scope, work: Callable[[], Any]) -> Any:
+        """The result of work that takes longer for a longer body; for a long one it is done in another thread."""
+        length = body_bytes(scope)
+        return work() if length <= SMALL else await self.llm.in_thread(work, lane=lane_of(length))
+
     async def render_chat(self, conversation: Conversation) -> str:
         """A conversation in the chat template. Raises as `prepare_chat`."""
+        check_characters(conversation, (self.llm.llm.plan.max_model_len - 1) * self.tokenizer.characters_per_token)
+        lane = lane_of(LONG_CHARACTERS if is_large_chat(conversation) else 0)
         try:
-            text: str = await self.llm.in_thread(self.chat.render, conversation)
+            text: str = await self.llm.in_thread(self.chat.render, conversation, lane=lane)
         except CheckpointError as e:
             raise RequestError(str(e), "messages") from e
         return text
 
     def submit(
-        self, prompts: list[PreparedPrompt], prefix: str, body: Sampling, scope: Scope
+        self, prompts: list[PreparedPrompt], prefix: str, body: Sampling, scope: Scope, forms: int = 1
     ) -> tuple[str, DeltaStream]:
-        """Starts requests. Returns the `id` of their answer, which /abort takes, and their deltas. Raises what
-        `AsyncLLM.submit` raises."""
+        """Starts requests. Returns the `id` of their answer, which /abort takes, and their deltas. `forms` as in
+        `prompt_entries`.
+
+        Raises:
+            APIError: the answer would be too large.
+            others: as `AsyncLLM.submit`; QueueFullError also if too many log-probabilities of prompts are held.
+        """
+        entries = prompt_entries(prompts, forms)
+        check_output(prompts)
+        if body.return_token_ids:
+            check_repeated([len(p.tokens) for p in prompts], prompts[0].params.n, "token ids", "return_token_ids")
+        self.entry_room.check(entries)
         name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
         record(scope, id=name)
-        return name, self.llm.submit(prompts, name, stream=bool(body.stream))
+        deltas = self.llm.submit(prompts, name, stream=bool(body.stream))
+        self.entry_room.hold(deltas, entries)
+        return name, deltas
 
     async def encode(self, text: str, *, bare: bool, truncated: bool = False) -> list[int]:
         """Token ids of a text. `bare` and `truncated` as in `encode_prompt`.
@@ -114,7 +138,7 @@ class Service:
         """
         longest = self.llm.llm.plan.max_model_len - 1
         work = partial(encode_prompt, self.tokenizer, text, longest, bare=bare, truncated=truncated)
-        found: list[int] = await self.llm.in_thread(work)
+        found: list[int] = await self.llm.in_thread(work, lane=lane_of(len(text)))
         return found
 
     def check_model(self, name: str | None) -> None:

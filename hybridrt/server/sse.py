@@ -1,12 +1,74 @@
-"""Server-sent events, and JSON as the server writes it."""
+"""Server-sent events, and JSON as the server writes it: large answers in pieces of bounded work."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-encode = msgspec.json.Encoder().encode
+SLICE = 256  # tokens whose entries are made and encoded at a time
 DONE = b"data: [DONE]\n\n"
+
+
+class Slices:
+    """A JSON list that is made while it is written: `slices` gives parts of it, lists of plain data.
+
+    The list of an answer's log-probabilities takes many times the memory and the time of what it is made of.
+    """
+
+    def __init__(self, slices: Iterable[list[Any]]) -> None:
+        self.slices = slices
+
+
+class Parts:
+    """A JSON list of few large values, which may hold Slices. Each is made after the one before is written."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.values = values
+
+
+def pieces(value: Any) -> Iterator[bytes]:
+    """JSON text of a value, piece by piece. A value of an object may be a function that makes it: it is called when
+    all before it is written."""
+    match value:
+        case Slices():
+            yield b"["
+            before = b""
+            for part in value.slices:
+                if part:
+                    yield before + encode(part)[1:-1]
+                    before = b","
+            yield b"]"
+        case Parts():
+            yield from _joined(b"[", map(pieces, value.values), b"]")
+        case Mapping():
+            yield from _joined(b"{", (_entry(key, each) for key, each in value.items()), b"}")
+        case Callable():
+            yield from pieces(value())
+        case _:
+            yield encode(value)
+
+
+def _entry(key: str, value: Any) -> Iterator[bytes]:
+    yield encode(key) + b":"
+    yield from pieces(value)
+
+
+def _joined(begin: bytes, parts: Iterable[Iterator[bytes]], end: bytes) -> Iterator[bytes]:
+    for part in parts:
+        yield begin
+        yield from part
+        begin = b","
+    yield end if begin == b"," else begin + end
+
+
+def _spelled(value: Any) -> Any:
+    """For the encoder: a value that `pieces` knows, at once."""
+    if isinstance(value, (Slices, Parts)) or callable(value):
+        return msgspec.Raw(b"".join(pieces(value)))
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+encode = msgspec.json.Encoder(enc_hook=_spelled).encode
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -14,6 +76,7 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % encode(data)
 
 
-def named_events(events: Iterable[dict[str, Any]]) -> bytes:
+def named_events(events: Iterable[dict[str, Any]]) -> Iterator[bytes]:
     """Events whose names are their `type`. Each is encoded before the next one is made, which may change its data."""
-    return b"".join([b"event: %b\ndata: %b\n\n" % (data["type"].encode(), encode(data)) for data in events])
+    for data in events:
+        yield b"event: %b\ndata: %b\n\n" % (data["type"].encode(), encode(data))

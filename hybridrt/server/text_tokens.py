@@ -9,7 +9,7 @@ from typing import Any
 from hybridrt.engine.outputs import Delta
 from hybridrt.server.token_text import TokenText
 
-Entry = dict[str, Any]
+Entry = Any  # as TokenText.entry makes it
 Piece = tuple[str, Sequence[int], Any]  # text, the tokens that it ends, the finish reason behind it
 
 
@@ -26,25 +26,26 @@ class TextTokens:
     def __init__(self, token_text: TokenText, most: int) -> None:
         self._token_text, self._most = token_text, most
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._text = ""  # of no token yet
+        self._text, self._place = "", 0  # what has come; from this place on it is of no token yet
         self._waiting = deque[tuple[str, int, Entry]]()  # tokens whose text has not come: it may be held back
         self._read: list[tuple[str, Entry]] = []  # tokens of no event yet
 
     def pieces(self, delta: Delta) -> Iterator[Piece]:
         """The texts of the delta's tokens, for as many as have come."""
-        self._text += delta.text
+        self._text, self._place = self._text[self._place :] + delta.text, 0
         for token, logprobs in zip(delta.token_ids, delta.logprobs or (), strict=True):
             text = self._decoder.decode(self._token_text.spelled(token))
             self._waiting.append((text, token, self._token_text.entry(token, logprobs, self._most)))
         final = delta.finish_reason is not None
         while self._waiting and (found := self._text_of(self._waiting[0][0], final)) is not None:
             spelled, token, entry = self._waiting.popleft()
-            self._text = self._text[len(found) :]
+            self._place += len(found)
             if found or not spelled:  # one that is not spelled begins a character of several tokens
                 self._read.append((found, entry))
             yield found, [token], None
-        if final or (self._text and not self._waiting):  # tokens that are not spelled as they read leave text behind
-            rest, self._text = self._text, ""
+        rest = self._text[self._place :] if final or not self._waiting else ""
+        if final or rest:  # tokens that are not spelled as they read leave text behind
+            self._text, self._place = "", 0
             yield rest, (), delta.finish_reason
 
     def take(self, text: str) -> list[Entry]:
@@ -69,11 +70,13 @@ class TextTokens:
     def _text_of(self, spelled: str, final: bool) -> str | None:
         """What a token has of the text that has come; None: more must come before that is known. A tokenizer may spell
         a token without the space before it, and a stop string may cut one."""
-        if self._text.startswith(spelled):
+        if self._text.startswith(spelled, self._place):
             return spelled
         behind_space = f" {spelled}"
-        if self._text.startswith(behind_space):
+        if self._text.startswith(behind_space, self._place):
             return behind_space
-        if spelled.startswith(self._text) or behind_space.startswith(self._text):
-            return self._text if final else None
+        # A copy of the rest for each token would take quadratic time: one longer than the token is no part of it.
+        rest = self._text[self._place : self._place + len(behind_space) + 1]
+        if spelled.startswith(rest) or behind_space.startswith(rest):
+            return rest if final else None
         return ""

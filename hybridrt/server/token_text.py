@@ -4,7 +4,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from hybridrt.engine.tokenizer import HFTokenizer
+from hybridrt.server.sse import encode
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -26,6 +29,7 @@ class TokenText:
     def __init__(self, tokenizer: HFTokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
+        self._heads: dict[int, bytes] = {}  # of entries, by token: all but the number
         backend: Any = tokenizer and getattr(tokenizer.hf, "backend_tokenizer", None)
         byte_level = "ByteLevel" in str(getattr(backend, "decoder", ""))
         self._alphabet = _byte_alphabet() if byte_level else {}
@@ -41,13 +45,20 @@ class TokenText:
         """The token's text; U+FFFD replaces bytes that are no character by themselves."""
         return self.spelled(token).decode(errors="replace")
 
-    def entry(self, token: int, found: Mapping[int, float], most: int) -> dict[str, Any]:
-        """A token in OpenAI's form, with its log-probability and those of the `most` likeliest tokens, best first."""
+    def entry(self, token: int, found: Mapping[int, float], most: int) -> msgspec.Raw:
+        """A token in OpenAI's form, with its log-probability and those of the `most` likeliest tokens, best first: JSON
+        text, a tenth of the memory and the time of a dictionary for each token."""
         best = sorted(found.items(), key=lambda each: -each[1])[:most]
-        return self._scored(token, found[token]) | {"top_logprobs": [self._scored(*each) for each in best]}
+        top = b"},".join([self._head(each) + encode(logprob) for each, logprob in best]) + b"}" * bool(best)
+        return msgspec.Raw(b'%b%b,"top_logprobs":[%b]}' % (self._head(token), encode(found[token]), top))
 
-    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.text(token), "logprob": logprob, "bytes": list(self.spelled(token))}
+    def _head(self, token: int) -> bytes:
+        """An entry without its end."""
+        head = self._heads.get(token)
+        if head is None:
+            text, spelled = encode(self.text(token)), encode(list(self.spelled(token)))
+            head = self._heads[token] = b'{"token":%b,"bytes":%b,"logprob":' % (text, spelled)
+        return head
 
     def _bytes(self, token: int) -> bytes:
         if self._tokenizer is None:

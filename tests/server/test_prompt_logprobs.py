@@ -63,7 +63,7 @@ def test_an_echo_of_several_samples_with_log_probabilities_streams(
         put, first = DeltaStream.put, dict[str, Delta]()
 
         def later(stream: DeltaStream, delta: Delta) -> None:
-            if delta.prompt_logprobs is not None and delta.finish_reason is None:
+            if delta.prompt_scores is not None and delta.finish_reason is None:
                 first[delta.request_id] = delta
                 return
             held = [first.pop(delta.request_id)] if delta.request_id in first else []

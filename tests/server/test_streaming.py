@@ -45,9 +45,12 @@ class Client:
         reply = SimpleNamespace(
             deltas=self.deltas,
             failure=None,
-            opening=lambda: b"",
-            gain=lambda d: self.gain(d),
-            closing=lambda: b"end",
+            opening=lambda: iter(()),
+            gain=lambda d: iter((self.gain(d),)),
+            closing=lambda: iter((b"end",)),
+            weight=lambda d: 0,
+            closing_weight=lambda: 0,
+            in_thread=None,
             facts=dict,
         )
         scope = {"type": "http", "path": "/", "extensions": {BODY_WRITER: BodyWriter(self.cycle)}}
