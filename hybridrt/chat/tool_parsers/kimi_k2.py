@@ -36,7 +36,7 @@ class KimiK2(ToolParser):
             yield from scanner.space()
             yield from scanner.expect(_BEGIN)
         found = _BEGIN
-        while found:
+        while found == _BEGIN:
             called = yield from scanner.name(_ARGUMENTS, MAX_NAME)
             name = _NUMBER.sub("", called.removeprefix("functions."))
             yield from scanner.space()
@@ -45,10 +45,11 @@ class KimiK2(ToolParser):
             sink.begin(name, called)
             yield from read_value(scanner, sink.arguments)
             yield from scanner.space()
-            yield from scanner.expect(_END)
+            found = yield from scanner.expect(_END, _BEGIN, *self.closes)  # some models leave it out
             sink.end()
-            yield from scanner.space()
-            found = yield from scanner.accept(_BEGIN)
+            if found == _END:
+                yield from scanner.space()
+                found = yield from scanner.accept(_BEGIN)
 
 
 def _call_rules(tools: Sequence[Tool], arguments: str) -> Iterator[str]:

@@ -47,7 +47,7 @@ class Tags:
     @cached_property
     def literals(self) -> tuple[str, ...]:
         """What a value is read up to."""
-        tags = [tag for tag in (self.close, self.opens[0], *self.ends, self.quoted) if tag]
+        tags = [tag for tag in (self.close, self.opens[0], self.ends[0], self.quoted) if tag]
         return tuple(space + tag for tag in tags for space in (("\n", "") if self.lines else ("",)))
 
     @cached_property
@@ -197,7 +197,7 @@ def _follows(tags: Tags, tag: str, firm: bool, names: Collection[str] | None, te
     if tag == tags.opens[0]:  # the value's own tag was left out
         return firm and _is_named(tags, text, names, whole)
     if tag != tags.close:
-        return _is_end(tags, tag + text, whole)
+        return _is_early_end(tags, tag + text, firm, whole)
     rest = text.lstrip()
     if rest.startswith(tags.opens) and firm:
         return True
@@ -232,6 +232,17 @@ def _is_end(tags: Tags, text: str, whole: bool) -> bool | None:
     if found is not None:
         return found[0] not in tags.inner
     return True if whole else None
+
+
+def _is_early_end(tags: Tags, text: str, firm: bool, whole: bool) -> bool | None:
+    """Whether a call ends here, though the tag that closes its last value was left out."""
+    rest = _without_ends(tags, text)
+    if tags.lines and (firm or tags.all_ends.match(text)):
+        return _is_end(tags, text, whole)
+    if rest.startswith(tags.outer):
+        return firm
+    expected = tags.outer if firm else tags.ends
+    return None if not whole and any(each.startswith(rest) for each in expected) else False
 
 
 def _is_last(tags: Tags, text: str, whole: bool) -> bool | None:
