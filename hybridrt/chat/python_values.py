@@ -15,6 +15,7 @@ from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.values import CONSTANTS, MAX_DEPTH, MAX_WORD, NUMBER, Emit, escaped, json_character
 
 _WORD = re.compile(r"[\w.+-]*")
+_FLOAT = re.compile("[.eE]")
 _MAX_SIGNS = 16
 _SIMPLE = {
     "\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t",
@@ -148,20 +149,21 @@ def _scalar(scanner: Scanner, emit: Emit) -> Step[None]:
 
 
 def _number(signs: str, word: str) -> str:
-    """JSON text of a finite number."""
+    """JSON text of a number. One that is too large for a float is malformed: readers of JSON would
+    take it for infinite."""
     sign = "-" if signs.count("-") % 2 else ""
-    if not word[:1].isdigit() and word[:1] != ".":
+    value = _as_number(word) if word[:1].isdigit() or word[:1] == "." else None
+    if value is None:
         raise Malformed(signs + word)
-    try:
-        value: int | float = int(word, 0)
-    except ValueError:
-        try:
-            value = float(word)
-        except ValueError:
-            raise Malformed(signs + word) from None
-        if not math.isfinite(value):
-            raise Malformed(signs + word) from None
     return sign + (word if NUMBER.fullmatch(word) else repr(value))
+
+
+def _as_number(word: str) -> int | float | None:
+    try:
+        value = float(word) if _FLOAT.search(word) and word[:2].lower() != "0x" else int(word, 0)
+        return value if math.isfinite(value) else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def _strings(scanner: Scanner, emit: Emit, prefix: str) -> Step[None]:

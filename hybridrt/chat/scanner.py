@@ -64,9 +64,10 @@ class Scanner:
         """Returns to the mark."""
         assert self._past is not None, "a place was marked"
         past = "".join(self._past)
-        self._dropped += self._marked - len(past)
-        self._text = past + self._text[self._marked :]
-        self._place, self._past, self.cut_off = 0, None, False
+        if past:  # else the text from the mark on is there still, and is not copied
+            self._dropped -= len(past)
+            self._text = past + self._text
+        self._place, self._past, self.cut_off = self._marked, None, False
 
     @property
     def position(self) -> int:

@@ -21,7 +21,14 @@ from hybridrt.chat.tool_parsers.tagged_values import Tags, read_name, read_text,
 from hybridrt.chat.values import MAX_NAME, escaped
 
 _KEY, _KEY_END, _VALUE, _END = "<arg_key>", "</arg_key>", "<arg_value>", "</tool_call>"
-_TAGS = Tags(close="</arg_value>", opens=(_KEY,), name_close=_KEY_END, ends=(_END,), outer=("<tool_call>",))
+_TAGS = Tags(
+    close="</arg_value>",
+    opens=(_KEY,),
+    name_close=_KEY_END,
+    value_open=_VALUE,
+    ends=(_END,),
+    outer=("<tool_call>",),
+)
 _NAME = re.compile(r"[\w.:/-]*")
 _ARGUMENT = re.compile(r"(?!\s)[^<>\n]+(?<!\s)")
 # Text as a value cannot hold what the parser may take for its end.

@@ -29,6 +29,7 @@ class Tags:
         close: ends a value.
         opens: begin the next parameter; the first is the format's own, the others models write by mistake.
         name_close: follows a parameter's name.
+        value_open: begins a value; "": it begins after the name.
         ends: end what is around the parameters, the innermost first.
         outer: begin a further call.
         quoted: on a line of its own within a value, it begins a call that the text quotes; "": not looked for.
@@ -41,6 +42,7 @@ class Tags:
     name_close: str
     ends: tuple[str, ...]
     outer: tuple[str, ...]
+    value_open: str = ""
     quoted: str = ""
     lines: bool = False
 
@@ -186,7 +188,7 @@ def _ends(scanner: Scanner, tags: Tags, tag: str, firm: bool, names: Collection[
     if verdict is not None:
         return verdict
     rest = yield from scanner.peek(_WINDOW)  # all that there is
-    if scanner.truncated and not tags.all_ends.fullmatch(rest if tag == tags.close else tag + rest):
+    if scanner.truncated and not tags.all_ends.match(rest if tag == tags.close else tag + rest):
         raise Malformed
     scanner.cut_off = False
     return scanner.truncated or tag == tags.close or (tag in tags.ends and (firm or tags.ends[-1] in rest))
@@ -195,7 +197,7 @@ def _ends(scanner: Scanner, tags: Tags, tag: str, firm: bool, names: Collection[
 def _follows(tags: Tags, tag: str, firm: bool, names: Collection[str] | None, text: str, whole: bool) -> bool | None:
     """Whether the text after a tag is what the format allows next. None: more text is needed."""
     if tag == tags.opens[0]:  # the value's own tag was left out
-        return firm and _is_named(tags, text, names, whole)
+        return firm and _is_named(tags, text, names, whole, tags.value_open)
     if tag != tags.close:
         return _is_early_end(tags, tag + text, firm, whole)
     rest = text.lstrip()
@@ -208,11 +210,14 @@ def _follows(tags: Tags, tag: str, firm: bool, names: Collection[str] | None, te
     return None if not whole and any(each.startswith(rest) for each in (*tags.opens, *tags.ends)) else False
 
 
-def _is_named(tags: Tags, text: str, names: Collection[str] | None, whole: bool) -> bool | None:
-    """Whether the name of a parameter that may follow comes next."""
+def _is_named(tags: Tags, text: str, names: Collection[str] | None, whole: bool, then: str = "") -> bool | None:
+    """Whether the name of a parameter that may follow comes next, and a tag after it."""
     name = _name(tags, text, whole)
     if name is None:
         return None
+    rest = text[len(name + tags.name_close) :].lstrip()
+    if name and not rest.startswith(then):
+        return None if not whole and then.startswith(rest) else False
     return name.strip() in names if names is not None else bool(_NAME.fullmatch(name.strip()))
 
 
