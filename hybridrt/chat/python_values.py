@@ -172,7 +172,10 @@ def _strings(scanner: Scanner, emit: Emit, prefix: str) -> Step[None]:
     while True:
         yield from _string(scanner, emit, prefix.lower())
         yield from scanner.space()
-        if not (yield from scanner.ahead(3, _string_follows)):
+        follows = yield from scanner.ahead(3, _string_follows)
+        if follows is None and scanner.truncated:
+            raise Malformed
+        if not follows:
             break
         prefix = yield from scanner.run(_PREFIX)
         if prefix.lower() not in _PREFIXES:

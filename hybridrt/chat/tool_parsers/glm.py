@@ -109,4 +109,6 @@ def _ends_here(scanner: Scanner) -> Step[bool]:
         return text == _END if whole or not _END.startswith(text) else None
 
     found = yield from scanner.ahead(len(_END), decide)
-    return not scanner.truncated if found is None else found
+    if found is None:  # the text ends here: a part of the tag is enough if no argument can come
+        return not scanner.truncated and (yield from scanner.peek(2)) == "</"
+    return found
