@@ -97,18 +97,15 @@ class Glm(ToolParser):
             if found == _TAGS.close:
                 yield from scanner.space()
                 found = yield from scanner.accept(_KEY)
-                if not found and scanner.cut_off:
+                if not found and (yield from _ends_here(scanner)) is None:
                     raise Malformed  # further parameters may be missing
         sink.arguments("{}" if before == "{" else "}")
 
 
-def _ends_here(scanner: Scanner) -> Step[bool]:
-    """Whether the section ends without an argument."""
+def _ends_here(scanner: Scanner) -> Step[bool | None]:
+    """Whether the section ends here; None: the text does."""
 
     def decide(text: str, whole: bool) -> bool | None:
         return text == _END if whole or not _END.startswith(text) else None
 
-    found = yield from scanner.ahead(len(_END), decide)
-    if found is None:  # the text ends here: a part of the tag is enough if no argument can come
-        return not scanner.truncated and (yield from scanner.peek(2)) == "</"
-    return found
+    return (yield from scanner.ahead(len(_END), decide))
