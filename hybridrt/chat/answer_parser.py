@@ -3,12 +3,15 @@
 import re
 from collections.abc import Callable, Sequence
 
-from hybridrt.chat.events import CallArguments, Content, Event, Reasoning
+from hybridrt.chat.drafts import Drafts
+from hybridrt.chat.events import CallArguments, ChatMessage, Content, Event, Reasoning
 from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 
 _NEWLINES = re.compile(r"\n*")
+# White space, and what half a character becomes.
+_LOOSE = "".join(filter(str.isspace, map(chr, range(0x3001)))) + "\N{REPLACEMENT CHARACTER}"
 
 
 class AnswerParser:
@@ -22,6 +25,11 @@ class AnswerParser:
         in_reasoning: the answer begins within reasoning, which the prompt has opened.
         max_calls: further calls are dropped; None: all are kept.
         dropped: special tokens that leave nothing in the content.
+
+    Attributes:
+        in_reasoning: the text so far ends within reasoning.
+        last_calls: the place in the text where the last calls begin, of those with nothing between them.
+        spoken: text followed the last call; without calls, there was text.
     """
 
     def __init__(
@@ -36,7 +44,9 @@ class AnswerParser:
         self._tools, self._reasoning, self._dropped = tools, reasoning, tuple(dropped)
         self._scanner = Scanner()
         self._sink = CallSink(self._scanner, max_calls)
-        self._held = ""  # the end of the text (`_emit`), which is dropped if a call follows
+        self._held = list[str]()  # the end of the text (`_emit`), which is dropped if a call follows
+        self.last_calls: int | None = None
+        self.spoken = False
         self._steps = self._run(in_reasoning)
         self.in_reasoning = in_reasoning
 
@@ -86,16 +96,17 @@ class AnswerParser:
             if self._tools is not None:
                 yield from self._section(self._tools, opened)
         if self._held and not self.num_calls:
-            self._sink.events.append(Content(self._held))
+            self._sink.events.append(Content("".join(self._held)))
 
     def _section(self, tools: ToolParser, opened: str) -> Step[None]:
         """Reads a section of calls, behind the literal `opened`. Text in another format becomes arguments of the call
         that has begun, or content if none has. The beginning of a further call, or of the closing literal, at the end
         of the answer is dropped."""
         scanner, sink, before = self._scanner, self._sink, self.num_calls
+        place = scanner.position - len(opened)
         scanner.mark()
         try:
-            yield from tools.read_calls(scanner, sink, opened)
+            yield from self._read_calls(tools, opened, place)
         except Malformed as e:
             halved = scanner.cut_off and scanner.truncated
             if sink.inside:
@@ -107,20 +118,31 @@ class AnswerParser:
                 sink.end()
             elif halved or (scanner.cut_off and (sink.count > before or tools.alone)):
                 scanner.skip_rest()
-                self._held = ""
+                self._held.clear()
             else:  # text behind the last whole call is content
                 scanner.rewind()
                 if sink.count == before:
                     self._content(opened)
                 else:
-                    self._held = ""
+                    self._held.clear()
             scanner.release()
             return
         scanner.release()
-        self._held = ""
+        self._held.clear()
         yield from scanner.space()
         if not (yield from scanner.accept(*tools.closes)) and scanner.cut_off:
             scanner.skip_rest()
+
+    def _read_calls(self, tools: ToolParser, opened: str, place: int) -> Step[None]:
+        """Reads the calls of a section that opened at a place of the text."""
+        before = self.num_calls
+        try:
+            yield from tools.read_calls(self._scanner, self._sink, opened)
+        finally:
+            if self.num_calls > before:
+                if self.spoken or self.last_calls is None:
+                    self.last_calls = place
+                self.spoken = False
 
     def _read_reasoning(self, tags: ReasoningTags, inside: bool) -> Step[None]:
         """At the beginning of an answer alone: later these tags are text like any other."""
@@ -135,11 +157,35 @@ class AnswerParser:
         scanner.release()
         self.in_reasoning = True
         yield from scanner.run(_NEWLINES)
-        closed = yield from self._until(tags.closes, self._think)
-        self._held = ""  # though the answer has ended within the reasoning: it is no content
-        if closed:
+        ended = yield from self._reason(tags)
+        self._held.clear()  # though the answer has ended within the reasoning: it is no content
+        if ended:
             self.in_reasoning = False
             yield from scanner.run(_NEWLINES)
+
+    def _reason(self, tags: ReasoningTags) -> Step[bool]:
+        """Reads reasoning; whether it ends before the answer does. A call ends it if no tag does."""
+        if self._tools is None or self._tools.alone:
+            return bool((yield from self._until(tags.closes, self._think)))
+        drafts = Drafts(self._tools, self._think)
+        while found := (yield from self._until((*tags.closes, *self._tools.opens), drafts.add)):
+            if found in tags.closes:
+                self._think(drafts.take())
+                return True
+            drafts.open(found)
+        held, scanner = drafts.take(), self._scanner
+        last = AnswerParser(self._tools)
+        message = ChatMessage().extend(last.feed(held) + last.finish(scanner.truncated))
+        if last.last_calls is None:
+            self._think(message.content)
+            return False
+        if scanner.truncated and last.spoken:  # it thinks on: the call is a draft
+            self._think(held)
+            return False
+        self._think(held[: last.last_calls])
+        scanner.add(held[last.last_calls :])
+        scanner.cut_off = False
+        return True
 
     def _until(self, literals: Sequence[str], emit: Callable[[str], None]) -> Step[str]:
         """As Scanner.until, without the special tokens."""
@@ -157,8 +203,10 @@ class AnswerParser:
     def _emit(self, kind: type[Content] | type[Reasoning], text: str, hold: bool) -> None:
         """White space at the end waits for what follows it. So does half a character: a thinking budget may have ended
         the reasoning behind it."""
-        text = self._held + text
-        kept = text.rstrip().rstrip("\N{REPLACEMENT CHARACTER}").rstrip() if hold else text
-        self._held = text[len(kept) :]
+        kept = text.rstrip(_LOOSE) if hold else text
         if kept:
-            self._sink.events.append(kind(kept))
+            self._sink.events.append(kind("".join((*self._held, kept))))
+            self._held.clear()
+            self.spoken = True
+        if len(kept) < len(text):
+            self._held.append(text[len(kept) :])

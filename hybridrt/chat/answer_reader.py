@@ -50,6 +50,8 @@ class AnswerReader:
             called = finish_reason == "stop" and self._parser.num_calls
             self.finish_reason = "tool_calls" if called else finish_reason
         self.message.extend(events)
+        if finish_reason is not None and self._counting and not self._parser.in_reasoning:
+            self._counted = len(self._encode(self.message.reasoning))  # a call has ended it, and no tag
         return events
 
     @property

@@ -72,7 +72,9 @@ class Chat:
     ) -> None:
         self._tokenizer, self._template = tokenizer, template
         everything = template or _all_templates(tokenizer.hf.chat_template)
-        self.tool_parser: type[ToolParser] | None = choose(TOOL_PARSERS, tool_parser, everything)
+        self.tool_parser: type[ToolParser] | None = choose(
+            TOOL_PARSERS, tool_parser, everything, tokenizer.hf.get_added_vocab()
+        )
         self.reasoning: ReasoningTags | None = choose(REASONING_PARSERS, reasoning_parser, everything)
         self._starts = OrderedDict[bytes, np.ndarray]()
         self._lock = Lock()

@@ -113,17 +113,21 @@ class Constraints:
                 "tools",
             )
         call, rules = section
+        # Further literals that open a section are no text: what follows them would be held to nothing.
+        others = "|".join(_regex(tag) for tag in tools.opens[1:] if tag not in self.tokens)
+        without = f" & ~/(?s:.*)({others})(?s:.*)/" if others else ""
+        rules = [f"PLAIN: /(?s:.*)/{without}", *rules]
         if tools.opens[0] in self.tokens:
             opened = self._literals(tools.opens[:1])
-            return f"(TEXT | {self._any(tools.opens)} | {opened} GAP? {call})*", rules
-        begin = f"begin[lazy]: /(?s:.*){_regex(tools.opens[0])}/"
-        return f"(begin GAP? {call})* TEXT", [begin, *rules]
+            return f"PLAIN? (({self._any(tools.opens)} | {opened} GAP? {call}) PLAIN?)*", rules
+        begin = f"BEGIN: /(?s:.*){_regex(tools.opens[0])}/{without}"
+        return f"(begin GAP? {call})* PLAIN", ["begin[lazy]: BEGIN", begin, *rules]
 
     def _section(self, offered: Sequence[Tool], tools: ToolParser) -> tuple[str, list[str]] | None:
         """What follows the literal that opens a section of calls, and the rules that it needs. None: the format has no
         rules."""
         rules = tools.section_rules(offered, lambda text: self._literals([text]))
-        close = f" GAP? {self._literals(tools.closes)}" if tools.closes else ""
+        close = f" GAP? {self._literals(tools.closes[:1])}" if tools.closes else ""
         return None if rules is None else ("section" + close, [*rules])
 
     def _literals(self, tags: Sequence[str]) -> str:

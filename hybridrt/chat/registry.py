@@ -1,6 +1,7 @@
 """Names to formats of tool calls and of reasoning: those of this package, and those that other packages name in entry
 points."""
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hybridrt.chat.reasoning import ReasoningTags
@@ -14,12 +15,16 @@ _TOOLS = "hybridrt.chat.tool_parsers"
 TOOL_PARSERS = Plugins(
     "hybridrt.tool_parsers",
     {
+        "glm": f"{_TOOLS}.glm:Glm",
         "granite": f"{_TOOLS}.granite:Granite",
         "hermes": f"{_TOOLS}.hermes:Hermes",
         "jamba": f"{_TOOLS}.jamba:Jamba",
         "kimi_k2": f"{_TOOLS}.kimi_k2:KimiK2",
         "lfm2": f"{_TOOLS}.lfm2:Lfm2",
+        "minimax_m1": f"{_TOOLS}.minimax_m1:MinimaxM1",
+        "minimax_text": f"{_TOOLS}.minimax_text:MinimaxText",
         "nemotron": f"{_TOOLS}.nemotron:Nemotron",
+        "olmo": f"{_TOOLS}.olmo:Olmo",
         "qwen3_coder": f"{_TOOLS}.qwen3_coder:Qwen3Coder",
     },
     "tool parser",
@@ -36,9 +41,13 @@ REASONING_PARSERS = Plugins(
 )
 
 
-def choose(registry: Plugins, name: str, template: str) -> Any:
+def choose(registry: Plugins, name: str, template: str, vocabulary: Collection[str] = ()) -> Any:
     """The registered object of a name. "auto": the one whose markers the chat template contains; of several, the one
-    with the longest markers; None if no markers match. "none": None.
+    with the longest markers. If there is none: the one whose tokens the vocabulary has; None if that is none, too.
+    "none": None.
+
+    Args:
+        vocabulary: tokens that were added to the tokenizer's own.
 
     Raises:
         ConfigError: the name is not registered; the text lists those that are.
@@ -47,5 +56,22 @@ def choose(registry: Plugins, name: str, template: str) -> Any:
         return None
     if name != "auto":
         return registry.load(name)
-    fitting = [f for f in map(registry.load, registry.names()) if all(marker in template for marker in f.markers)]
-    return max(fitting, key=lambda found: sum(map(len, found.markers)), default=None)
+    formats = [registry.load(each) for each in registry.names()]
+    fitting = {i: length for i, found in enumerate(formats) if (length := _marked(found.markers, template)) is not None}
+    if fitting:
+        return formats[max(fitting, key=lambda i: fitting[i])]
+    tokens = (getattr(found, "tokens", ()) for found in formats)  # formats of reasoning have none
+    known = [bool(needed) and all(token in vocabulary for token in needed) for needed in tokens]
+    return formats[known.index(True)] if any(known) else None
+
+
+def _marked(markers: Sequence[str | tuple[str, ...]], template: str) -> int | None:
+    """Characters of the markers that the template contains; None if one is missing."""
+    found = 0
+    for marker in markers:
+        options = (marker,) if isinstance(marker, str) else marker
+        lengths = [len(option) for option in options if option in template]
+        if not lengths:
+            return None
+        found += max(lengths)
+    return found

@@ -37,28 +37,42 @@ class Scanner:
         self.closed = self.cut_off = self.truncated = False
         self._text = ""
         self._place = 0
-        self._kept: int | None = None  # place of the oldest text to keep, while a parser may return to it
+        self._dropped = 0  # characters before self._text
+        # The mark, while a parser may return to it: the text from there to the beginning of self._text, and its place
+        # in self._text. Text that was read is set aside here, so that no later piece copies it again.
+        self._past: list[str] | None = None
+        self._marked = 0
 
     def add(self, text: str) -> None:
-        """Adds text behind what is there; what was read and is not marked is dropped."""
-        start = self._place if self._kept is None else self._kept
-        self._text = self._text[start:] + text
-        self._place -= start
-        self._kept = None if self._kept is None else 0
+        """Adds text after what is there; what was read and is not marked is dropped."""
+        if self._past is not None:
+            self._past.append(self._text[self._marked : self._place])
+            self._marked = 0
+        self._dropped += self._place
+        self._text = self._text[self._place :] + text
+        self._place = 0
 
     def mark(self) -> None:
         """`rewind` will return to this place."""
-        self._kept = self._place
+        self._past, self._marked = [], self._place
 
     def release(self) -> None:
-        """Removes the mark, so that the text behind it can be dropped."""
-        self._kept = None
+        """Removes the mark, so that the text after it can be dropped."""
+        self._past = None
 
     def rewind(self) -> None:
         """Returns to the mark."""
-        assert self._kept is not None, "a place was marked"
-        self._place = self._kept
-        self._kept, self.cut_off = None, False
+        assert self._past is not None, "a place was marked"
+        past = "".join(self._past)
+        if past:  # else the text from the mark on is there still, and is not copied
+            self._dropped -= len(past)
+            self._text = past + self._text
+        self._place, self._past, self.cut_off = self._marked, None, False
+
+    @property
+    def position(self) -> int:
+        """Characters that were read since the beginning of all text."""
+        return self._dropped + self._place
 
     def skip_rest(self) -> None:
         """Reads the text that is there."""
@@ -83,6 +97,23 @@ class Scanner:
             raise Malformed
         self._place += count
         return text
+
+    def ahead(self, max_chars: int, decide: Callable[[str, bool], T | None]) -> Step[T | None]:
+        """What `decide` says about the next characters, which stay. It gets those that are there, and whether they are
+        all that it will get; None asks for more. None at the end of all text: it is not decided.
+
+        Args:
+            max_chars: `decide` gets no more than these.
+        """
+        while True:
+            text = self._text[self._place : self._place + max_chars]
+            found = decide(text, len(text) >= max_chars)
+            if found is not None or len(text) >= max_chars:
+                return found
+            if self.closed:
+                self.cut_off = True
+                return None
+            yield
 
     def accept(self, *literals: str) -> Step[str]:
         """The first of the literals that comes next, which is read; "" if none does."""

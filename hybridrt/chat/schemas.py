@@ -16,6 +16,16 @@ _TYPES: dict[str, Any] = {
     "string": str, "object": dict, "array": list, "integer": int, "number": (int, float), "boolean": bool,
     "null": type(None),
 }  # fmt: skip
+# What schemas that were not written for JSON call these types.
+_SAME = {
+    "str": "string", "dict": "object", "list": "array", "tuple": "array", "set": "array", "int": "integer",
+    "float": "number", "bool": "boolean", "None": "null", "NoneType": "null",
+}  # fmt: skip
+# Keywords that describe one type only.
+_IMPLIED = {
+    "properties": "object", "additionalProperties": "object", "patternProperties": "object", "items": "array",
+    "prefixItems": "array",
+}  # fmt: skip
 _MAX_PARTS = 256  # of a schema, that tell its types
 _MAX_REFERENCES = 8
 _DESCRIBE = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}  # what may describe properties elsewhere
@@ -147,10 +157,17 @@ def types_of(schema: object, root: Mapping[str, Any]) -> set[str]:
 def _named_types(schema: Mapping[str, Any]) -> set[str]:
     named, options = schema.get("type"), options_of(schema)
     names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    found = {name for name in names[:_MAX_PARTS] if isinstance(name, str)}
+    found = {_SAME.get(name, name) for name in names[:_MAX_PARTS] if isinstance(name, str)}
     if not found and options is not None:
         found = {name for name in _TYPES for value in options[:_MAX_PARTS] if is_of(value, name)}
-    return found
+    return found or {name for key, name in _IMPLIED.items() if key in schema}
+
+
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of each property of a tool's parameters."""
+    found = resolved(schema, schema)
+    properties = found.get("properties") if isinstance(found, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def options_of(schema: Any) -> list[Any] | None:

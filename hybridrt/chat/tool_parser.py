@@ -64,14 +64,17 @@ class ToolParser(ABC):
     Attributes:
         opens: each begins a section.
         closes: each ends one. A section that ends without one of them is taken, too.
-        markers: what a chat template of this format contains, all of it; of several formats that fit, the one with
-            the longest markers is chosen.
+        markers: what a chat template of this format contains: each text, and one of each tuple. Of several formats
+            that fit, the one with the longest markers is chosen.
+        tokens: tokens of their own that only the vocabulary of such a model has. They tell the format where the
+            template does not show it; none: nothing of the vocabulary does.
         alone: an answer holds calls and no text.
     """
 
     opens: ClassVar[Sequence[str]]
     closes: ClassVar[Sequence[str]] = ()
-    markers: ClassVar[Sequence[str]]
+    markers: ClassVar[Sequence[str | tuple[str, ...]]]
+    tokens: ClassVar[Sequence[str]] = ()
     alone: ClassVar[bool] = False
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
@@ -88,7 +91,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
-        """Reads a section, behind the literal that opened it, up to the one that closes it.
+        """Reads a section, after the literal that opened it, up to the one that closes it.
 
         Raises:
             Malformed: it is not in this format. Before a call has begun, its text becomes content; within a call, the

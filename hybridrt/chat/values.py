@@ -1,10 +1,11 @@
 """Values of tool calls, as models write them, turned to JSON text while they arrive.
 
 Models write JSON, Python literals, and mixtures of both: line breaks within strings, single quotes, True and None, a
-comma behind the last entry. All of these are read; what comes out is JSON.
+comma after the last entry, doubled braces. All of these are read; what comes out is JSON.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 
@@ -15,8 +16,8 @@ MAX_DEPTH = 64
 MAX_WORD = 512  # characters of a number or a constant
 MAX_NAME = 256  # characters of a function's name, or of a key of the format itself
 _WORD = re.compile(r"[\w.+-]*")
-_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
-_CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _CLOSES = {"{": "}", "[": "]", "(": "]"}
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 _JSON_ESCAPES = '"\\/bfnrt'
@@ -29,6 +30,11 @@ Emit = Callable[[str], None]
 def escaped(text: str) -> str:
     """Text as the inside of a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def json_character(code: int) -> str:
+    """A character of a JSON string, without the quotes. Half a surrogate pair stays an escape."""
+    return f"\\u{code:04x}" if code <= 0xFFFF else escaped(chr(code))
 
 
 def read_value(scanner: Scanner, emit: Emit) -> Step[None]:
@@ -86,7 +92,8 @@ def read_text(scanner: Scanner, max_chars: int = MAX_NAME) -> Step[str]:
 
 def _open(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[None]:
     bracket = yield from scanner.take()
-    stack.append(_CLOSES[bracket])
+    doubled = bracket == "{" and (yield from scanner.accept("{"))  # no key begins with a brace
+    stack.append(2 * _CLOSES[bracket] if doubled else _CLOSES[bracket])
     emit("{" if bracket == "{" else "[")
     yield from _space(scanner, emit)
     if bracket == "{" and (yield from scanner.peek()) != "}":
@@ -95,12 +102,17 @@ def _open(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[None]:
 
 def _close(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[bool]:
     """Whether the innermost bracket closes here. A tuple closes as a list."""
-    after = yield from scanner.peek()
-    if after != stack[-1] and not (after == ")" and stack[-1] == "]"):
+    if not _is_close((yield from scanner.peek()), stack[-1]):
         return False
     yield from scanner.take()
-    emit(stack.pop())
+    bracket = stack.pop()
+    emit(bracket[0])
+    yield from scanner.accept(*bracket[1:])  # of a doubled one
     return True
+
+
+def _is_close(after: str, bracket: str) -> bool:
+    return after == bracket[0] or (after == ")" and bracket == "]")
 
 
 def _next(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[bool]:
@@ -108,12 +120,12 @@ def _next(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[bool]:
     yield from scanner.expect(",")
     space = yield from scanner.space()
     after = yield from scanner.peek()
-    if after == stack[-1] or (after == ")" and stack[-1] == "]"):
+    if _is_close(after, stack[-1]):
         return False
     if not after:
         raise Malformed("," + space)
     emit("," + space)
-    if stack[-1] == "}":
+    if stack[-1][0] == "}":
         yield from _key(scanner, emit)
     return True
 
@@ -139,9 +151,9 @@ def _scalar(scanner: Scanner, emit: Emit) -> Step[None]:
         yield from _quoted(scanner, emit)
         return
     word = yield from scanner.run(_WORD, MAX_WORD)
-    if word not in _CONSTANTS and not _NUMBER.fullmatch(word):
+    if word not in CONSTANTS and not (NUMBER.fullmatch(word) and math.isfinite(float(word))):
         raise Malformed(word)
-    emit(_CONSTANTS.get(word, word))
+    emit(CONSTANTS.get(word, word))
 
 
 def _space(scanner: Scanner, emit: Emit) -> Step[None]:
@@ -158,7 +170,7 @@ def _escape(scanner: Scanner) -> Step[str]:
         code = int(digits, 16) if _HEX_DIGITS.fullmatch(digits) else -1
         if not 0 <= code <= 0x10FFFF:
             raise Malformed("\\" + letter + digits)
-        return f"\\u{code:04x}" if code <= 0xFFFF else escaped(chr(code))
+        return json_character(code)
     if letter in _JSON_ESCAPES:
         return "\\" + letter
     return escaped(_PYTHON_ESCAPES.get(letter, "\\" + letter))

@@ -59,7 +59,7 @@ LITERALS: dict[str, Any] = {
 HOSTILE = [
     "</tool_call>", "</TOOLCALL>", "</tool_calls>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<tool_call>",
     "</function>", "</parameter>", "\n</parameter>\n", "<parameter=kind>", "\\u00e9\\ud83d\\ude00", '\\"}}]', "\\\\",
-    "é😀", "')]",
+    "é😀", "')]", "</arg_value>", "<arg_key>kind</arg_key>", "</function_calls>", "```",
 ]  # fmt: skip
 CLOSING = '"}])\n</>'
 TOKENIZER = byte_tokenizer()

@@ -259,4 +259,41 @@ SAMPLES = [
         "Write <function=f> and <tool_call>\n<funk>.",
         name="talk",
     ),
+    Sample(
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\na </parameter> b </function> c\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        calls=(("get_weather", {"city": "a </parameter> b </function> c", "days": 3}),),
+        name="tags within text",
+    ),
+    Sample(
+        "glm",
+        "I look.\n<tool_call>get_weather<arg_key>city</arg_key>\n<arg_value>Dallas </arg_value> </arg_value>"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        "I look.",
+        (("get_weather", {"city": "Dallas </arg_value> ", "days": 3}), ("now", {})),
+        name="two",
+    ),
+    Sample(
+        "olmo",
+        "Yes. <function_calls>get_weather(city='Dal' r'las', hours=[1, 2.5], exact=false, units=null)\nnow()\n"
+        "</function_calls>",
+        "Yes.",
+        (("get_weather", {"city": "Dallas", "hours": [1, 2.5], "exact": False, "units": None}), ("now", {})),
+        name="two",
+    ),
+    Sample(
+        "minimax_m1",
+        '<tool_calls>\n{"name": "get_weather", "arguments": {"city": "Dallas", "days": 3}}\n{"name": "now", '
+        '"arguments": {}}\n</tool_calls>',
+        calls=(("get_weather", DALLAS), ("now", {})),
+        name="two",
+    ),
+    Sample(
+        "minimax_text",
+        'Yes.<function_call>```typescript\nfunctions.get_weather({"city": "Dallas", "days": 3})\nfunctions.now({})\n```',
+        "Yes.",
+        (("get_weather", DALLAS), ("now", {})),
+        name="two",
+    ),
 ]

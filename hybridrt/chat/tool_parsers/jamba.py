@@ -9,6 +9,6 @@ from hybridrt.chat.tool_parsers.json_calls import JsonCalls
 class Jamba(JsonCalls):
     """Of Jamba 1.5 to 1.7."""
 
-    opens = ("<tool_calls>",)
-    closes = ("</tool_calls>",)
+    opens = ("<tool_calls>", "<tool_call>")
+    closes = ("</tool_calls>", "</tool_call>")
     markers = ("<tool_calls>",)

@@ -1,6 +1,7 @@
 """Calls as JSON objects with a name and arguments: what several formats have in common."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -12,6 +13,8 @@ from hybridrt.chat.values import read_string, read_text, read_value
 from hybridrt.errors import is_text
 
 _ARGUMENTS = ("arguments", "parameters")
+_OPENS = re.compile(r"\{")
+_CLOSES = re.compile(r"\}*")
 
 
 class JsonCalls(ToolParser):
@@ -31,16 +34,16 @@ class JsonCalls(ToolParser):
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
         yield from scanner.space()
         listed = opened == "[" or bool((yield from scanner.accept("[")))
-        yield from read_list(scanner, listed, lambda: read_call(scanner, sink), begins="{")
+        yield from read_list(scanner, listed, lambda: read_call(scanner, sink), _OPENS)
 
 
-def read_list(scanner: Scanner, listed: bool, read: Callable[[], Step[None]], begins: str = "") -> Step[None]:
-    """Calls one after the other, with commas or without: up to the closing bracket if they are `listed`, else up to the
-    last one.
+def read_list(scanner: Scanner, listed: bool, read: Callable[[], Step[None]], begins: re.Pattern[str]) -> Step[None]:
+    """Calls one after the other, with commas or without: up to the closing bracket if they are
+    `listed`, else up to the last one.
 
     Args:
         read: reads one call.
-        begins: the character that a call begins with; one that follows without a comma is then read, too.
+        begins: the character that a call begins with; one that follows without a comma is read, too.
     """
     while True:
         yield from scanner.space()
@@ -48,14 +51,17 @@ def read_list(scanner: Scanner, listed: bool, read: Callable[[], Step[None]], be
             return
         yield from read()
         yield from scanner.space()
-        more = yield from scanner.accept(",")
-        if not listed and not more and not (begins and (yield from scanner.peek()) == begins):
-            return
+        if (yield from scanner.accept(",")) or begins.match((yield from scanner.peek())):
+            continue
+        if listed:
+            yield from scanner.accept("]")  # some models leave it out
+        return
 
 
 def read_call(scanner: Scanner, sink: CallSink) -> Step[None]:
     """One object. It begins as a call as soon as its name is known and its arguments look like an object."""
     yield from scanner.expect("{")
+    yield from scanner.accept("{")  # some models double the braces; no key begins with one
     name, early = "", ""  # `early`: arguments that came before the name
     while True:
         yield from scanner.space()
@@ -76,14 +82,13 @@ def read_call(scanner: Scanner, sink: CallSink) -> Step[None]:
         yield from scanner.space()
         if not (yield from scanner.accept(",")):
             break
-    if sink.inside:
-        yield from scanner.accept("}")  # some models leave it out
-    else:
+    if not sink.inside:
         yield from scanner.expect("}")
         if not name:
             raise Malformed
         sink.begin(name)
         sink.arguments(early or "{}")
+    yield from scanner.run(_CLOSES)  # some models leave it out, others write too many
     sink.end()
 
 

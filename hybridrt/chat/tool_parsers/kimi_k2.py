@@ -1,7 +1,8 @@
 """Kimi: calls between tokens of their own, each with an id that names the function, `functions.f:0`, and an object.
 
 Source: the chat template of moonshotai/Kimi-K2-Instruct, which Kimi-Linear shares. It writes the ids of earlier calls
-as they are, so the model's own ids are kept.
+as they are, so the model's own ids are kept. Models also write the tags of a section in the singular,
+or leave them out.
 """
 
 import re
@@ -20,9 +21,10 @@ _NUMBER = re.compile(r":\d*$")  # behind the name, which may have a colon of its
 class KimiK2(ToolParser):
     """Of Kimi K2 and Kimi-Linear."""
 
-    opens = ("<|tool_calls_section_begin|>",)
-    closes = ("<|tool_calls_section_end|>",)
+    opens = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", _BEGIN)
+    closes = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
     markers = (_BEGIN, _ARGUMENTS)
+    tokens = (_BEGIN, _ARGUMENTS)
 
     def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
         names = " | ".join(f"call{i}" for i in range(len(tools)))
@@ -30,10 +32,11 @@ class KimiK2(ToolParser):
         return [section, *limited(_call_rules(tools, literal(_ARGUMENTS)))]
 
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
-        yield from scanner.space()
-        yield from scanner.expect(_BEGIN)
+        if opened != _BEGIN:
+            yield from scanner.space()
+            yield from scanner.expect(_BEGIN)
         found = _BEGIN
-        while found:
+        while found == _BEGIN:
             called = yield from scanner.name(_ARGUMENTS, MAX_NAME)
             name = _NUMBER.sub("", called.removeprefix("functions."))
             yield from scanner.space()
@@ -42,10 +45,11 @@ class KimiK2(ToolParser):
             sink.begin(name, called)
             yield from read_value(scanner, sink.arguments)
             yield from scanner.space()
-            yield from scanner.expect(_END)
+            found = yield from scanner.expect(_END, _BEGIN, *self.closes)  # some models leave it out
             sink.end()
-            yield from scanner.space()
-            found = yield from scanner.accept(_BEGIN)
+            if found == _END:
+                yield from scanner.space()
+                found = yield from scanner.accept(_BEGIN)
 
 
 def _call_rules(tools: Sequence[Tool], arguments: str) -> Iterator[str]:

@@ -1,0 +1,61 @@
+"""Calls within reasoning. A model may draft one and think on; or it calls and ends without the tag that ends reasoning.
+Only the end of the answer tells, so such text is held until then."""
+
+from collections.abc import Callable
+
+from hybridrt.chat.scanner import Malformed, Scanner
+from hybridrt.chat.tool_parser import CallSink, ToolParser
+
+
+class Drafts:
+    """Passes reasoning on, up to the first call in it, and holds the rest.
+
+    Args:
+        think: takes reasoning.
+    """
+
+    def __init__(self, tools: ToolParser, think: Callable[[str], None]) -> None:
+        self._tools, self._think = tools, think
+        self._held = list[str]()  # from the literal that opens a call on
+        self._begun = False  # it is a call. Before, it may turn out to be none
+        self._start("")
+
+    def _start(self, opened: str) -> None:
+        self._scanner = Scanner()
+        self._sink = CallSink(self._scanner)
+        self._steps = self._tools.read_calls(self._scanner, self._sink, opened)
+
+    def add(self, text: str) -> None:
+        """Text that opens no call."""
+        if self._held:
+            self._held.append(text)
+            self._try(text)
+        else:
+            self._think(text)
+
+    def open(self, opened: str) -> None:
+        """A literal that may open a call."""
+        if self._held:
+            self._try(opened)
+        if not self._held:
+            self._start(opened)
+        self._held.append(opened)
+
+    def take(self) -> str:
+        """The text that is held, which is held no longer."""
+        held, self._held, self._begun = "".join(self._held), [], False
+        return held
+
+    def _try(self, text: str) -> None:
+        """Reads on, until a call has begun. Text that is none is passed on."""
+        if self._begun:
+            return
+        self._scanner.add(text)
+        ended = False
+        try:
+            next(self._steps)
+        except (StopIteration, Malformed):
+            ended = True
+        self._begun = self._sink.count > 0
+        if ended and not self._begun:
+            self._think(self.take())

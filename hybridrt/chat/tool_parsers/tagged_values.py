@@ -1,0 +1,279 @@
+"""Values between tags, as they are: what formats like XML have in common.
+
+Nothing is escaped in such a value, so it may hold the format's own tags. A tag ends the value if what
+follows is what the format allows next; so after a tag the reader looks a little ahead.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from hybridrt.chat.scanner import Malformed, Scanner, Step
+from hybridrt.chat.schemas import is_of
+from hybridrt.chat.values import MAX_NAME, Emit, escaped, read_value
+
+_WINDOW = 512  # characters that are looked at after a tag
+_INDENT = re.compile(r"[ \t]*")
+_NAME_PART = re.compile(r"[^<>\n]*")
+_NAME = re.compile(r"[^\s<>=]+")
+_QUOTE_OR_ESCAPED = re.compile(r'\\.|"', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The tags of a format.
+
+    Attributes:
+        close: ends a value.
+        opens: begin the next parameter; the first is the format's own, the others models write by mistake.
+        name_close: follows a parameter's name.
+        value_open: begins a value; "": it begins after the name.
+        ends: end what is around the parameters, the innermost first.
+        outer: begin a further call.
+        quoted: on a line of its own within a value, it begins a call that the text quotes; "": not looked for.
+        lines: a value may have lines of its own; then a tag has its own line, too, and the line break
+            before it is part of it.
+    """
+
+    close: str
+    opens: tuple[str, ...]
+    name_close: str
+    ends: tuple[str, ...]
+    outer: tuple[str, ...]
+    value_open: str = ""
+    quoted: str = ""
+    lines: bool = False
+
+    @cached_property
+    def literals(self) -> tuple[str, ...]:
+        """What a value is read up to."""
+        tags = [tag for tag in (self.close, self.opens[0], self.ends[0], self.quoted) if tag]
+        return tuple(space + tag for tag in tags for space in (("\n", "") if self.lines else ("",)))
+
+    @cached_property
+    def inner(self) -> frozenset[str]:
+        """Tags that belong to a parameter: what is before them was within one."""
+        return frozenset((self.close, self.opens[0], *self.ends[:-1]))
+
+    @cached_property
+    def any_tag(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, (*self.inner, self.ends[-1], *self.outer))))
+
+    @cached_property
+    def all_ends(self) -> re.Pattern[str]:
+        """The end of a call, whole: white space around it, and tags left out except for the last."""
+        inner = "".join(rf"({re.escape(end)}\s*)?" for end in self.ends[:-1])
+        return re.compile(rf"\s*{inner}{re.escape(self.ends[-1])}\s*")
+
+
+def read_name(scanner: Scanner, tags: Tags, known: Collection[str]) -> Step[str]:
+    """A parameter's name and the tag after it. "" if there is none, and then nothing is read. A name has
+    no white space, unless it is a known one."""
+    name = yield from scanner.ahead(MAX_NAME + len(tags.name_close), partial(_name, tags))
+    if name is None:
+        raise Malformed
+    if name.strip() not in known and not _NAME.fullmatch(name.strip()):
+        return ""
+    yield from scanner.take(len(name) + len(tags.name_close))
+    return name.strip()
+
+
+def read_typed(
+    scanner: Scanner, tags: Tags, emit: Emit, types: set[str], names: Collection[str] | None = None, block: bool = False
+) -> Step[str]:
+    """Reads a value and emits its JSON text. Text streams; other values are converted once they are whole.
+
+    Args:
+        types: of the schema. Empty: it says nothing; the value is an object, a list, or text.
+        names: of parameters that may follow; None: any may.
+        block: the value began on a line of its own.
+
+    Returns:
+        The tag that ended it, which is read.
+
+    Raises:
+        Malformed: the text ended before.
+    """
+    space = "" if types else (yield from scanner.run(_INDENT))
+    if types == {"string"} or (not types and (yield from scanner.peek()) not in ("{", "[")):
+        emit('"' + space.replace("\t", "\\t"))
+        end = yield from read_text(scanner, tags, lambda text: emit(escaped(text)), names, block)
+        emit('"')
+        return end
+    value = _Collected()
+    end = yield from read_text(scanner, tags, value.add, names, block, value.within_string)
+    emit(converted(space + "".join(value.pieces), types))
+    return end
+
+
+def read_text(
+    scanner: Scanner,
+    tags: Tags,
+    emit: Emit,
+    names: Collection[str] | None,
+    block: bool,
+    within_string: Callable[[], bool] = lambda: False,
+) -> Step[str]:
+    """As `read_typed`, but the value is passed on as it is.
+
+    Args:
+        within_string: whether what was passed on ends within a string of JSON, to which a tag belongs unless a line
+            break precedes it: there are none within such strings.
+    """
+    begun, depth = False, 0
+
+    def add(text: str) -> None:
+        nonlocal begun
+        begun = True
+        emit(text)
+
+    while True:
+        found = yield from scanner.until(tags.literals, add)
+        if not found:
+            raise Malformed  # the arguments must not look whole
+        tag = found.removeprefix("\n")
+        own_line = found != tag or not begun
+        if tag == tags.quoted:
+            depth += own_line
+        elif found != tag or not within_string():
+            if (yield from _ends(scanner, tags, tag, own_line or not block, names, depth)):
+                return tag
+            depth -= depth > 0 and tag == tags.ends[0]
+        add(found)
+
+
+def converted(text: str, types: set[str]) -> str:
+    """JSON text of a value: of one of the types if it can be read as one, else of a string. Without types
+    an object or a list is read as such."""
+    found = _python_as_json(text.strip())
+    if found is not None:
+        value = json.loads(found)
+        if any(is_of(value, name) for name in (types or {"object", "array"}) - {"string"}):
+            return found
+        if "integer" in types and isinstance(value, float) and value.is_integer():
+            return str(int(value))
+    return f'"{escaped(text)}"'
+
+
+class _Collected:
+    """A value that is converted when it is whole."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self._checked, self._inside = 0, False  # pieces that were looked at, and whether they end within a string
+
+    def add(self, text: str) -> None:
+        self.pieces.append(text)
+
+    def within_string(self) -> bool:
+        text = "".join(self.pieces[self._checked :])
+        if not self._checked and text.lstrip()[:1] not in ("{", "["):
+            return False
+        self._checked = len(self.pieces)
+        self._inside ^= _QUOTE_OR_ESCAPED.findall(text).count('"') % 2 == 1
+        return self._inside
+
+
+def _ends(scanner: Scanner, tags: Tags, tag: str, firm: bool, names: Collection[str] | None, depth: int) -> Step[bool]:
+    """Whether a tag, which was read, ends the value.
+
+    Args:
+        firm: it is where such a tag belongs: on a line of its own, or anywhere if the value has no lines of its own.
+        depth: calls that the value quotes and that have not ended. Only the last tags of the answer end it then.
+    """
+    decide = partial(_is_last, tags) if depth else partial(_follows, tags, tag, firm, names)
+    verdict = yield from scanner.ahead(_WINDOW, decide)
+    if verdict is not None:
+        return verdict
+    rest = yield from scanner.peek(_WINDOW)  # all that there is
+    if scanner.truncated and not tags.all_ends.match(rest if tag == tags.close else tag + rest):
+        raise Malformed
+    scanner.cut_off = False
+    return scanner.truncated or tag == tags.close or (tag in tags.ends and (firm or tags.ends[-1] in rest))
+
+
+def _follows(tags: Tags, tag: str, firm: bool, names: Collection[str] | None, text: str, whole: bool) -> bool | None:
+    """Whether the text after a tag is what the format allows next. None: more text is needed."""
+    if tag == tags.opens[0]:  # the value's own tag was left out
+        return firm and _is_named(tags, text, names, whole, tags.value_open)
+    if tag != tags.close:
+        return _is_early_end(tags, tag + text, firm, whole)
+    rest = text.lstrip()
+    if rest.startswith(tags.opens) and firm:
+        return True
+    if rest.startswith(tags.opens[0]):
+        return _is_named(tags, rest[len(tags.opens[0]) :], names, whole)
+    if rest.startswith(tags.ends):
+        return _is_end(tags, rest, whole)
+    return None if not whole and any(each.startswith(rest) for each in (*tags.opens, *tags.ends)) else False
+
+
+def _is_named(tags: Tags, text: str, names: Collection[str] | None, whole: bool, then: str = "") -> bool | None:
+    """Whether the name of a parameter that may follow comes next, and a tag after it."""
+    name = _name(tags, text, whole)
+    if name is None:
+        return None
+    rest = text[len(name + tags.name_close) :].lstrip()
+    if name and not rest.startswith(then):
+        return None if not whole and then.startswith(rest) else False
+    return name.strip() in names if names is not None else bool(_NAME.fullmatch(name.strip()))
+
+
+def _name(tags: Tags, text: str, whole: bool) -> str | None:
+    """The text up to the tag after a name; "" if another one comes first."""
+    found = _NAME_PART.match(text)
+    name = found[0] if found is not None else ""
+    rest = text[len(name) :]
+    if rest.startswith(tags.name_close):
+        return name
+    return None if not whole and tags.name_close.startswith(rest) else ""
+
+
+def _is_end(tags: Tags, text: str, whole: bool) -> bool | None:
+    """Whether a call ends here: the next tag does not belong to a parameter."""
+    found = tags.any_tag.search(_without_ends(tags, text))
+    if found is not None:
+        return found[0] not in tags.inner
+    return True if whole else None
+
+
+def _is_early_end(tags: Tags, text: str, firm: bool, whole: bool) -> bool | None:
+    """Whether a call ends here, though the tag that closes its last value was left out."""
+    rest = _without_ends(tags, text)
+    if tags.lines and (firm or tags.all_ends.match(text)):
+        return _is_end(tags, text, whole)
+    if rest.startswith(tags.outer):
+        return firm
+    expected = tags.outer if firm else tags.ends
+    return None if not whole and any(each.startswith(rest) for each in expected) else False
+
+
+def _is_last(tags: Tags, text: str, whole: bool) -> bool | None:
+    """False once something follows that is not the end of a call."""
+    rest = _without_ends(tags, text)
+    return None if not whole and (not rest or any(end.startswith(rest) for end in tags.ends)) else False
+
+
+def _without_ends(tags: Tags, text: str) -> str:
+    """The text after the tags that end a call."""
+    text = text.lstrip()
+    for end in tags.ends:
+        text = text.removeprefix(end).lstrip()
+    return text
+
+
+def _python_as_json(text: str) -> str | None:
+    """A value in JSON or Python's syntax as JSON text; None if it is neither."""
+    if text.lower() in ("true", "false", "null"):
+        return text.lower()
+    scanner, pieces = Scanner(), list[str]()
+    scanner.add(text)
+    scanner.closed = True
+    try:
+        for _ in read_value(scanner, pieces.append):
+            pass
+    except Malformed:
+        return None
+    return None if scanner.num_ready else "".join(pieces)
