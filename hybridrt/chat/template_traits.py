@@ -20,8 +20,10 @@ ROLES = ("system", "user", "assistant", "tool")
 INSTRUCTIONS = ("system", "developer")
 # Texts that no template writes by itself. An own key of a part shows up where a template writes the part as data.
 _A, _B, _DUMPED = "Qa7xkz", "Qb9wvj", "Qd4yhn"
+_PARTS = [{"type": "text", "text": mark, "probe": _DUMPED} for mark in (_A, _B)]
 _UNKNOWN_ROLE = "qrole5"
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": {}}}
+_SLOW = 1.0  # seconds; a short conversation takes a thousandth of this
 _log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
@@ -54,7 +56,7 @@ class _Trials:
     """Renders short conversations until the time is over."""
 
     def __init__(self, template: str, variables: Mapping[str, Any]) -> None:
-        self._template, self._variables = template, variables
+        self._template, self._variables = template, {**variables, "add_generation_prompt": True}
         self._deadline = time.monotonic() + MAX_SECONDS
         self.cut_off = False
 
@@ -64,11 +66,20 @@ class _Trials:
             self.cut_off = True
             return None
         try:
-            return RENDERER.render(
-                self._template, messages, {**self._variables, "add_generation_prompt": True, "tools": None, **options}
-            )
+            return RENDERER.render(self._template, messages, {**self._variables, **options})
         except CheckpointError:
             return None
+
+    def takes_the_plainest(self) -> bool:
+        """Whether it renders anything at all; if only with tools, then all trials have one. A failure that takes long
+        is the last one: the others would take as long."""
+        for tools, content in ((None, "Hi"), ([_tool(description="")], "Hi"), (None, _PARTS)):
+            self._variables["tools"], start = tools, time.monotonic()
+            if self.render([_said("user", content)]) is not None:
+                return True
+            if time.monotonic() - start > _SLOW:
+                break
+        return False
 
     def writes(self, *messages: Message) -> bool:
         """Whether the template writes the marks of all these messages."""
@@ -88,6 +99,8 @@ def find_traits(template: str, variables: Mapping[str, Any]) -> TemplateTraits:
     """
     RENDERER.start()
     trials = _Trials(template, variables)
+    if not trials.takes_the_plainest():
+        return TemplateTraits()  # conversations will say why
     developer = _knows_developer(trials)
     instructions = INSTRUCTIONS if developer else INSTRUCTIONS[:1]
     parts = frozenset(role for role in ROLES if _writes_parts(trials, role))
@@ -208,15 +221,15 @@ def _writes_late(trials: _Trials, role: str) -> bool:
 
 def _writes_parts(trials: _Trials, role: str) -> bool:
     """Whether it walks through parts: it writes their texts, and not the parts as data."""
-    parts = [{"type": "text", "text": mark, "probe": _DUMPED} for mark in (_A, _B)]
-    found = trials.render(_turns(role, parts))
+    found = trials.render(_turns(role, _PARTS))
     return found is not None and _A in found and _B in found and _DUMPED not in found
 
 
 def _needs_description(trials: _Trials) -> bool:
-    function = {"name": "probe", "parameters": {"type": "object", "properties": {}}}
-    without, with_one = (
-        trials.render([_said("user")], tools=[{"type": "function", "function": tool}])
-        for tool in (function, {**function, "description": ""})
-    )
+    without, with_one = (trials.render([_said("user")], tools=[tool]) for tool in (_tool(), _tool(description="")))
     return without is None and with_one is not None
+
+
+def _tool(**more: str) -> dict[str, Any]:
+    function = {"name": "probe", "parameters": {"type": "object", "properties": {}}, **more}
+    return {"type": "function", "function": function}

@@ -2,11 +2,18 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-import typer
-
-from hybridrt.cli.options import EMBEDDED, ITL_TARGET, EngineOptions, Overrides, SpeculativeOptions, read_text, setting
+from hybridrt.cli.options import (
+    EMBEDDED,
+    ITL_TARGET,
+    EngineOptions,
+    ModelArgument,
+    Overrides,
+    SpeculativeOptions,
+    read_text,
+    setting,
+)
 from hybridrt.errors import ProviderNotInstalledError
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
@@ -70,9 +77,7 @@ class ServeEngine(EngineOptions):
 
 
 def serve(
-    model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="Checkpoint directory, hub name, or the built-in model.")
-    ] = EMBEDDED,
+    model: ModelArgument = EMBEDDED,
     server: ServerOptions = ServerOptions(),
     engine: ServeEngine = ServeEngine(),
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008

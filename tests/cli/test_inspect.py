@@ -204,7 +204,7 @@ def test_two_attention_backends_are_both_named(tmp_path: Path, monkeypatch: pyte
 
 def test_inspect_refuses_what_a_run_would_refuse(tmp_path: Path) -> None:
     unknown = run("inspect", str(write_tiny(tmp_path)), "--attention-backend", "zzz")
-    assert (unknown.exit_code, "attention_backend 'zzz' is not supported" in unknown.stderr) == (2, True)
+    assert (unknown.exit_code, "--attention-backend 'zzz' is not supported" in unknown.stderr) == (2, True)
     (tmp_path / "config.json").write_text('{"architectures": ["NopeForCausalLM"], "model_type": "nope"}')
     unsupported = run("inspect", str(tmp_path))
     assert (unsupported.exit_code, "'NopeForCausalLM' is not supported" in unsupported.stderr) == (2, True)
