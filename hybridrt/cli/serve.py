@@ -88,7 +88,7 @@ def serve(
     """
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
-        raise ProviderNotInstalledError(f"{', '.join(missing)} is not installed: pip install 'hybridrt[serve]'")
+        raise ProviderNotInstalledError(f"{', '.join(missing)} is not installed: pip install '.[serve]'")
     from hybridrt.server.config import ServerConfig
 
     given = server.given()
