@@ -4,6 +4,7 @@ The file is not trusted: fields are compared with `config_fields` before they ar
 imported.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hybridrt.families.reading import read_fields
 from hybridrt.families.registry import family_of
 from hybridrt.kinds.registry import state_shape
 
+_GGUF = re.compile(r"[.\-_]gguf/?$", re.IGNORECASE)
 # Longest request of a model whose config.json sets no limit, because the model does not use positions.
 UNLIMITED_POSITIONS = 2**20
 
@@ -143,9 +145,39 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} has an adapter_config.json: adapters (LoRA) are not supported; merge it into its model"
         )
+    _refuse_quantised_files(path)
     if not file.exists():
         raise ConfigError(f"{path} has no config.json; is it a Hugging Face checkpoint directory?")
     return read_object(file)
+
+
+def refuse_gguf(name: str | Path) -> None:
+    """Raises UnsupportedModelError for a file or a repository that says by its name that it holds GGUF."""
+    if _GGUF.search(str(name)):
+        raise UnsupportedModelError(
+            f"{name} is a model in the format GGUF, which hybridrt does not read: pass the checkpoint that it was made "
+            "from, a directory with config.json and *.safetensors or its hub name"
+        )
+
+
+def _refuse_quantised_files(path: Path) -> None:
+    """Raises UnsupportedModelError for files that say, next to config.json or without one, that weights are
+    quantised."""
+    if not any(path.glob("*.safetensors")):
+        for found in sorted(path.glob("*.[gG][gG][uU][fF]"))[:1]:
+            refuse_gguf(found)
+    file = path / "hf_quant_config.json"
+    if not file.exists():
+        return
+    said = read_object(file).get("quantization")
+    if not isinstance(said, dict):
+        raise ConfigError(f"{file}: quantization is {shown(said)}; it must be an object with quant_algo")
+    for name in ("quant_algo", "kv_cache_quant_algo"):
+        if said.get(name) is not None:
+            raise UnsupportedModelError(
+                f"{file}: {name} is {shown(said[name])}; hybridrt does not read checkpoints that are quantised: use "
+                "the unquantised one that it was made from"
+            )
 
 
 def _family(path: Path, raw: Mapping[str, Any]) -> Family:

@@ -20,6 +20,8 @@ import hybridrt
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"hybridrt": "hybridrt", "models": "hybridrt/models", "mem_cache": "hybridrt/mem_cache"}
+# Whatever precedes the name: pip and uv install and add packages by name.
+BY_NAME = re.compile(r"""\b(?:pip3?|uv|pipx)\b[^`\n&|;]*\b(?:install|add)\b[^`\n&|;]*["' ]hybridrt(?:\[|["'\s]|$)""")
 IGNORED = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
 
 
@@ -27,6 +29,17 @@ def pip(*arguments: str, cwd: Path) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_nothing_tells_to_install_a_package_that_is_not_published() -> None:
+    """An index may give any other package of that name."""
+    assert BY_NAME.search("pip install 'hybridrt[serve]'") and BY_NAME.search("uv pip install -U hybridrt")
+    assert not BY_NAME.search("pip install . && hybridrt generate x")
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    for folder in ("hybridrt", "models", "mem_cache", "examples", "benchmarks"):
+        texts += (ROOT / folder).rglob("*.py")
+    found = {str(text.relative_to(ROOT)) for text in texts if BY_NAME.search(text.read_text())}
+    assert not found
 
 
 @pytest.fixture(scope="module")

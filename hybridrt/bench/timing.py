@@ -114,7 +114,7 @@ def check_picture(file: str) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as e:
-        raise ProviderNotInstalledError(f"a picture needs matplotlib ({e}): pip install 'hybridrt[plot]'") from e
+        raise ProviderNotInstalledError(f"a picture needs matplotlib ({e}): pip install '.[plot]'") from e
     known = FigureCanvasBase.get_supported_filetypes()
     if Path(file).suffix.removeprefix(".") not in known:
         raise ConfigError(f"{file} names no format of pictures; end it with one of .{', .'.join(sorted(known))}")

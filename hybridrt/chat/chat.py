@@ -15,10 +15,12 @@ from hybridrt.chat.answer_parser import AnswerParser
 from hybridrt.chat.answer_reader import AnswerReader, TokenTags
 from hybridrt.chat.constraints import Constraints, forces_calls
 from hybridrt.chat.conversation import Conversation
+from hybridrt.chat.efforts import template_variables
 from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.chat.renderer import LARGE_RENDERER, RENDERER
 from hybridrt.chat.sizes import is_large
+from hybridrt.chat.template_traits import TemplateTraits, find_traits, fitted, fitted_tool
 from hybridrt.chat.tool_parser import ToolParser
 from hybridrt.chat.tool_parsers.forced import ForcedCalls
 from hybridrt.errors import CheckpointError, RequestError
@@ -71,27 +73,39 @@ class Chat:
         reasoning_parser: str = "auto",
     ) -> None:
         self._tokenizer, self._template = tokenizer, template
-        everything = template or _all_templates(tokenizer.hf.chat_template)
+        self._templates = [template] if template else _all_templates(tokenizer.hf.chat_template)
+        everything = "\n".join(self._templates)
         self.tool_parser: type[ToolParser] | None = choose(
             TOOL_PARSERS, tool_parser, everything, tokenizer.hf.get_added_vocab()
         )
         self.reasoning: ReasoningTags | None = choose(REASONING_PARSERS, reasoning_parser, everything)
         self._starts = OrderedDict[bytes, np.ndarray]()
-        self._lock = Lock()
+        self._traits = dict[str, TemplateTraits]()
+        self._lock, self._examining = Lock(), Lock()
+
+    def examine(self) -> None:
+        """Finds what the templates support, which the first conversation would do.
+
+        Raises:
+            CheckpointError: the process for templates does not start.
+        """
+        for template in self._templates:
+            self._traits_of(template)
 
     def render(self, conversation: Conversation) -> str:
-        """The conversation as the template writes it.
+        """The conversation as the template writes it. What the template does not support is changed to fit it.
 
         Raises:
             CheckpointError: there is no template, it fails, or it takes too long or too much memory.
         """
-        tools = [tool.definition for tool in conversation.offered] or None
-        template = self._template or _template_of(self._tokenizer.hf.chat_template, bool(tools))
+        conversation = self._fitted(conversation)
+        template = self._template_for(conversation)
+        traits = self._traits_of(template)
         options = {
             **self._tokenizer.hf.special_tokens_map,
-            **_effort(conversation.reasoning_effort),
+            **template_variables(conversation.reasoning_effort, traits.efforts),
             **conversation.chat_template_kwargs,
-            "tools": tools,
+            "tools": [fitted_tool(tool.definition, traits) for tool in conversation.offered] or None,
             "add_generation_prompt": conversation.add_generation_prompt,
             "continue_final_message": conversation.continue_final_message,
         }
@@ -111,6 +125,7 @@ class Chat:
             RequestError: the model or its parsers do not support what the conversation needs.
         """
         tools, reasoning = self._parsers(conversation)
+        conversation = self._fitted(conversation)
         text = self.render(conversation)
         tokens = (encode or self._tokenizer.encode_bare)(text)
         inside = reasoning is not None and reasoning.opened_by(text, conversation.continued)
@@ -131,6 +146,21 @@ class Chat:
             return AnswerReader(parser, token_tags, self._tokenizer.encode_bare)
 
         return ChatPrompt(tokens, params, self._boundaries(conversation, tokens), new_answer)
+
+    def _template_for(self, conversation: Conversation) -> str:
+        return self._template or _template_of(self._tokenizer.hf.chat_template, bool(conversation.offered))
+
+    def _traits_of(self, template: str) -> TemplateTraits:
+        with self._examining:
+            if template not in self._traits:
+                self._traits[template] = find_traits(template, self._tokenizer.hf.special_tokens_map)
+            return self._traits[template]
+
+    def _fitted(self, conversation: Conversation) -> Conversation:
+        """With the messages that the template gets: boundaries and the text that is continued come from these."""
+        traits = self._traits_of(self._template_for(conversation))
+        messages = fitted(conversation.messages, traits, continued=conversation.continue_final_message)
+        return replace(conversation, messages=messages)
 
     def _parsers(self, conversation: Conversation) -> tuple[ToolParser | None, ReasoningTags | None]:
         if forces_calls(conversation):
@@ -205,13 +235,6 @@ class Chat:
         return found
 
 
-def _effort(effort: str | None) -> dict[str, Any]:
-    """Template variables for an effort. Templates without degrees of reasoning have a switch; "none" turns it off."""
-    if effort is None:
-        return {}
-    return {"reasoning_effort": effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
-
-
 def _template_of(templates: Any, with_tools: bool) -> str:
     """The template for a conversation; a tokenizer may have several by name."""
     if isinstance(templates, dict):
@@ -222,5 +245,5 @@ def _template_of(templates: Any, with_tools: bool) -> str:
     return text
 
 
-def _all_templates(templates: Any) -> str:
-    return "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
+def _all_templates(templates: Any) -> list[str]:
+    return list(templates.values()) if isinstance(templates, dict) else [templates] if templates else []

@@ -6,12 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
+import msgspec
+
+from hybridrt.chat.efforts import EFFORTS
 from hybridrt.chat.sizes import check_sizes
 from hybridrt.errors import RequestError, shown
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARACTERS = 256
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+MAX_DEPTH = 64  # of objects and lists within arguments of earlier calls
+BROKEN = "arguments"  # the parameter that holds the text of arguments that are no object
 # Arguments of transformers' apply_chat_template and of ours; a caller sets variables of the template alone.
 RESERVED = {
     "self", "messages", "template", "conversation", "conversations", "tools", "documents", "chat_template",
@@ -62,9 +66,11 @@ class Conversation:
     """Checked input of a chat; `read_conversation` makes it.
 
     Attributes:
-        messages: plain data as templates read it: content is text, arguments of earlier tool calls are objects.
+        messages: plain data: content is text or a list of text parts, arguments of earlier tool calls are objects.
+            `hybridrt.chat.template_traits` fits them to a template.
         parallel_tool_calls: False: at most one call an answer.
-        reasoning_effort: one of EFFORTS, for templates that read it; "none" turns reasoning off.
+        reasoning_effort: one of EFFORTS, for templates that read it; they get the nearest that they know. "none" turns
+            reasoning off.
         thinking_budget: reasoning tokens at which the reasoning is ended; None: no limit.
         chat_template_kwargs: further variables of the template.
     """
@@ -122,7 +128,8 @@ class Conversation:
     @property
     def continued(self) -> str:
         """Text that the answer continues."""
-        return self.messages[-1].get("content", "") if self.continue_final_message else ""
+        content = self.messages[-1].get("content", "") if self.continue_final_message else ""
+        return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
     @property
     def offered(self) -> Sequence[Tool]:
@@ -155,23 +162,23 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
 
 
 def read_message(message: object, place: str) -> dict[str, Any]:
-    """A message as templates read it. Keys whose value is None are left out."""
+    """A message as plain data. Keys that hold None or an empty list say nothing and are left out: templates ask whether
+    a key is defined. Every message has content: templates concatenate it with text without a check."""
     if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
         raise RequestError(f"{place} is {shown(message)}; it must be an object with role and content", place)
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{place}.role is {shown(role)}; it must be text such as 'user'", f"{place}.role")
-    plain = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content")
+    plain = {key: value for key, value in message.items() if value is not None and value != []}
+    content = plain.setdefault("content", "")
     if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
-        plain["content"] = "\n".join(_part(part, f"{place}.content.{i}") for i, part in enumerate(content))
-    elif content is not None and not isinstance(content, str):
+        plain["content"] = [_part(part, f"{place}.content.{i}") for i, part in enumerate(content)]
+    elif not isinstance(content, str):
         raise RequestError(
             f"{place}.content is {shown(content)}; it must be text or a list of parts", f"{place}.content"
         )
     if "tool_calls" in plain:
         plain["tool_calls"] = _earlier_calls(plain["tool_calls"], f"{place}.tool_calls")
-        plain.setdefault("content", "")  # many templates concatenate it with text without a check
     return plain
 
 
@@ -205,10 +212,9 @@ def read_tool_choice(choice: object) -> ToolChoice:
     )
 
 
-def _part(part: object, place: str) -> str:
+def _part(part: object, place: str) -> dict[str, str]:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
+        return {"type": "text", "text": part["text"]}
     raise RequestError(f'{place} is {shown(part)}; hybridrt reads {{"type": "text", "text": ...}} alone', place)
 
 
@@ -231,8 +237,7 @@ def _tool(tool: object, place: str) -> Tool:
             where = f"{place}.function.{key}"
             raise RequestError(f"{where} is {shown(function[key])}; it must be a {kind.__name__}", where)
     definition = {key: value for key, value in function.items() if value is not None}
-    # Templates read these keys without a check that they exist.
-    definition |= {"description": definition.get("description", ""), "parameters": dict(parameters or _NO_PARAMETERS)}
+    definition["parameters"] = dict(parameters or _NO_PARAMETERS)  # templates read it without a check that it exists
     return Tool(
         name=str(name),
         parameters=definition["parameters"],
@@ -262,7 +267,8 @@ def _earlier_calls(calls: object, place: str) -> list[dict[str, Any]]:
     return found
 
 
-def _arguments(arguments: object, place: str) -> Any:
+def _arguments(arguments: object, place: str) -> dict[str, Any]:
+    """An object in any case: templates walk through it, and a model that reads its broken calls writes more of them."""
     if arguments in (None, ""):
         return {}
     if isinstance(arguments, Mapping):
@@ -272,6 +278,27 @@ def _arguments(arguments: object, place: str) -> Any:
         raise RequestError(f"{where} is {shown(arguments)}; it must be the JSON text of an object", where)
     try:
         value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments  # text of a call that broke off (docs/chat.md)
-    return value if isinstance(value, dict) else arguments
+    except (ValueError, RecursionError):  # a call that broke off (docs/chat.md)
+        return {BROKEN: arguments}
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) and _can_be_rendered(value) else {BROKEN: arguments}
+
+
+def _can_be_rendered(value: object) -> bool:
+    """Whether the process of templates takes a value: models write numbers without end, halves of surrogate pairs, and
+    brackets that they do not close for long."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (ValueError, OverflowError, RecursionError):
+        return False
+    parts = [value]
+    for _ in range(MAX_DEPTH):
+        parts = [child for part in parts for child in _children(part)]
+        if not parts:
+            return True
+    return False
+
+
+def _children(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

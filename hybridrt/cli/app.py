@@ -18,6 +18,7 @@ from hybridrt.cli.compile import compile
 from hybridrt.cli.doctor import doctor
 from hybridrt.cli.generate import generate
 from hybridrt.cli.inspect import inspect
+from hybridrt.cli.option_names import in_options
 from hybridrt.cli.options import with_options
 from hybridrt.cli.serve import serve
 from hybridrt.cli.terminal import discard_output, open_streams
@@ -25,6 +26,7 @@ from hybridrt.errors import EngineError, HybridrtError, PoolError, ServerError, 
 
 RUNTIME_FAILURES = (EngineError, PoolError, ServerError, TransferError)
 COMPLETION = {"--install-completion": install_callback, "--show-completion": show_callback}
+INVOKED = "hybridrt.params"  # of the command that runs, in what nested contexts share
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
@@ -46,12 +48,34 @@ class ErrorLineGroup(TyperGroup):
         except HybridrtError as e:
             if ctx.params["traceback"]:
                 raise
-            _print_error(str(e))
+            _print_error(in_options(str(e), ctx.meta.get(INVOKED, ())))
             raise typer.Exit(1 if isinstance(e, RUNTIME_FAILURES) else 2) from e
 
 
 class PanelCommand(TyperCommand):
-    """Groups the options in its help by their panels, in plain lines that a pipe and a narrow terminal take."""
+    """Groups the options in its help by their panels, in plain lines that a pipe and a narrow terminal take. Says where
+    the model belongs if it is named in another place: it is an argument, or `--model` where arguments are prompts or
+    there are none."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        takes = {param.name: param.param_type_name for param in self.get_params(ctx)}
+        named = {"--model", "-m"} & {arg.partition("=")[0] for arg in args}
+        if takes.get("model") == "argument" and named and not ctx.resilient_parsing:
+            self._refuse(f"{min(named)}: the model is an argument here, as in `{ctx.command_path} ./checkpoint`")
+        alone = takes.get("model") == "option" and "argument" not in takes.values()
+        ctx.allow_extra_args |= alone
+        rest = super().parse_args(ctx, args)
+        if alone and rest and not ctx.resilient_parsing:
+            self._refuse(f"{rest[0]!r} is no option; name a model with --model, as in `--model {rest[0]}`")
+        return rest
+
+    def _refuse(self, text: str) -> NoReturn:
+        _print_error(text)
+        raise typer.Exit(2)
+
+    def invoke(self, ctx: Any) -> Any:
+        ctx.meta[INVOKED] = self.get_params(ctx)
+        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

@@ -163,7 +163,7 @@ def serve(
 
 
 def offline(
-    model: ModelOption = EMBEDDED,
+    model: ModelOption = None,
     temperature: Annotated[float, typer.Option("--temperature", metavar="X", help="Of all requests.")] = 1.0,
     load: LoadOptions = LoadOptions(),
     results: ResultOptions = ResultOptions(),
@@ -175,6 +175,7 @@ def offline(
     from hybridrt.engine.llm import LLM
     from hybridrt.runtime.build import resolve_model_path
 
+    model = model or EMBEDDED
     results.check()
     workload = load.workload()
     work = make_work(workload)

@@ -60,8 +60,8 @@ def chat(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
-            help="Checkpoint directory, hub name, or the built-in model; with --url, the model's name there.",
+            metavar="MODEL",
+            help=f"Checkpoint directory or hub name; with --url, the model's name there. [{EMBEDDED}]",
         ),
     ] = None,
     system: Annotated[str | None, option("System prompt.", "none", "TEXT")] = None,

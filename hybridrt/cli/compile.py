@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, SpeculativeOptions
+from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, ModelArgument, SpeculativeOptions
 from hybridrt.errors import ConfigError, DeviceError, EngineError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Compiled:
 
 
 def compile(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory or hub name.")] = EMBEDDED,
+    model: ModelArgument = EMBEDDED,
     cache_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Triton's cache. [TRITON_CACHE_DIR, or ~/.triton/cache]")
     ] = None,

@@ -25,7 +25,7 @@ from hybridrt.cli.options import (
     setting,
 )
 from hybridrt.engine.sampling_defaults import default_sampling_params
-from hybridrt.errors import RankError, RequestError
+from hybridrt.errors import RankError, RequestError, shown
 from hybridrt.runtime.torchrun import world
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.structured_outputs import StructuredOutputs
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hybridrt.engine.outputs import Delta, RequestMetrics
 
 LABEL_WIDTH = 60
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 JSON_FIELDS = ("index", "text", "token_ids", "finish_reason", "logprobs")  # of Delta, in a line of --json
 
 
@@ -60,7 +61,7 @@ def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT", help="What to continue; standard input if there is none.")
     ] = None,
-    model: ModelOption = EMBEDDED,
+    model: ModelOption = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")] = False,
     token_ids: Annotated[
         bool, typer.Option("--token-ids", help='Prompts are token ids, such as "5 6 7", and so is the output.')
@@ -76,8 +77,12 @@ def generate(
 ) -> None:
     """Continue prompts, printing text as it comes.
 
-    Several prompts run together and are printed one after another, each under its label.
+    Several prompts run together and are printed one after another, each under its label. The model is named by --model:
+    all arguments are prompts.
     """
+    if model is None:
+        _refuse_model(prompts or [])
+        model = EMBEDDED
     if sampling.logprobs is not None and not json_lines:
         raise RequestError("--logprobs goes with --json, whose lines hold them; add it, or leave --logprobs out")
     torchrun = world()
@@ -137,6 +142,20 @@ def in_order(
                     raise cause if isinstance(cause, RankError) else delta.error
                 reason = delta.finish_reason
                 yield delta
+
+
+def _refuse_model(prompts: Sequence[str]) -> None:
+    """Raises RequestError if the first prompt looks like a model: the built-in one would continue its name."""
+    first = prompts[0] if prompts else ""
+    try:
+        is_model = bool(_HUB_NAME.fullmatch(first)) or first.lower().endswith(".gguf") or Path(first).is_dir()
+    except (OSError, ValueError):  # too long for a path, or with a null character
+        return
+    if first and is_model:
+        raise RequestError(
+            f"the first prompt, {shown(first)}, looks like a model: write --model {first} before the prompts. If it is "
+            f"a prompt, name the model, too: --model {EMBEDDED}"
+        )
 
 
 def _read_stdin() -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, SpeculativeOptions
+from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, ModelArgument, SpeculativeOptions
 from hybridrt.errors import MemoryBudgetError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ModelReport:
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory or hub name.")] = EMBEDDED,
+    model: ModelArgument = EMBEDDED,
     as_json: JsonOption = False,
     cache: Annotated[
         str | None, typer.Option(metavar="DUMP", help="Draw the prefix cache of a file that LLM.dump_cache wrote.")

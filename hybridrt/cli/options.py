@@ -14,10 +14,10 @@ from hybridrt.speculative.registry import BUILT_IN, load_method
 
 EMBEDDED, EMBEDDED_DRAFT = "embedded", "embedded_draft"
 MAX_CHARS = 1 << 24  # of a prompt or a message that standard input brings
-ModelOption = Annotated[
-    str,
-    typer.Option("--model", "-m", metavar="NAME", help="Checkpoint directory, hub name, or the built-in model."),
-]
+# One rule for all commands: the model is the argument MODEL, or --model where arguments are prompts or there are none.
+_MODEL = f"Checkpoint directory or hub name. [{EMBEDDED}]"
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 

@@ -2,11 +2,18 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-import typer
-
-from hybridrt.cli.options import EMBEDDED, ITL_TARGET, EngineOptions, Overrides, SpeculativeOptions, read_text, setting
+from hybridrt.cli.options import (
+    EMBEDDED,
+    ITL_TARGET,
+    EngineOptions,
+    ModelArgument,
+    Overrides,
+    SpeculativeOptions,
+    read_text,
+    setting,
+)
 from hybridrt.errors import ProviderNotInstalledError
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
@@ -74,9 +81,7 @@ class ServeEngine(EngineOptions):
 
 
 def serve(
-    model: Annotated[
-        str, typer.Argument(metavar="[MODEL]", help="Checkpoint directory, hub name, or the built-in model.")
-    ] = EMBEDDED,
+    model: ModelArgument = EMBEDDED,
     server: ServerOptions = ServerOptions(),
     engine: ServeEngine = ServeEngine(),
     speculation: SpeculativeOptions = SpeculativeOptions(),  # noqa: B008
@@ -87,7 +92,7 @@ def serve(
     """
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
-        raise ProviderNotInstalledError(f"{', '.join(missing)} is not installed: pip install 'hybridrt[serve]'")
+        raise ProviderNotInstalledError(f"{', '.join(missing)} is not installed: pip install '.[serve]'")
     from hybridrt.server.config import ServerConfig
 
     given = server.given()

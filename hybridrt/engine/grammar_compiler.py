@@ -43,7 +43,7 @@ _KEY_AND_NUMBER = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(-?[0-9][0-9.]*)')
 _starting = threading.Lock()  # the size of stacks is the process's, so it is set for one start at a time
 _FIELD = "structured_outputs"
 _NO_TOKEN = "NoExtensionBias"  # what llguidance says where no token may come
-_INSTALL = 'structured_outputs need llguidance: pip install "hybridrt[structured]"'
+_INSTALL = "structured_outputs need llguidance: pip install '.[structured]'"
 
 
 class GrammarCompiler:

@@ -94,12 +94,12 @@ PROVIDERS: dict[str, Provider] = {
         Provider("torch", ("cpu", "cuda")),
         Provider("triton", ("cuda",), "triton", "triton", "3.6", "pip install triton"),
         Provider(
-            "flashinfer", ("cuda",), "flashinfer", "flashinfer-python", "0.6.12", "pip install 'hybridrt[flashinfer]'",
+            "flashinfer", ("cuda",), "flashinfer", "flashinfer-python", "0.6.12", "pip install '.[flashinfer]'",
             prebuilt="flashinfer_jit_cache",
         ),
-        Provider("mamba_ssm", ("cuda",), "mamba_ssm", "mamba-ssm", "2.2", "pip install 'hybridrt[mamba]'"),
-        Provider("sgl_kernel", ("cuda",), "sgl_kernel", "sglang-kernel", "0.4.4", "pip install 'hybridrt[sgl]'"),
-        Provider("fla", ("cuda",), "fla", "flash-linear-attention", "0.6", "pip install 'hybridrt[fla]'"),
+        Provider("mamba_ssm", ("cuda",), "mamba_ssm", "mamba-ssm", "2.2", "pip install '.[mamba]'"),
+        Provider("sgl_kernel", ("cuda",), "sgl_kernel", "sglang-kernel", "0.4.4", "pip install '.[sgl]'"),
+        Provider("fla", ("cuda",), "fla", "flash-linear-attention", "0.6", "pip install '.[fla]'"),
     )
 }  # fmt: skip
 _IMPLEMENTATIONS: dict[str, dict[str, By]] = {}

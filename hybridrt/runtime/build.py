@@ -12,7 +12,7 @@ from hybridrt.attention.registry import create_backend
 from hybridrt.config import AttentionSpec, EngineConfig, ModelConfig, resolve_device, resolve_dtype, resolve_state_dtype
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.errors import ConfigError, MemoryBudgetError
-from hybridrt.hf_config import read_model_config
+from hybridrt.hf_config import read_model_config, refuse_gguf
 from hybridrt.kinds.registry import check_replay, replay_pays, state_shape
 from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.weights import Build
@@ -121,10 +121,12 @@ def resolve_model_path(name: str) -> Path:
 
     Raises:
         ConfigError: it is none of them, or cannot be downloaded.
+        UnsupportedModelError: it is a GGUF file, or a repository of such files.
     """
     path = ASSETS / name if name in EMBEDDED else Path(name).expanduser()
     if path.is_dir():
         return path
+    refuse_gguf(name)
     if name in EMBEDDED:
         raise ConfigError(f"this installation lacks its {name} model ({path}); pass a checkpoint directory")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:

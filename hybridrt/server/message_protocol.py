@@ -55,7 +55,7 @@ Block = Annotated[
 class MessageTurn(Body):
     """One turn."""
 
-    role: Literal["user", "assistant", "system"]
+    role: Literal["user", "assistant", "system", "developer"]
     content: str | ListOf[Block]
 
 

@@ -102,7 +102,7 @@ def _is_prefilled(last: MessageTurn) -> bool:
 def _messages(body: CountRequest) -> list[dict[str, Any]]:
     messages = []
     if body.system:
-        messages.append({"role": "system", "content": _text(body.system)})
+        messages.append({"role": "system", "content": _content(body.system)})
     for turn in body.messages:
         if isinstance(turn.content, str):
             messages.append({"role": turn.role, "content": turn.content})
@@ -126,13 +126,15 @@ def _user(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
     """Results of tools are messages of their own, before the text of the same message."""
     results = [block for block in blocks if isinstance(block, ToolResult)]
     messages: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")} for block in results
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content or "")}
+        for block in results
     ]
     texts = [block for block in blocks if isinstance(block, TextPart)]
     if texts or not results:
-        messages.append({"role": role, "content": _text(texts)})
+        messages.append({"role": role, "content": _content(texts)})
     return messages
 
 
-def _text(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _content(content: str | list[TextPart]) -> str | list[dict[str, str]]:
+    """Text, or the parts of a message in OpenAI's form: the chat template says how parts are joined."""
+    return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]

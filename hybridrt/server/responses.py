@@ -87,21 +87,17 @@ def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
 
 
 def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
-    """The messages of a conversation. The items of one answer become one message, and system messages at the beginning
-    become one, because most templates refuse a second one."""
+    """The messages of a conversation. The items of one answer become one message."""
     messages: list[dict[str, Any]] = []
-    system = [body.instructions] if body.instructions else []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
     items: list[Item] = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     for item in items:
         match item:
             case InputMessage(role="assistant"):
-                _assistant(messages, ("content", "tool_calls"))["content"] = _text(item.content)
-            case InputMessage(role="user"):
-                messages.append({"role": "user", "content": _text(item.content)})
-            case InputMessage() if messages:
-                messages.append({"role": "system", "content": _text(item.content)})
+                _assistant(messages, ("content", "tool_calls"))["content"] = _content(item.content)
             case InputMessage():
-                system.append(_text(item.content))
+                messages.append({"role": item.role, "content": _content(item.content)})
             case ReasoningItem():
                 earlier = _assistant(messages, ("content", "tool_calls", "reasoning_content"))
                 earlier["reasoning_content"] = _text(item.content or [])
@@ -109,9 +105,8 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
                 call = function_call(item.call_id, item.name, item.arguments)
                 _assistant(messages, ()).setdefault("tool_calls", []).append(call)
             case FunctionCallOutput():
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-    first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-    return [*first, *messages]
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+    return messages
 
 
 def _assistant(messages: list[dict[str, Any]], without: tuple[str, ...]) -> dict[str, Any]:
@@ -120,6 +115,11 @@ def _assistant(messages: list[dict[str, Any]], without: tuple[str, ...]) -> dict
     if last.get("role") != "assistant" or any(field in last for field in without):
         messages.append({"role": "assistant"})
     return messages[-1]
+
+
+def _content(texts: Texts) -> str | list[dict[str, str]]:
+    """Text, or the parts of a message in OpenAI's form: the chat template says how parts are joined."""
+    return texts if isinstance(texts, str) else [{"type": "text", "text": part.text} for part in texts]
 
 
 def _text(texts: Texts) -> str:

@@ -11,7 +11,6 @@ from starlette.types import Scope
 
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import Conversation
-from hybridrt.chat.renderer import RENDERER
 from hybridrt.engine.async_llm import AsyncLLM, DeltaStream
 from hybridrt.engine.chats import PreparedChat, check_characters, is_large_chat
 from hybridrt.engine.lanes import LONG_CHARACTERS, lane_of
@@ -76,10 +75,11 @@ class Service:
         return self.llm.llm.chats(self.config.chat_template, self.config.tool_parser, self.config.reasoning_parser)
 
     async def start_renderer(self) -> None:
-        """Starts the process for chat templates, if there is one to render: the first chat would wait for it."""
+        """Starts the process for chat templates, if there is one to render, and tries the model's: the first chat would
+        wait for it."""
         tokenizer = self.llm.llm.tokenizer
         if isinstance(tokenizer, HFTokenizer) and (self.config.chat_template or tokenizer.hf.chat_template):
-            await self.llm.in_thread(RENDERER.start)
+            await self.llm.in_thread(self.chat.examine)
 
     async def prepare_chat(self, conversation: Conversation, params: SamplingParams) -> PreparedChat:
         """A conversation as the engine takes it.

@@ -35,7 +35,7 @@ class Tracing:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as e:
-            raise ProviderNotInstalledError(f"--otlp-endpoint: {e}: pip install 'hybridrt[otlp]'") from e
+            raise ProviderNotInstalledError(f"--otlp-endpoint: {e}: pip install '.[otlp]'") from e
         self._app = app
         self._provider = TracerProvider(resource=Resource.create({"service.name": "hybridrt"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))

@@ -146,7 +146,7 @@ def _load() -> Any:
         from nixl import _api
     except ImportError as e:
         raise ProviderNotInstalledError(
-            f'state transfer through NIXL needs the package nixl: pip install "hybridrt[transfer]" ({e})'
+            f"state transfer through NIXL needs the package nixl: pip install '.[transfer]' ({e})"
         ) from e
     # Its notices would go to standard output, among whatever the program says there.
     logging.getLogger("nixl").setLevel(logging.WARNING)

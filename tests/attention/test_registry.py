@@ -90,7 +90,7 @@ def test_a_library_that_is_not_there_is_named_before_what_it_takes_and_not_witho
 
 @pytest.mark.parametrize(("name", "extra"), [("fa3", "sgl"), ("flashinfer", "flashinfer")])
 def test_a_backend_without_its_library_names_what_to_install(name: str, extra: str) -> None:
-    with pytest.raises(ProviderNotInstalledError, match=rf"{name}.*pip install 'hybridrt\[{extra}\]'"):
+    with pytest.raises(ProviderNotInstalledError, match=rf"{name}.*pip install '\.\[{extra}\]'"):
         registry.load_attention_backend(name, torch.device("cpu"))
 
 

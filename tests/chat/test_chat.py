@@ -84,11 +84,14 @@ def test_messages_become_what_templates_read() -> None:
         TOOLS,
         {"type": "function", "function": {"name": "now"}},
     )
-    assert talk.messages[0] == {"role": "user", "content": "a\nb"}
+    assert talk.messages[0] == {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+    }
     calls = talk.messages[1]["tool_calls"]
     assert talk.messages[1]["content"] == "" and calls[0]["id"] == "1"
-    assert [c["function"]["arguments"] for c in calls] == [{"a": 1}, '{"a": ', {}]
-    assert talk.tool_choice == NamedTool("now") and talk.tools[1].definition["function"]["description"] == ""
+    assert [c["function"]["arguments"] for c in calls] == [{"a": 1}, {"arguments": '{"a": '}, {}]
+    assert talk.tool_choice == NamedTool("now") and "description" not in talk.tools[1].definition["function"]
     assert not read_conversation([USER], TOOLS, "none").offered
 
 

@@ -148,7 +148,7 @@ def test_the_default_model_brings_a_drafter() -> None:
 
 def test_another_model_needs_its_drafter_named(tiny: Path) -> None:
     result = run(tiny, "x", "--speculative", "draft")
-    assert result.exit_code == 2 and "needs draft_model" in result.stderr
+    assert result.exit_code == 2 and "needs --draft-model" in result.stderr
 
 
 def test_drafts_need_a_method(tiny: Path) -> None:
@@ -187,7 +187,7 @@ def test_engine_options_reach_the_engine(tiny: Path) -> None:
         (("--token-ids", "5 x"), "no list of integers"),
         (("--token-ids", "5 9999"), "token id 9999 is outside the vocabulary"),
         (("x" * 500, "--max-model-len", "256"), "the prompt has 500 tokens"),
-        (("x", "--attention-backend", "zzz"), "attention_backend 'zzz' is not supported"),
+        (("x", "--attention-backend", "zzz"), "--attention-backend 'zzz' is not supported"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_status_2(tiny: Path, arguments: tuple[str, ...], text: str) -> None:

@@ -204,7 +204,7 @@ def test_two_attention_backends_are_both_named(tmp_path: Path, monkeypatch: pyte
 
 def test_inspect_refuses_what_a_run_would_refuse(tmp_path: Path) -> None:
     unknown = run("inspect", str(write_tiny(tmp_path)), "--attention-backend", "zzz")
-    assert (unknown.exit_code, "attention_backend 'zzz' is not supported" in unknown.stderr) == (2, True)
+    assert (unknown.exit_code, "--attention-backend 'zzz' is not supported" in unknown.stderr) == (2, True)
     (tmp_path / "config.json").write_text('{"architectures": ["NopeForCausalLM"], "model_type": "nope"}')
     unsupported = run("inspect", str(tmp_path))
     assert (unsupported.exit_code, "'NopeForCausalLM' is not supported" in unsupported.stderr) == (2, True)
@@ -224,10 +224,10 @@ def test_doctor_names_the_provider_of_every_operation() -> None:
 
 
 def test_doctor_says_why_a_provider_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [providers.ReportRow("rms_norm", "cpu", "torch", {"flashinfer": "not installed: pip install 'hybridrt[x]'"})]
+    rows = [providers.ReportRow("rms_norm", "cpu", "torch", {"flashinfer": "not installed: pip install '.[x]'"})]
     monkeypatch.setattr(providers, "report", lambda devices: rows)
     text = run("doctor").stdout
-    assert "flashinfer: not installed: pip install 'hybridrt[x]'" in text
+    assert "flashinfer: not installed: pip install '.[x]'" in text
     assert "cores in use" in text
 
 
@@ -253,6 +253,10 @@ def test_doctor_warns_of_versions_beyond_the_tested_ones(monkeypatch: pytest.Mon
     assert doctor_module.untested(inside, bounds) == []
     beyond = doctor_module.untested({"torch": "2.16.0", "flashinfer-python": "0.8.0"}, bounds)
     assert [line.split(" is untested")[0] for line in beyond] == ["torch 2.16.0", "flashinfer-python 0.8.0"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    ours = [*project["dependencies"], *project["optional-dependencies"]["flashinfer"]]
+    newest = {"transformers": "5.24.0", "flashinfer-python": "0.7.2"}
+    assert doctor_module.untested(newest, ours) == []
     own = SimpleNamespace(version="0.1", requires=["torch<1"])
     installed = doctor_module._installed
     monkeypatch.setattr(doctor_module, "_installed", lambda name: own if name == "hybridrt" else installed(name))

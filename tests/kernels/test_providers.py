@@ -65,7 +65,7 @@ def test_too_old_or_absent_counts_as_missing(monkeypatch):
         providers.select("op", "cuda", "flashinfer")
     _clear_caches()
     _install(monkeypatch, triton="3.6.0")
-    with pytest.raises(ProviderNotInstalledError, match=r"pip install 'hybridrt\[flashinfer\]'"):
+    with pytest.raises(ProviderNotInstalledError, match=r"pip install '\.\[flashinfer\]'"):
         providers.select("op", "cuda", "flashinfer")
 
 

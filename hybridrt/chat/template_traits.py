@@ -1,0 +1,235 @@
+"""What a chat template supports, and messages changed to fit it.
+
+Clients send what OpenAI's API allows. A template knows only what its model was trained with. It
+raises on the rest, drops it, or writes turns that the model has never seen. Short conversations are
+rendered once to find out; names of models say nothing here.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridrt.chat.efforts import supported_efforts
+from hybridrt.chat.renderer import RENDERER
+from hybridrt.errors import CheckpointError
+
+MAX_SECONDS = 10.0  # for all trials of a template together; a trial that has begun then ends by the renderer's limit
+ROLES = ("system", "user", "assistant", "tool")
+INSTRUCTIONS = ("system", "developer")
+# Texts that no template writes by itself. An own key of a part shows up where a template writes the part as data.
+_A, _B, _DUMPED = "Qa7xkz", "Qb9wvj", "Qd4yhn"
+_PARTS = [{"type": "text", "text": mark, "probe": _DUMPED} for mark in (_A, _B)]
+_UNKNOWN_ROLE = "qrole5"
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": {}}}
+_SLOW = 1.0  # seconds; a short conversation takes a thousandth of this
+_log = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TemplateTraits:
+    """What a template supports.
+
+    Attributes:
+        developer: it tells the role developer from roles that it does not know.
+        second: roles of instructions that it writes after a system message at the beginning.
+        late: roles of instructions that it writes after other messages.
+        parts: roles for which it writes a list of text parts.
+        only_parts: those of them for which it does not write plain text.
+        needs_description: it fails on a tool without description.
+        efforts: the reasoning effort to pass for each that a caller may ask for.
+    """
+
+    developer: bool = False
+    second: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
+    parts: frozenset[str] = frozenset()
+    only_parts: frozenset[str] = frozenset()
+    needs_description: bool = True
+    efforts: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Trials:
+    """Renders short conversations until the time is over."""
+
+    def __init__(self, template: str, variables: Mapping[str, Any]) -> None:
+        self._template, self._variables = template, {**variables, "add_generation_prompt": True}
+        self._deadline = time.monotonic() + MAX_SECONDS
+        self.cut_off = False
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str | None:
+        """The text; None if the template fails, which is an answer here, or if there is no time."""
+        if time.monotonic() > self._deadline:
+            self.cut_off = True
+            return None
+        try:
+            return RENDERER.render(self._template, messages, {**self._variables, **options})
+        except CheckpointError:
+            return None
+
+    def takes_the_plainest(self) -> bool:
+        """Whether it renders anything at all; if only with tools, then all trials have one. A failure that takes long
+        is the last one: the others would take as long."""
+        for tools, content in ((None, "Hi"), ([_tool(description="")], "Hi"), (None, _PARTS)):
+            self._variables["tools"], start = tools, time.monotonic()
+            if self.render([_said("user", content)]) is not None:
+                return True
+            if time.monotonic() - start > _SLOW:
+                break
+        return False
+
+    def writes(self, *messages: Message) -> bool:
+        """Whether the template writes the marks of all these messages."""
+        found = self.render(messages)
+        wanted = [mark for mark in (_A, _B) if any(mark in str(message["content"]) for message in messages)]
+        return found is not None and all(mark in found for mark in wanted)
+
+
+def find_traits(template: str, variables: Mapping[str, Any]) -> TemplateTraits:
+    """Tries a template. Takes milliseconds; MAX_SECONDS and one rendering at most.
+
+    Args:
+        variables: what every rendering gets, such as the special tokens.
+
+    Raises:
+        CheckpointError: the process for templates does not start.
+    """
+    RENDERER.start()
+    trials = _Trials(template, variables)
+    if not trials.takes_the_plainest():
+        return TemplateTraits()  # conversations will say why
+    developer = _knows_developer(trials)
+    instructions = INSTRUCTIONS if developer else INSTRUCTIONS[:1]
+    parts = frozenset(role for role in ROLES if _writes_parts(trials, role))
+    found = TemplateTraits(
+        developer=developer,
+        second=frozenset(r for r in instructions if trials.writes(_said("system", _A), _said(r, _B), _said("user"))),
+        late=frozenset(role for role in instructions if _writes_late(trials, role)),
+        parts=parts,
+        only_parts=frozenset(role for role in parts if not trials.writes(*_turns(role, _A))),
+        needs_description=_needs_description(trials),
+        efforts=supported_efforts(lambda **options: trials.render([_said("user")], **options)),
+    )
+    if trials.cut_off:
+        _log.warning(
+            "the chat template takes more than %g seconds for short conversations: what it supports is not known",
+            MAX_SECONDS,
+        )
+        return TemplateTraits()
+    return found
+
+
+def fitted(messages: Sequence[Message], traits: TemplateTraits, *, continued: bool) -> list[Message]:
+    """Messages as a template with these traits takes them. A second time, nothing changes.
+
+    Args:
+        continued: the answer continues the last message, so its parts become one text.
+    """
+    found = _with_few_instructions(messages, traits)
+    last = len(found) - 1 if continued else None
+    return [_with_content(message, traits, i == last) for i, message in enumerate(found)]
+
+
+def fitted_tool(definition: Mapping[str, Any], traits: TemplateTraits) -> Mapping[str, Any]:
+    """A tool's definition, with an empty description where the template fails without one."""
+    function = definition["function"]
+    if not traits.needs_description or "description" in function:
+        return definition
+    return {**definition, "function": {**function, "description": ""}}
+
+
+def _with_few_instructions(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
+    """Instructions that the template would refuse or drop become a part of the first message, and those of developers,
+    where it does not know them, a part of the system's."""
+    unknown = () if traits.developer else ("developer",)
+    found = [{**message, "role": "system"} if message["role"] in unknown else message for message in messages]
+    leading = next((i for i, message in enumerate(found) if message["role"] not in INSTRUCTIONS), len(found))
+    late = [message for message in found[leading:] if message["role"] in INSTRUCTIONS]
+    if not traits.late.issuperset(message["role"] for message in late):
+        rest = [message for message in found[leading:] if message["role"] not in INSTRUCTIONS]
+        return [_merged([*found[:leading], *late], traits), *rest]
+    has_changed = any(message["role"] in unknown for message in messages[:leading])
+    others = {message["role"] for message in found[1:leading]}
+    if leading > 1 and (has_changed or not traits.second >= others):
+        return [_merged(found[:leading], traits), *found[leading:]]
+    return found
+
+
+def _merged(instructions: Sequence[Message], traits: TemplateTraits) -> Message:
+    """Instructions as one message, as vLLM merges them: a blank line between their texts."""
+    role = "developer" if all(message["role"] == "developer" for message in instructions) else "system"
+    texts = [_joined(message.get("content", ""), traits, role) for message in instructions]
+    return {**instructions[0], "role": role, "content": "\n\n".join(filter(None, texts))}
+
+
+def _with_content(message: Message, traits: TemplateTraits, continued: bool) -> Message:
+    content, role = message.get("content"), _kind(message["role"])
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]} if role in traits.only_parts else message
+    if content is None or (role in traits.parts and not continued):
+        return message
+    return _with_content({**message, "content": _joined(content, traits, role)}, traits, False)
+
+
+def _joined(content: Any, traits: TemplateTraits, role: str) -> str:
+    """Text of a content. Templates that read lists write parts next to each other; for the others a part is a line."""
+    if isinstance(content, str):
+        return content
+    return ("" if _kind(role) in traits.parts else "\n").join(part["text"] for part in content)
+
+
+def _kind(role: str) -> str:
+    """The role that was tried for this one. What no trial says about other roles is what holds for users' text."""
+    return "system" if role in INSTRUCTIONS else role
+
+
+def _said(role: str, content: Any = "Hi") -> Message:
+    return {"role": role, "content": content}
+
+
+def _turns(role: str, content: Any) -> list[Message]:
+    """A short conversation with this content in a turn of this role."""
+    call = {**_said("assistant", ""), "tool_calls": [_CALL]}
+    result = {**_said("tool", content), "tool_call_id": _CALL["id"], "name": "probe"}
+    return {
+        "system": [_said("system", content), _said("user")],
+        "user": [_said("user", content)],
+        "assistant": [_said("user"), _said("assistant", content), _said("user")],
+        "tool": [_said("user"), call, result],
+    }[role]
+
+
+def _knows_developer(trials: _Trials) -> bool:
+    """Whether the role is written otherwise than a role that no template knows."""
+    turns = [trials.render([_said(role, _A), _said("user")]) for role in ("developer", _UNKNOWN_ROLE)]
+    if turns[0] is None or _A not in turns[0]:
+        return False
+    return turns[1] is None or turns[0].replace("developer", _UNKNOWN_ROLE) != turns[1].replace(
+        "developer", _UNKNOWN_ROLE
+    )
+
+
+def _writes_late(trials: _Trials, role: str) -> bool:
+    """Whether it writes instructions later, with and without others at the beginning, and as the last message."""
+    user, late = _said("user"), _said(role, _B)
+    talk = [user, _said("assistant"), late, user]
+    return all(trials.writes(*turns) for turns in (talk, [_said("system", _A), *talk], [user, late]))
+
+
+def _writes_parts(trials: _Trials, role: str) -> bool:
+    """Whether it walks through parts: it writes their texts, and not the parts as data."""
+    found = trials.render(_turns(role, _PARTS))
+    return found is not None and _A in found and _B in found and _DUMPED not in found
+
+
+def _needs_description(trials: _Trials) -> bool:
+    without, with_one = (trials.render([_said("user")], tools=[tool]) for tool in (_tool(), _tool(description="")))
+    return without is None and with_one is not None
+
+
+def _tool(**more: str) -> dict[str, Any]:
+    function = {"name": "probe", "parameters": {"type": "object", "properties": {}}, **more}
+    return {"type": "function", "function": function}
