@@ -15,7 +15,7 @@ from hybridrt.chat.constraints import asks_for_grammar
 from hybridrt.chat.conversation import Conversation, read_conversation
 from hybridrt.engine.chats import ChatDelta, ChatOutput, ChatReader, Messages, PreparedChat, read_output
 from hybridrt.engine.engine_loop import EngineLoop, StepMessage
-from hybridrt.engine.grammar_compiler import COMPILING
+from hybridrt.engine.grammar_compiler import WAITING
 from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.llm import LLM
 from hybridrt.engine.outputs import Delta, RequestOutput, whole_output
@@ -26,6 +26,7 @@ from hybridrt.sampling_params import SamplingParams
 # Tokenising this many characters takes about as long as handing them to another thread.
 _INLINE_CHARACTERS = 1000
 _DRAIN_CHECK_SECONDS = 0.05
+_COMPILING = 16  # threads for requests with grammars, in addition to those that wait for large grammars
 
 
 class DeltaStream(AsyncIterator[Delta]):
@@ -130,7 +131,7 @@ class AsyncLLM:
         self.draining = False
         self._events: asyncio.AbstractEventLoop | None = None
         self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="hybridrt-tokenize")
-        self._compiling = ThreadPoolExecutor(2 * COMPILING, thread_name_prefix="hybridrt-compile")
+        self._compiling = ThreadPoolExecutor(WAITING + _COMPILING, thread_name_prefix="hybridrt-compile")
         self._loop = EngineLoop(self.llm.engine, self._deliver, self.llm.plan.num_rows + max_waiting)
 
     @property
