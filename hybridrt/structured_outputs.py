@@ -1,7 +1,8 @@
 """What an output must look like: a JSON schema, a regular expression, one of some texts, or a grammar."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,29 @@ from hybridrt.errors import RequestError, is_text, shown
 
 MAX_CHARACTERS = 2**19  # of a schema, an expression or a grammar, and of all choices together
 MAX_CHOICES = 4096
+MAX_TEXT = 2**16  # characters of one choice, expression or literal, of a schema's names and values, too
 # Between the tokens of a JSON text. Without a limit a model that prefers white space may give nothing else.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# A string of JSON or Lark, or an expression of Lark: none of them has line breaks.
+_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)*+/?')
 _FIELD = "structured_outputs"
 _KINDS = ("json", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """Reasoning before an output, between tags that are tokens.
+
+    Attributes:
+        opens: each begins it, as the output's first token; without, the output may have none. (): the prompt has begun
+            it.
+        closes: each ends it. The grammar of the output reads it as its first token.
+        budget: tokens of reasoning after which it is ended; None: no limit.
+    """
+
+    opens: tuple[int, ...]
+    closes: tuple[int, ...]
+    budget: int | None = None
 
 
 @dataclass(frozen=True)
@@ -28,16 +48,18 @@ class StructuredOutputs:
             to groups.
         choice: the output is one of these strings, 1 to MAX_CHOICES (4096).
         grammar: a grammar in llguidance's variant of Lark; its rule `start` is the output.
+        thinking: the output may begin with reasoning. Chats set it.
 
     Raises:
-        RequestError: not exactly one field is set, one has the wrong type, or all of it has more than MAX_CHARACTERS
-            (2**19) characters.
+        RequestError: not exactly one field is set, one has the wrong type, all of it has more than MAX_CHARACTERS
+            (2**19) characters, or one text of it more than MAX_TEXT (2**16).
     """
 
     json: str | dict[str, Any] | bool | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) is not None]
@@ -49,6 +71,12 @@ class StructuredOutputs:
         length = sum(map(len, value)) if kind == "choice" else len(value)
         if length > MAX_CHARACTERS:
             raise _refused(f"has {length} characters in {kind}; at most {MAX_CHARACTERS} are taken: make it smaller")
+        longest = max(map(len, _texts(kind, value)), default=0)
+        if longest > MAX_TEXT:
+            raise _refused(
+                f"has a text of {longest} characters in {kind}; a choice, an expression, a literal, or a name or value "
+                f"of a schema may have {MAX_TEXT}: make it shorter"
+            )
 
     @property
     def kind(self) -> str:
@@ -71,6 +99,15 @@ def _text(kind: str, value: object) -> str:
     if not isinstance(value, str) or not value or not is_text(value):
         raise _refused(f"has {kind}={shown(value)}; it must be text, and not empty")
     return value
+
+
+def _texts(kind: str, value: Any) -> Iterable[str]:
+    """The texts that a form is made of, those of a grammar with what marks them."""
+    if kind == "choice":
+        return value
+    if kind == "regex":
+        return (value,)
+    return _LITERAL.findall(value) if len(value) > MAX_TEXT else ()
 
 
 def _choices(kind: str, value: object) -> tuple[str, ...]:

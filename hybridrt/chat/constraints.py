@@ -1,4 +1,5 @@
-"""One grammar for all that an answer must be: reasoning of limited length, forced calls, strict arguments, a form.
+"""One grammar for all that an answer must be: forced calls, strict arguments, a form. Reasoning before it, if its tags
+are tokens, is no part of the grammar (hybridrt.structured_outputs.Thinking).
 
 The grammars are llguidance's variant of Lark (hybridrt.structured_outputs). In them a tag that is a token is `<[ID]>`;
 text holds no such token.
@@ -13,7 +14,7 @@ from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.schemas import calls, json_text, one_call
 from hybridrt.chat.tool_parser import ToolParser
 from hybridrt.errors import RequestError
-from hybridrt.structured_outputs import WHITESPACE, StructuredOutputs
+from hybridrt.structured_outputs import WHITESPACE, StructuredOutputs, Thinking
 
 # What an expression between slashes cannot hold as it is. A character behind a backslash is escaped already.
 _MARKS = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
@@ -69,39 +70,37 @@ class Constraints:
                 "parser",
                 "thinking_token_budget",
             )
-        thought, rules = "", list[str]()
+        closing, rules, thinking = "", list[str](), None
         if reasoning is not None:
             opened = reasoning.opened_by(prompt, conversation.continued)
             closed = not opened and reasoning.closed_by(prompt)
             # Behind a prompt that has closed it, an answer of a fixed form has no reasoning. Another one may have it.
             if not closed or (budget is not None and not fixed):
-                thought, rules = self._thought(reasoning, budget, opened)
-        if not thought:
+                closing, rules, thinking = self._thought(reasoning, budget, opened)
+        if not closing:
             return given if given is not None or body is None else _lark([f"start: {body}", *more])
-        return _lark([f"start: {thought} body", f"body: {body or f'(TEXT | {self._any()})*'}", *more, *rules])
+        body = body or f"(TEXT | {self._any()})*"
+        return _lark([f"start: {closing} body", f"body: {body}", *more, *rules], thinking)
 
-    def _thought(self, tags: ReasoningTags, budget: int | None, begun: bool) -> tuple[str, list[str]]:
-        """The part of the start rule before the content, and the rules that it needs; "" if there is none. If the
-        prompt has not `begun` the reasoning, the model may do so if the tag is one token."""
-        opened = "" if begun else self._literals(tags.opens)
+    def _thought(self, tags: ReasoningTags, budget: int | None, begun: bool) -> tuple[str, list[str], Thinking | None]:
+        """The part of the start rule before the content, the rules that it needs, and what the grammar leaves out of
+        reasoning; "" if there is none. If the prompt has not `begun` the reasoning, the model may do so if the tag is
+        one token."""
+        opens = () if begun else tuple(self.tokens[tag] for tag in tags.opens if tag in self.tokens)
         tokens = all(tag in self.tokens for tag in tags.closes)
-        single = tokens and (not opened or tags.opens[0] in self.tokens)
-        if budget is not None and not single:
+        if tokens and (begun or opens):
+            closing = f"{self._literals(tags.closes)} LINES?"
+            thinking = Thinking(opens, tuple(self.tokens[tag] for tag in tags.closes), budget)
+            return closing if begun else f"({closing})?", [], thinking
+        if budget is not None:
             raise RequestError(
                 "a thinking budget needs tags of reasoning that are single tokens, which this model does not have: "
                 "leave it out, or lower max_tokens",
                 "thinking_token_budget",
             )
-        if opened and not single:
-            return "", []
-        if tokens:
-            limit = "" if budget is None else f"[max_tokens={budget}]"
-            rule = f"thinking{limit}: TEXT"
-            thought = f"{'' if budget == 0 else 'thinking '}{self._literals(tags.closes)} LINES?"
-        else:
-            rule = f"thinking[lazy]: /(?s:.*)({'|'.join(map(_regex, tags.closes))})/"
-            thought = "thinking LINES?"
-        return f"({opened} {thought})?" if opened else thought, [rule]
+        if not begun:
+            return "", [], None
+        return "thinking LINES?", [f"thinking[lazy]: /(?s:.*)({'|'.join(map(_regex, tags.closes))})/"], None
 
     def _strict(self, conversation: Conversation, tools: ToolParser) -> tuple[str, list[str]]:
         """The body: text, and sections of calls whose arguments follow their schemas. And the rules that it needs."""
@@ -184,8 +183,8 @@ def _marked(found: re.Match[str]) -> str:
     return _MARKS.get(found[0], found[0])
 
 
-def _lark(rules: Sequence[str]) -> StructuredOutputs:
-    return StructuredOutputs(grammar="\n".join([*rules, *_RULES]))
+def _lark(rules: Sequence[str], thinking: Thinking | None = None) -> StructuredOutputs:
+    return StructuredOutputs(grammar="\n".join([*rules, *_RULES]), thinking=thinking)
 
 
 def _regex(text: str) -> str:

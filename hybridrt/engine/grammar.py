@@ -1,18 +1,21 @@
 """Follows grammars of structured outputs token by token, with llguidance: which tokens may come next, as bitmasks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, count
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hybridrt.engine.mask_time import Allowance, thread_seconds
+from hybridrt.engine.thinking import ThinkingState
 from hybridrt.errors import GrammarError
 from hybridrt.speculative.drafter import Draft
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
 
 
 class Grammar:
@@ -25,15 +28,19 @@ class Grammar:
     Args:
         root: has taken no token and computed a first mask.
         eos: tokens that end an output.
+        text: what it was compiled from.
         cheap: it takes little time to compile, so that it may be compiled again.
+        takes_back: llguidance can take tokens back. It cannot where a rule has max_tokens or stop.
 
     Attributes:
         roots: one or more, all alike.
     """
 
-    def __init__(self, root: "LLMatcher", eos: frozenset[int], cheap: bool = True) -> None:
+    def __init__(
+        self, root: "LLMatcher", eos: frozenset[int], text: str, cheap: bool = True, takes_back: bool = True
+    ) -> None:
         self.roots: tuple[LLMatcher, ...] = (root,)
-        self.eos, self.cheap = eos, cheap
+        self.eos, self.text, self.cheap, self.takes_back = eos, text, cheap, takes_back
         self._turn = count()
 
     def start(self) -> "tuple[int, LLMatcher]":
@@ -50,10 +57,19 @@ class Matcher:
         grammar: what the output follows.
         started: the number of a root, and a copy of it that has taken the output so far. None: the matcher starts when
             it is first needed, when the grammar may have more roots.
+        thinking: where the output is in its reasoning; None: it has none, or none any more.
+
+    Attributes:
+        allowance: time that its tokens and masks may take.
     """
 
-    def __init__(self, grammar: Grammar, started: "tuple[int, LLMatcher] | None" = None) -> None:
-        self._grammar = grammar
+    def __init__(
+        self,
+        grammar: Grammar,
+        started: "tuple[int, LLMatcher] | None" = None,
+        thinking: ThinkingState | None = None,
+    ) -> None:
+        self._grammar, self.thinking, self.allowance = grammar, thinking, Allowance()
         if started is not None:
             self._started = started
 
@@ -68,69 +84,127 @@ class Matcher:
 
     @property
     def inner(self) -> "LLMatcher":
-        """llguidance's matcher, which has taken the output so far."""
+        """llguidance's matcher, which has taken the output so far, without reasoning."""
         return self._started[1]
+
+    @property
+    def plain(self) -> bool:
+        """llguidance alone follows the output, and can take drafts back."""
+        return self.thinking is None and self._grammar.takes_back
 
     def copy(self) -> "Matcher":
         """A matcher in the same state, independent of this one."""
         started = (self.root, self.inner.deep_copy()) if "_started" in self.__dict__ else None
-        return Matcher(self._grammar, started)
+        return Matcher(self._grammar, started, self.thinking)
 
     def advance(self, token: int) -> bool:
         """Takes a token of the output, other than one that ends it. Returns True if the output is complete and no token
         may follow.
 
         Raises:
-            GrammarError: the grammar forbids the token, or a limit of llguidance is exceeded.
+            GrammarError: the grammar forbids the token, or a limit is exceeded: llguidance's, or of time.
         """
-        if not self.inner.consume_token(token):
-            self.check()
+        with thread_seconds() as taken:
+            if self.thinking is not None:
+                self.thinking, read = self.thinking.after(token)
+                if not read:
+                    return False
+            if not self.inner.consume_token(token):
+                self.check()
+        self.allowance.advanced(taken[0])
         return self.inner.is_stopped()
 
     def check(self) -> None:
-        """Raises GrammarError if llguidance has exceeded a limit: its answers are not valid after that."""
+        """Raises GrammarError if a limit is exceeded: llguidance's answers are not valid after that."""
+        self.allowance.check()
         if self.inner.is_error():
             reason = shortened(self.inner.get_error())
             raise GrammarError(f"structured_outputs cannot be followed any further: {reason}")
 
     def mask(self) -> np.ndarray:
         """int32 words up to the last token that the tokenizer knows: the tokens that may come next, a bit each."""
-        return np.frombuffer(self.inner.compute_bitmask(), np.int32)
+        mask = np.frombuffer(self.inner.compute_bitmask(), np.int32).copy()
+        if self.thinking is not None:
+            self.thinking.fill(mask)
+        return mask
 
     def allowed(self, draft: Draft) -> Draft:
         """The nodes of a draft that may follow, those before them included. Tokens that end an output are left out:
         nothing follows them, and the draw before them gives them as well."""
-        if draft.parents is None:
+        with thread_seconds() as taken:
+            found = self._allowed(draft)
+        self.allowance.spend(taken[0])
+        return found
+
+    def _allowed(self, draft: Draft) -> Draft:
+        if draft.parents is None and self.plain:
             end = next((i for i, token in enumerate(draft.tokens) if token in self._grammar.eos), len(draft))
             return draft.first(self.inner.validate_tokens(list(draft.tokens[:end])))
         kept = set[int]()
-        self._walk(draft, 0, kept)
+        self._walk(draft, 0, (self.inner, self.thinking), kept)
         number = {0: 0} | {node: i for i, node in enumerate(sorted(kept), 1)}
-        parents = [number[draft.parents[node - 1]] for node in sorted(kept)]
+        parents = [number[_parent(draft, node)] for node in sorted(kept)]
         return Draft.of_tree([draft.tokens[node - 1] for node in sorted(kept)], parents)
 
-    def _walk(self, draft: Draft, node: int, kept: set[int]) -> None:
+    def _walk(self, draft: Draft, node: int, state: "_State", kept: set[int]) -> None:
         for child in _children(draft, node):
             token = draft.tokens[child - 1]
-            if token not in self._grammar.eos and self.inner.try_consume_tokens([token]):
-                kept.add(child)
-                self._walk(draft, child, kept)
-                self.inner.rollback(1)
+            if token not in self._grammar.eos:
+                with self._taken(state, token) as after:
+                    if after is not None:
+                        kept.add(child)
+                        self._walk(draft, child, after, kept)
 
-    def fill_tree(self, draft: Draft, masks: np.ndarray, node: int = 0) -> None:
+    @contextmanager
+    def _taken(self, state: "_State", token: int) -> "Iterator[_State | None]":
+        """The state after a draft's token; None if it may not come. Afterwards the token has been taken back."""
+        inner, thinking = state
+        read = True
+        if thinking is not None:
+            if not thinking.allows(token):
+                yield None
+                return
+            thinking, read = thinking.after(token)
+        if not read:
+            yield inner, thinking
+            return
+        if not self._grammar.takes_back:
+            inner = inner.deep_copy()
+        taken = inner.try_consume_tokens([token])
+        yield (inner, thinking) if taken else None
+        if taken and self._grammar.takes_back:
+            inner.rollback(1)
+
+    def fill_tree(self, draft: Draft, masks: np.ndarray) -> None:
         """Writes the mask behind each node of a draft that the grammar allows: [1 + nodes, words] int32."""
+        self._fill_node(draft, masks, 0, (self.inner, self.thinking))
+
+    def _fill_node(self, draft: Draft, masks: np.ndarray, node: int, state: "_State") -> None:
         from llguidance.numpy import fill_next_token_bitmask
 
-        fill_next_token_bitmask(self.inner, masks, node)
+        inner, thinking = state
+        if thinking is None or not thinking.inside:
+            fill_next_token_bitmask(inner, masks, node)
+        if thinking is not None:
+            thinking.fill(masks[node])
         for child in _children(draft, node):
-            if self.inner.try_consume_tokens([draft.tokens[child - 1]]):
-                self.fill_tree(draft, masks, child)
-                self.inner.rollback(1)
+            with self._taken(state, draft.tokens[child - 1]) as after:
+                if after is not None:
+                    self._fill_node(draft, masks, child, after)
 
 
-def _children(draft: Draft, node: int) -> list[int]:
+_State = tuple["LLMatcher", ThinkingState | None]
+
+
+def _children(draft: Draft, node: int) -> Sequence[int]:
     """Numbers of a node's successors; 0 is the root."""
-    return [i for i, parent in enumerate(draft.parents or (), 1) if parent == node]
+    if draft.parents is None:
+        return [node + 1] if node < len(draft) else []
+    return [i for i, parent in enumerate(draft.parents, 1) if parent == node]
+
+
+def _parent(draft: Draft, node: int) -> int:
+    return node - 1 if draft.parents is None else draft.parents[node - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,30 +217,6 @@ class MaskedRow:
 
     matcher: Matcher | None
     draft: Draft
-
-
-def fill_masks(rows: Sequence[MaskedRow], words: int, executor: "LLExecutor") -> np.ndarray:
-    """[sum(1 + len(draft)), words] int32, bit i % 32 of word i // 32 set where token i may follow. The masks of chains
-    are computed in the executor's threads, without Python's lock. A thread takes neighbours, so those of one root stand
-    together: two threads would wait for its lexer."""
-    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
-
-    starts = [0, *accumulate(1 + len(row.draft) for row in rows)]
-    masks = np.full((starts[-1], words), -1, np.int32)
-    live = [(row.matcher, row.draft, start) for row, start in zip(rows, starts) if row.matcher is not None]
-    plain, drafted = [], []
-    for matcher, draft, start in sorted(live, key=lambda row: row[0].root):
-        if draft.parents is not None:
-            matcher.fill_tree(draft, masks[start : start + 1 + len(draft)])
-        elif len(draft):
-            drafted.append((matcher.inner, start, list(draft.tokens)))
-        else:
-            plain.append((matcher.inner, start))
-    if plain:
-        fill_next_token_bitmask_par(executor, plain, masks)
-    if drafted:
-        fill_next_token_bitmask_par_with_draft_tokens(executor, drafted, masks)
-    return masks
 
 
 def shortened(text: str) -> str:

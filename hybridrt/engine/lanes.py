@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
-from hybridrt.engine.grammar_compiler import COMPILING
+from hybridrt.engine.grammar_compiler import WAITING
 from hybridrt.sampling_params import SamplingParams
 
 # "text" is work on short texts, "long text" on long ones: a short prompt never waits until long ones are tokenised.
 # "compile" waits for grammars. "answer" makes large answers, a part at a time.
 Lane = Literal["text", "long text", "compile", "answer"]
-THREADS: dict[Lane, int] = {"text": 2, "long text": 2, "compile": 2 * COMPILING, "answer": 2}
+_COMPILING = 16  # threads for requests with grammars, in addition to those that wait for large grammars
+THREADS: dict[Lane, int] = {"text": 2, "long text": 2, "compile": WAITING + _COMPILING, "answer": 2}
 LONG_CHARACTERS = 2**16  # from here on a text is long: tokenising it takes tens of milliseconds
 # Tokenising this many characters, or checking ten times as many token ids, takes about as long as handing them to
 # another thread.

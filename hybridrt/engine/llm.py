@@ -327,6 +327,7 @@ class LLM:
         with Interrupts():
             try:
                 if engine is not None:
+                    engine.intake.compiler.close()
                     with engine.turns:
                         engine.abort_all()
                         engine.finish_launched()

@@ -2,8 +2,6 @@
 
 import random
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,8 +9,10 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from hybridrt.engine import grammar_compiler
-from hybridrt.engine.grammar import MaskedRow, Matcher, fill_masks
+from hybridrt.engine.grammar import MaskedRow, Matcher
 from hybridrt.engine.grammar_compiler import KEPT, GrammarCompiler
+from hybridrt.engine.grammar_masks import fill_masks
+from hybridrt.engine.grammar_text import grammar_text
 from hybridrt.engine.tokenizer import load_tokenizer
 from hybridrt.errors import EngineError, QueueFullError, RequestError
 from hybridrt.runtime.build import resolve_model_path
@@ -77,7 +77,7 @@ def path_of(draft: Draft, node: int) -> list[int]:
 def check_states(compiler: GrammarCompiler, specs: list[StructuredOutputs], want: int, seed: int) -> None:
     """Walks all grammars at random, several samples of each in one batch, until `want` masks were compared."""
     rng, checked = random.Random(seed), 0
-    tokenizer, grammars = compiler._loaded(), {spec: grammar_compiler._grammar(spec) for spec in specs}
+    tokenizer, grammars = compiler._loaded(), {spec: grammar_text(spec) for spec in specs}
     walks = [(spec, compiler.matcher(spec), list[int]()) for spec in specs]
     while checked < want:
         drafts = [Draft() if rng.random() < 0.7 else m.allowed(random_draft(rng, m, compiler)) for _, m, _ in walks]
@@ -185,70 +185,21 @@ def test_a_long_chain_of_rules_ends_no_process(compiler: GrammarCompiler) -> Non
     compiler.matcher(StructuredOutputs(grammar="\n".join(["start: r0", *rules, 'r4000: "a"'])))
 
 
-@pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Grammars of the expression "stuck" do not compile before the event."""
-    release, real = threading.Event(), grammar_compiler._grammar
-
-    def wait(outputs: StructuredOutputs) -> str:
-        if outputs.regex is not None and outputs.regex.startswith("stuck"):
-            release.wait()
-        return real(outputs)
-
-    monkeypatch.setattr(grammar_compiler, "_grammar", wait)
-    yield release
-    release.set()
-
-
-def test_a_grammar_that_takes_too_long_hurts_no_other(stuck: threading.Event) -> None:
-    compiler = make_compiler(seconds=0.05)
-    for _ in range(2 * grammar_compiler.COMPILING):
-        with pytest.raises(RequestError, match=r"more than 0\.05 seconds"):
-            compiler.matcher(StructuredOutputs(regex="stuck"))
-    compiler.matcher(StructuredOutputs(regex="a"))
-    for _ in range(grammar_compiler.COMPILING):  # as many others wait
-        compiler._places.acquire()
-    compiler.matcher(StructuredOutputs(regex="a"))  # it is kept
-    with pytest.raises(QueueFullError):
-        compiler.matcher(StructuredOutputs(regex="b"))
-    for _ in range(grammar_compiler.COMPILING):
-        compiler._places.release()
-    stuck.set()
-    compiler._compiled[StructuredOutputs(regex="stuck")].result(30)
-    compiler.matcher(StructuredOutputs(regex="stuck"))  # the first one has gone on
-
-
 def test_a_grammar_whose_thread_does_not_start_is_compiled_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(thread: threading.Thread) -> None:
+    def fail(run: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     compiler, spec = make_compiler(), StructuredOutputs(regex="a")
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fail)
+        patch.setattr(grammar_compiler, "in_thread", fail)
         with pytest.raises(QueueFullError, match="can't start new thread"):
             compiler.matcher(spec)
-    assert not compiler._running
     compiler.matcher(spec)
 
 
-def test_threads_of_timed_out_requests_are_few(stuck: threading.Event) -> None:
-    compiler = make_compiler(seconds=0.01)
-    for i in range(grammar_compiler.RUNNING):
-        with pytest.raises(RequestError, match="more than"):
-            compiler.matcher(StructuredOutputs(regex=f"stuck{i}"))
-    with pytest.raises(QueueFullError):
-        compiler.matcher(StructuredOutputs(regex="a"))
-    jobs = [*compiler._compiled.values()]
-    stuck.set()
-    for job in jobs:
-        job.result(30)
-    compiler.seconds = 30.0
-    compiler.matcher(StructuredOutputs(regex="a"))
-
-
 def test_equal_grammars_compile_once_and_old_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler, compiled, real = make_compiler(), list[StructuredOutputs](), grammar_compiler._grammar
-    monkeypatch.setattr(grammar_compiler, "_grammar", lambda o: compiled.append(o) or real(o))  # type: ignore[func-returns-value]
+    compiler, compiled, real = make_compiler(), list[StructuredOutputs](), grammar_text
+    monkeypatch.setattr(grammar_compiler, "grammar_text", lambda o: compiled.append(o) or real(o))  # type: ignore[func-returns-value]
     specs = [StructuredOutputs(regex=f"a{i}") for i in range(KEPT + 1)]
     first, second = compiler.matcher(specs[0]), compiler.matcher(specs[0])
     assert len(compiled) == 1 and first.inner is not second.inner
@@ -263,7 +214,7 @@ def test_equal_grammars_compile_once_and_old_ones_are_forgotten(monkeypatch: pyt
 def grow(compiler: GrammarCompiler, spec: StructuredOutputs, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Asks for a matcher, and waits until the grammar has the roots that it gets."""
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_compiler, "_start", lambda run: run())
+        patch.setattr(grammar_compiler, "in_thread", lambda run: run())
         compiler.matcher(spec, **options)
 
 
@@ -312,7 +263,7 @@ def test_few_grammars_have_several_lexers_at_a_time(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(grammar_compiler, "GROW_SECONDS", 0.0)
     slow = StructuredOutputs(regex="slow")
     grow(compiler, slow, monkeypatch, samples=2)
-    assert len(compiler.matcher(slow)._grammar.roots) == 1 and not compiler._running
+    assert len(compiler.matcher(slow)._grammar.roots) == 1 and not compiler._growing
 
 
 def test_models_and_installations_that_cannot_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,6 +275,6 @@ def test_models_and_installations_that_cannot_do_it(monkeypatch: pytest.MonkeyPa
     ):
         with pytest.raises(RequestError, match=text):
             broken.matcher(spec)
-    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"hybridrt\[structured\]"):
         GrammarCompiler(tokenizer, VOCAB, EOS).matcher(spec)

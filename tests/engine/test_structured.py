@@ -22,7 +22,7 @@ from hybridrt.runtime.step import StepPlan
 from hybridrt.runtime.tensor_parallel import _WatchedStep
 from hybridrt.sampling_params import SamplingParams
 from hybridrt.structured_outputs import StructuredOutputs
-from tests.support.schemas import SCHEMAS
+from tests.support.schemas import MANY_RULES, SCHEMAS
 from tests.support.scripted_llm import scripted
 from tests.support.tiny import write_tiny
 
@@ -185,11 +185,11 @@ def test_log_probabilities_are_the_models(plain: LLM) -> None:
 
 
 def test_a_grammar_that_cannot_be_followed_fails_alone(plain: LLM, found: list[list[list[int]]]) -> None:
-    """A rule without an end exceeds llguidance's limits with its second token. The others forbid each second token:
-    by a list of those that are allowed, and by a list and a bad word."""
+    """A rule with many alternatives exceeds llguidance's limits behind its first token. The others forbid each
+    second token: by a list of those that are allowed, and by a list and a bad word."""
     engine = plain.engine
     a, b = (plain.tokenizer.encode_bare(text)[0] for text in "ab")  # type: ignore[union-attr]
-    endless = structured(grammar='start: "a" start')
+    endless = structured(grammar=MANY_RULES)
     dead_ends = [
         replace(structured(regex="ab"), allowed_token_ids=[a]),
         replace(FREE, allowed_token_ids=[a], bad_words=["aa"]),

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from hybridrt.config import SpeculativeConfig
 from hybridrt.engine.llm import LLM
 from tests.support.http_server import Served, serving
-from tests.support.schemas import SCHEMAS, SUITE, random_schema
+from tests.support.schemas import MANY_RULES, SCHEMAS, SUITE, random_schema
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Name a city."}]
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
@@ -186,7 +186,7 @@ def test_many_odd_schemas(schema: Any, served: Served) -> None:
 
 
 def test_a_grammar_that_exceeds_a_limit_later_is_the_callers_error(served: Served) -> None:
-    body = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"grammar": 'start: "a" start'}}
+    body = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"grammar": MANY_RULES}}
     answer = served.post("/v1/completions", body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs", answer.text
     stream = served.post("/v1/completions", body | {"stream": True}).text

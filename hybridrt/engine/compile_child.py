@@ -1,0 +1,165 @@
+"""Compiles grammars for another process, which learns what they cost before it compiles them itself.
+
+Started as a script, which imports llguidance and nothing of hybridrt. It reads jobs on standard input and forks a
+process for each. The system ends such a process once it has used up its time or memory, and its answer is one write.
+A frame is four bytes of length, then a line of numbers, a line break, and text.
+"""
+
+import os
+import random
+import resource
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# llguidance's limits of one mask: an expression made to be slow delays all rows by 400 ms at the defaults.
+# verbose_errors would quote the grammar.
+LIMITS = {"step_lexer_fuel": 20_000, "step_max_items": 10_000, "max_lexer_states": 50_000, "verbose_errors": False}
+# llguidance compiles rules and references by recursion: a chain of 3000 overflows a usual stack, and the process dies.
+# A level takes up to 8 KB, and the text of a grammar has room for some 20,000. Untouched pages take no memory.
+STACK_BYTES = 2**29
+MAX_BYTES = 2**29  # of memory, beyond what the process has at its start
+MASK_SECONDS = 0.03  # of CPU time: a grammar with a mask that takes longer is refused
+TIME, MEMORY = "time", "memory"  # why a process was ended
+NICE = 5  # the server goes first, and what is compiled still ends on a busy machine
+_WALKS, _STEPS = 3, 12  # outputs that are tried, and their tokens
+_POLL_MS = 20
+_ANSWER_BYTES = 4000  # written at once: a pipe takes 4096 bytes as a whole
+
+
+def build(tokenizer: "LLTokenizer", grammar: str) -> "LLMatcher":
+    """A matcher that has computed a first mask, or has an error. Needs a large stack."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
+
+
+def in_thread(run: Callable[[], None]) -> threading.Thread:
+    """Runs it in a thread with a large stack. Raises RuntimeError if there is no memory for that."""
+    with _starting:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="hybridrt-grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return thread
+
+
+_starting = threading.Lock()  # the size of stacks is the process's, so it is set for one start at a time
+
+
+def main() -> None:
+    """Makes the tokenizer of the first frame. Then answers jobs until the other process closes its end."""
+    from llguidance import LLTokenizer
+
+    os.nice(NICE)
+    vocab, *eos = map(int, sys.argv[1:])
+    tokenizer = LLTokenizer(_read()[1], n_vocab=vocab, eos_token=eos)
+    _write(0, "", b"")
+    poll, running = select.poll(), dict[int, int]()
+    poll.register(0, select.POLLIN)
+    while True:
+        if poll.poll(_POLL_MS if running else None):
+            head, text = _read()
+            number, cpu, wall = head.split()
+            pid = os.fork()
+            if not pid:
+                _child(tokenizer, int(number), float(cpu), float(wall), text)
+            running[pid] = int(number)
+        while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            number = running.pop(ended[0])
+            if ended[1]:
+                late = os.waitstatus_to_exitcode(ended[1]) in (-signal.SIGPROF, -signal.SIGALRM)
+                _write(number, "!", (TIME if late else MEMORY).encode())
+
+
+def _child(tokenizer: "LLTokenizer", number: int, cpu: float, wall: float, text: str) -> None:
+    """The forked process: answers a job, and ends."""
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as pages:
+            size = int(pages.read().split()[0]) * resource.getpagesize()
+        limit = size + STACK_BYTES + MAX_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, cpu)
+    signal.setitimer(signal.ITIMER_REAL, wall)
+    done = list[bool]()
+
+    def run() -> None:
+        began = time.thread_time()
+        try:
+            matcher = build(tokenizer, text)
+            seconds = time.thread_time() - began
+            error = matcher.get_error() if matcher.is_error() else _slow(matcher, eos)
+            _write(number, "-" if error else f"+{seconds:.6f}", error.encode(errors="replace"))
+        except BaseException as e:  # a failed assertion in llguidance is no Exception
+            _write(number, "-", f"{type(e).__name__}: {e}".encode(errors="replace"))
+        done.append(True)
+
+    eos = set(tokenizer.eos_tokens)
+    in_thread(run).join()
+    os._exit(0 if done else 1)
+
+
+def _slow(root: "LLMatcher", eos: set[int]) -> str:
+    """What is wrong with the time that masks take along a few outputs; "" if nothing is."""
+    rng, worst = random.Random(0), 0.0
+    for _ in range(_WALKS):
+        matcher = root.deep_copy()
+        for _ in range(_STEPS):
+            began = time.thread_time()
+            mask = matcher.compute_bitmask()
+            if matcher.is_error():
+                return ""  # a limit of one mask, which fails the request alone, and only there
+            token = _token(mask, rng)
+            if token in eos or not matcher.consume_token(token) or matcher.is_stopped():
+                break
+            worst = max(worst, time.thread_time() - began)
+            if worst > MASK_SECONDS:
+                return f"a mask of it takes {1000 * worst:.0f} ms of CPU time, more than {1000 * MASK_SECONDS:g}"
+    return ""
+
+
+def _token(mask: bytes, rng: random.Random) -> int:
+    """A token that a mask allows: the next one from a random place on."""
+    start = rng.randrange(len(mask))
+    turned = mask[start:] + mask[:start]
+    skipped = len(turned) - len(turned.lstrip(b"\0"))
+    byte = turned[skipped % len(mask)]
+    return (start + skipped) % len(mask) * 8 + (byte & -byte).bit_length() - 1
+
+
+def _read() -> tuple[str, str]:
+    """The first line of the next frame, and the rest. Ends this process and all that it has forked at the end."""
+    head, _, text = _exactly(int.from_bytes(_exactly(4), "little")).partition(b"\n")
+    return head.decode(), text.decode()
+
+
+def _exactly(count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = os.read(0, min(count - len(data), 1 << 20))
+        if not piece:
+            os.killpg(0, signal.SIGKILL)
+        data += piece
+    return bytes(data)
+
+
+def _write(number: int, status: str, text: bytes) -> None:
+    data = f"{number} {status}\n".encode() + text[:_ANSWER_BYTES]
+    os.write(1, len(data).to_bytes(4, "little") + data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Time of masks: forms are bounded, measured before they are taken, and a request that takes too much ends alone."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybridrt.engine import compile_child, grammar_masks
+from hybridrt.engine.grammar import MaskedRow, Matcher
+from hybridrt.engine.grammar_compiler import GrammarCompiler
+from hybridrt.engine.grammar_masks import fill_masks
+from hybridrt.engine.mask_time import BURST_SECONDS, STEP_SECONDS, WATCHED_STEPS, Allowance
+from hybridrt.engine.tokenizer import load_tokenizer
+from hybridrt.errors import GrammarError, RequestError
+from hybridrt.runtime.build import resolve_model_path
+from hybridrt.speculative.drafter import Draft
+from hybridrt.structured_outputs import MAX_TEXT, StructuredOutputs
+
+LONG = "a" * MAX_TEXT
+EOS = (0, 2)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(load_tokenizer(resolve_model_path("embedded")), 4103, EOS, threads=1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"choice": ["b", LONG + "a"]},
+        {"regex": LONG + "a"},
+        {"json": {"enum": [1, LONG + "a"]}},
+        {"json": {"properties": {LONG + "a": {}}}},
+        {"json": {"pattern": LONG + "a"}},
+        {"grammar": f'start: "{LONG}"'},
+        {"grammar": f"start: /{LONG}/"},
+    ],
+    ids=lambda fields: str(fields)[:30],
+)
+def test_a_text_that_is_too_long_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=rf"{MAX_TEXT}.*shorter"):
+        StructuredOutputs(**fields)
+
+
+ONE_WAY: list[dict[str, Any]] = [
+    {"choice": ["a" * 60_000, "b" * 60_000]},
+    {"regex": "a{100000}"},
+    {"regex": "[ab](cd){30000}"},
+    {"json": {"const": "ab" * 30_000}},
+    {"grammar": 'start: r0\n' + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(20)) + '\nr20: "ab"'},
+    {"grammar": '%llguidance {"no_forcing": false}\nstart: "' + "a" * 60_000 + '"'},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", ONE_WAY, ids=lambda fields: str(fields)[:30])
+def test_where_one_text_can_follow_a_mask_does_not_walk_through_it(
+    fields: dict[str, Any], compiler: GrammarCompiler
+) -> None:
+    """CPU time of the thread; the walk took 10 to 40 ms each time."""
+    matcher, worst = compiler.matcher(StructuredOutputs(**fields)), []
+    for _ in range(8):
+        began = time.thread_time()
+        mask = matcher.mask()
+        worst.append(time.thread_time() - began)
+        matcher.advance(int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[-1]))
+    assert sorted(worst)[-2] < 0.003, worst
+
+
+def test_a_grammar_whose_masks_are_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What measures them, with a limit that any mask exceeds."""
+    compiler = GrammarCompiler(load_tokenizer(resolve_model_path("embedded")), 4103, EOS)
+    root = compiler.matcher(StructuredOutputs(regex="(a|b)*c"))._grammar.roots[0]
+    assert compile_child._slow(root, set(EOS)) == ""
+    monkeypatch.setattr(compile_child, "MASK_SECONDS", 0.0)
+    assert "ms of CPU time, more than 0" in compile_child._slow(root, set(EOS))
+
+
+class Slow(Matcher):
+    """Its masks take CPU time."""
+
+    seconds = 0.0
+
+    def fill_tree(self, draft: Draft, masks: np.ndarray) -> None:
+        super().fill_tree(draft, masks)
+        end = time.thread_time() + self.seconds
+        while time.thread_time() < end:
+            pass
+
+
+def rows_of(compiler: GrammarCompiler, count: int, seconds: float) -> list[MaskedRow]:
+    found = []
+    for _ in range(count):
+        matcher = Slow(compiler.grammar(StructuredOutputs(regex="[ab]*c")))
+        matcher.seconds = seconds
+        matcher.allowance.watch()
+        found.append(MaskedRow(matcher, Draft()))
+    return found
+
+
+def failed(rows: list[MaskedRow]) -> int:
+    count = 0
+    for row in rows:
+        assert row.matcher is not None
+        try:
+            row.matcher.check()
+        except GrammarError as e:
+            assert "delay all other requests" in str(e)
+            count += 1
+    return count
+
+
+def test_heavy_masks_of_a_step_have_a_limit_together(compiler: GrammarCompiler) -> None:
+    """Before, eight such requests took eight times as long. The light ones are made first, and none of them fails."""
+    heavy, light = rows_of(compiler, 8, 0.03), rows_of(compiler, 4, 0.0)
+    for row in heavy:
+        row.matcher.allowance.last = 0.03  # type: ignore[union-attr]
+    began = time.thread_time()
+    masks = fill_masks([*heavy, *light], compiler.words, compiler.executor)
+    assert time.thread_time() - began < STEP_SECONDS + 0.06
+    assert failed(heavy) == 4 and failed(light) == 0
+    assert all((line != -1).any() for line in masks[8:])
+
+
+def test_a_request_whose_masks_take_too_much_on_average_ends(compiler: GrammarCompiler) -> None:
+    (heavy,), steps = rows_of(compiler, 1, 0.02), 0
+    (token,) = compiler._tokenizer.encode_bare("a")  # type: ignore[union-attr]
+    while not failed([heavy]):
+        fill_masks([heavy], compiler.words, compiler.executor)
+        heavy.matcher.advance(token)  # type: ignore[union-attr]
+        steps += 1
+    assert 3 < steps <= BURST_SECONDS / 0.01
+
+
+def test_once_masks_take_long_together_each_is_measured(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matchers = [compiler.matcher(StructuredOutputs(regex="[ab]*c")) for _ in range(70)]
+    rows = [MaskedRow(matcher, Draft()) for matcher in matchers]
+    together = fill_masks(rows, compiler.words, compiler.executor)
+    for matcher in matchers:  # a busy machine may have made them slow
+        matcher.allowance.watched = 0
+    monkeypatch.setattr(grammar_masks, "WATCH_SECONDS", -1.0)
+    assert (fill_masks(rows, compiler.words, compiler.executor) == together).all()
+    assert all(m.allowance.watched for m in matchers)
+    assert sum(m.allowance.watched == WATCHED_STEPS - 1 for m in matchers) > 30  # those of later slices, at once
+    monkeypatch.setattr(grammar_masks, "WATCH_SECONDS", 600.0)
+    for _ in range(WATCHED_STEPS):
+        fill_masks(rows, compiler.words, compiler.executor)
+    assert not any(m.allowance.watched for m in matchers if not m.allowance.heavy)
+
+
+def test_an_ambiguous_grammar_ends_with_an_error_and_not_with_masks_of_a_quarter_of_a_second(
+    compiler: GrammarCompiler,
+) -> None:
+    """Its items grow with the square of the output: llguidance's limits count others."""
+    matcher = compiler.matcher(StructuredOutputs(grammar='start: e\ne: e e e | "a" | "ab" | "b" | e "a"'))
+    matcher.allowance.watch()
+    (token,) = compiler._tokenizer.encode_bare("a")  # type: ignore[union-attr]
+    began = time.thread_time()
+    with pytest.raises(GrammarError):
+        for _ in range(400):
+            fill_masks([MaskedRow(matcher, Draft())], compiler.words, compiler.executor)
+            matcher.check()
+            matcher.advance(token)
+    assert time.thread_time() - began < 3.0
+
+
+def test_an_allowance_grows_with_tokens_up_to_its_limit() -> None:
+    allowance = Allowance()
+    for _ in range(1000):
+        allowance.advanced(0.001)
+    allowance.masked(0.9 * BURST_SECONDS, 1)
+    allowance.check()
+    allowance.spend(0.2 * BURST_SECONDS)
+    with pytest.raises(GrammarError, match="3 ms of CPU time a token"):
+        allowance.check()
