@@ -27,7 +27,7 @@ LIMITS = {"step_lexer_fuel": 20_000, "step_max_items": 10_000, "max_lexer_states
 STACK_BYTES = 2**29
 MAX_BYTES = 2**29  # of memory, beyond what the process has at its start
 MASK_SECONDS = 0.03  # of CPU time: a grammar with a mask that takes longer is refused
-TIME, MEMORY = "time", "memory"  # why a process was ended
+TIME, BUSY, MEMORY = "time", "busy", "memory"  # why a process was ended: CPU time, time that went by, or another reason
 NICE = 5  # the server goes first, and what is compiled still ends on a busy machine
 _WALKS, _STEPS = 3, 12  # outputs that are tried, and their tokens
 _POLL_MS = 20
@@ -78,10 +78,11 @@ def main() -> None:
                 _child(tokenizer, int(number), float(cpu), float(wall), text)
             running[pid] = int(number)
         while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            number = running.pop(ended[0])
+            job = running.pop(ended[0])
             if ended[1]:
-                late = os.waitstatus_to_exitcode(ended[1]) in (-signal.SIGPROF, -signal.SIGALRM)
-                _write(number, "!", (TIME if late else MEMORY).encode())
+                code = -os.waitstatus_to_exitcode(ended[1])
+                why = {signal.SIGPROF: TIME, signal.SIGALRM: BUSY}.get(code, MEMORY)  # type: ignore[call-overload]
+                _write(job, "!", why.encode())
 
 
 def _child(tokenizer: "LLTokenizer", number: int, cpu: float, wall: float, text: str) -> None:

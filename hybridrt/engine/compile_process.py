@@ -34,7 +34,7 @@ class Verdict:
 
     Attributes:
         error: why it cannot be used; "" if it can.
-        late: the process was ended, because it took too long.
+        late: the process was ended, because it had used up its CPU time.
         seconds: of CPU time that compiling took.
     """
 
@@ -76,10 +76,10 @@ class CompileProcess:
         self._closed = False
 
     def compile(self, grammar: str, cpu_seconds: float, seconds: float) -> Verdict:
-        """Waits until the grammar is compiled, or its process has used up its CPU time or time.
+        """Waits until the grammar is compiled, or its process has used up its CPU time.
 
         Raises:
-            QueueFullError: the process does not start, or has ended.
+            QueueFullError: the process does not start, or has ended, or has got too little CPU time in `seconds`.
         """
         running, job = self._started(), Future[Verdict]()
         with running.lock:
@@ -158,7 +158,9 @@ def _read_answers(running: _Running) -> None:
             number, status, text = _read(running.process)
             with running.lock:
                 job = running.jobs.pop(number, None)
-            if job is not None:
+            if job is not None and (status, text) == ("!", compile_child.BUSY):
+                job.set_exception(QueueFullError("the machine is too busy to compile a grammar: try again later"))
+            elif job is not None:
                 job.set_result(_verdict(status, text))
     running.end()
     running.process.wait()

@@ -54,6 +54,13 @@ def test_what_compiles_for_too_long_really_ends(process: CompileProcess) -> None
     assert process.compile('start: "a"', 5.0, 60.0).error == ""
 
 
+def test_what_gets_no_cpu_time_is_not_refused_for_good(process: CompileProcess) -> None:
+    """Here it would use more than it gets, in time that goes by."""
+    with pytest.raises(QueueFullError, match="too busy"):
+        process.compile(ENDLESS, 60.0, 0.05)
+    assert not forked(process)
+
+
 def test_an_endless_one_is_refused_and_kept_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compiler, "QUICK_CPU_SECONDS", 0.02)
     monkeypatch.setattr(grammar_compiler, "LARGE_CPU_SECONDS", 0.05)
