@@ -97,7 +97,7 @@ class Glm(ToolParser):
             if found == _TAGS.close:
                 yield from scanner.space()
                 found = yield from scanner.accept(_KEY)
-                if not found and (yield from _ends_here(scanner)) is None:
+                if not found and (scanner.cut_off or (yield from _ends_here(scanner)) is None):
                     raise Malformed  # further parameters may be missing
         sink.arguments("{}" if before == "{" else "}")
 
