@@ -150,6 +150,12 @@ def reason(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
+def is_failure(error: BaseException) -> bool:
+    """True for an Exception, and for a failed assertion of a library in Rust, which pyo3 raises as a BaseException.
+    False for what ends a thread: KeyboardInterrupt, SystemExit, the cancellation of a task."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def is_text(value: str) -> bool:
     """False for a string with a lone surrogate: no encoding, and so no tokenizer and no message, takes it."""
     try:

@@ -17,7 +17,7 @@ import numpy as np
 
 from hybridrt.engine.grammar import Grammar, Matcher, shortened
 from hybridrt.engine.tokenizer import HFTokenizer, Tokenizer
-from hybridrt.errors import QueueFullError, RequestError
+from hybridrt.errors import QueueFullError, RequestError, is_failure
 from hybridrt.structured_outputs import WHITESPACE, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -229,7 +229,9 @@ class GrammarCompiler:
             raise RequestError(_INSTALL, _FIELD) from e
         try:
             return from_tokenizer(self._tokenizer.hf, n_vocab=self.vocab_size, eos_token=sorted(self._eos))
-        except Exception as e:
+        except BaseException as e:
+            if not is_failure(e):
+                raise
             raise RequestError(
                 f"{_FIELD} do not work with this model's tokenizer ({type(e).__name__}: {shortened(str(e))}): it must "
                 f"have a tokenizer.json whose tokens are in the model's vocabulary of {self.vocab_size}",

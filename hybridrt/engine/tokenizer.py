@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from hybridrt.config_json import read_object
-from hybridrt.errors import CheckpointError, PromptTooLongError, RequestError, shown
+from hybridrt.errors import CheckpointError, PromptTooLongError, RequestError, is_failure, reason, shown
 from hybridrt.files import check_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -35,7 +35,13 @@ class Tokenizer(Protocol):
 
 
 class HFTokenizer:
-    """A Hugging Face tokenizer; `hf` is the object itself (chat templates, special tokens)."""
+    """A Hugging Face tokenizer; `hf` is the object itself (chat templates, special tokens). Call what works on text or
+    tokens here, not on `hf`: transformers checks little of what the files say before it uses it, and a regular
+    expression of theirs may fail on one text alone.
+
+    Raises:
+        CheckpointError: by every method, where the tokenizer's files make it fail.
+    """
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
@@ -46,7 +52,10 @@ class HFTokenizer:
         byte-level vocabulary spells bytes, of which a character has at least one."""
         backend = getattr(self.hf, "backend_tokenizer", None)
         plain = backend is not None and backend.normalizer is None
-        return max(map(len, self.hf.get_vocab())) * (1 if plain else _COMPOSED)
+        try:
+            return max(map(len, self.hf.get_vocab())) * (1 if plain else _COMPOSED)
+        except BaseException as e:
+            _raise(e)
 
     @cached_property
     def _plain(self) -> bool:
@@ -57,7 +66,7 @@ class HFTokenizer:
         return issubclass(kind, fast) and (kind.decode, kind._decode) == (fast.decode, fast._decode)
 
     def encode(self, text: str) -> list[int]:
-        """Raises CheckpointError where the tokenizer's files are damaged in a way that only shows here."""
+        """Token ids of a prompt, as `Tokenizer.encode`."""
         return self._encode(text)
 
     def encode_bare(self, text: str) -> list[int]:
@@ -67,16 +76,36 @@ class HFTokenizer:
     def _encode(self, text: str, **options: bool) -> list[int]:
         try:
             return list(self.hf.encode(text, **options))
-        except Exception as e:  # transformers checks little of what the files say before it uses it
-            raise CheckpointError(
-                f"the model's tokenizer fails ({type(e).__name__}: {e}); repair its files, or pass token ids instead"
-            ) from e
+        except BaseException as e:
+            _raise(e)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        if self._plain:
-            return self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        # Cleaning up spaces would change text that has already been streamed.
-        return self.hf.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        """Text of the ids, as `Tokenizer.decode`."""
+        options = {"skip_special_tokens": skip_special_tokens}
+        try:
+            if self._plain:
+                return self.hf.backend_tokenizer.decode(token_ids, **options)
+            # Cleaning up spaces would change text that has already been streamed.
+            return self.hf.decode(token_ids, clean_up_tokenization_spaces=False, **options)
+        except BaseException as e:
+            _raise(e)
+
+    def piece(self, token_id: int) -> str | None:
+        """How the vocabulary spells a token; None for an id that it does not have."""
+        try:
+            return self.hf.convert_ids_to_tokens(token_id)
+        except BaseException as e:
+            _raise(e)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    """Raises what a tokenizer has raised: a failure as a CheckpointError, anything else as it is."""
+    if not is_failure(error):
+        raise error
+    raise CheckpointError(
+        f"the model's tokenizer fails ({type(error).__name__}: {reason(error)}); repair its files, or pass token ids "
+        "instead"
+    ) from error
 
 
 def encode_prompt(
@@ -138,7 +167,9 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
         return HFTokenizer(
             AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         )
-    except Exception as e:
+    except BaseException as e:
+        if not is_failure(e):
+            raise
         if asks_for_code:
             raise CheckpointError(
                 f"the tokenizer in {directory} asks for trust_remote_code=True: auto_map in its tokenizer_config.json "
