@@ -11,6 +11,10 @@ class ConfigError(HybridrtError, ValueError):
     """An argument, a combination of arguments or a checkpoint's config.json cannot be used."""
 
 
+class UnknownNameError(ConfigError, TypeError):
+    """A function or a configuration has no argument of this name; the text says which one it has."""
+
+
 class UnsupportedModelError(ConfigError):
     """The checkpoint names an architecture that no registered model implements."""
 

@@ -8,9 +8,25 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridrt.errors import HybridrtError, RequestError, shown
+
 MAX_BYTES = 1 << 26  # of a file that is read whole, where its caller sets no other limit
 PATIENCE = 10.0  # seconds for which a pipe may give nothing
 _PIECE = 1 << 20
+
+
+def as_path(name: str, value: object, error: type[HybridrtError] = RequestError) -> Path:
+    """A path that a caller has passed. `error` for what is none, under the argument's name."""
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise error(f"{name} is {shown(value)}; pass the name of a file, as text or a pathlib.Path")
+    try:
+        possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise error(f"{shown(path)} holds a character that no file name may hold; choose another name")
+    return Path(path)
 
 
 def read_bytes(file: str | Path, max_bytes: int = MAX_BYTES) -> bytes:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrt.errors import RequestError, is_text, shown
+from hybridrt.errors_foreign import knows_fields
 
 MAX_CHARACTERS = 2**19  # of a schema, an expression or a grammar, and of all choices together
 MAX_CHOICES = 4096
@@ -15,6 +16,7 @@ _FIELD = "structured_outputs"
 _KINDS = ("json", "regex", "choice", "grammar")
 
 
+@knows_fields({"json_schema": "json", "pattern": "regex", "choices": "choice", "ebnf": "grammar"})
 @dataclass(frozen=True)
 class StructuredOutputs:
     """What an output must look like. Exactly one field is set. Two equal objects are compiled once.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from hybridrt.errors import RequestError, shown
+from hybridrt.errors_foreign import CALLS, refuse
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARACTERS = 256
@@ -140,7 +141,10 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
 
     Raises:
         RequestError: something is wrong; `field` says where, as a path such as "messages.0.content".
+        UnknownNameError: there is no such option.
     """
+    for name in rest.keys() - ChatOptions.__annotations__.keys():
+        refuse("a chat", name, CALLS, ChatOptions.__annotations__)
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(f"messages is {shown(messages)}; pass a list of at least one message", "messages")
     return Conversation(

@@ -8,6 +8,7 @@ from hybridrt.embedding.numbers import Numbers, Scratch
 from hybridrt.embedding.runtime import EmbeddedRuntime
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.models.base import CausalLM
+from hybridrt.runtime.ambient import in_undisturbed
 from hybridrt.runtime.build import RunTarget, Runtime, build_model, load_target, make_plan, weight_bytes
 
 
@@ -25,6 +26,7 @@ class LoadedModel:
     model: CausalLM
 
 
+@in_undisturbed
 def load(config: EngineConfig, *, tp: TPGroup | None = None, progress: bool = False) -> LoadedModel:
     """Reads a checkpoint's configuration and its weights.
 
@@ -41,6 +43,7 @@ def load(config: EngineConfig, *, tp: TPGroup | None = None, progress: bool = Fa
     return LoadedModel(config, target, build_model(config, target, path, progress))
 
 
+@in_undisturbed
 def plan_memory(loaded: LoadedModel, *, budget_bytes: int, cache_slots: int = 0) -> MemoryPlan:
     """How many rows, state slots and KV pages fit into a budget.
 
@@ -56,6 +59,7 @@ def plan_memory(loaded: LoadedModel, *, budget_bytes: int, cache_slots: int = 0)
     return make_plan(loaded.config, loaded.target, budget_bytes=budget_bytes, weights=weights, cache_slots=cache_slots)
 
 
+@in_undisturbed
 def build(loaded: LoadedModel, plan: MemoryPlan, scratch: Scratch | None = None) -> EmbeddedRuntime:
     """Allocates the pools of a plan, and the backends over them.
 

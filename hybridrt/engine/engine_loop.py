@@ -1,5 +1,6 @@
 """An engine in a thread of its own: it takes requests and aborts from a queue, and delivers a message for each step."""
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -24,6 +25,8 @@ _FATAL = (RankError, torch.AcceleratorError)
 HAND_OUT_SECONDS, HAND_OUT_SHARE = 0.002, 0.25
 # While a step is put off, the loop asks so often whether the device still computes: the predicted end may be too late.
 ASK_SECONDS = 0.005
+# How long the end of the interpreter waits for the end of a step.
+LEAVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class EngineLoop:
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="hybridrt-engine", daemon=True)
         self._thread.start()
+        # Python ends daemon threads where they are, and one within torch then aborts the process.
+        atexit.register(self._leave)
 
     @property
     def unfinished(self) -> int:
@@ -94,8 +99,9 @@ class EngineLoop:
         Raises:
             QueueFullError: there would be more than `max_samples` unfinished samples.
             RequestError: the id is taken.
-            UnavailableError: the loop has ended.
+            UnavailableError: the loop has ended, or this is a forked process, which does not have its thread.
         """
+        self.check_process()
         n = prepared.params.n
         with self._lock:
             if self.error is not None or self._closing:
@@ -119,8 +125,13 @@ class EngineLoop:
         call this."""
         self._commands.put(partial(self._abort, request_id))
 
+    def check_process(self) -> None:
+        """Raises UnavailableError in a forked process, which does not have the loop's thread."""
+        self._engine.turns.check_process()
+
     def close(self, timeout: float | None = None) -> bool:
-        """Aborts the loop's requests and ends its thread. Not to be called from that thread.
+        """Aborts the loop's requests and ends its thread. Not to be called from that thread. Does nothing in a forked
+        process.
 
         Args:
             timeout: seconds to wait until the present step ends; None: no limit.
@@ -128,11 +139,20 @@ class EngineLoop:
         Returns:
             Whether the thread has ended.
         """
+        if not self._engine.turns.here:
+            return True
         with self._lock:
             self._closing = True
         self._commands.put(lambda: None)  # wakes the thread, which may wait for a command
         self._thread.join(timeout)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        atexit.unregister(self._leave)
+        return True
+
+    def _leave(self) -> None:
+        """Called when the interpreter ends. A step that hangs must not keep the process for ever."""
+        self.close(LEAVE_SECONDS)
 
     def _run(self) -> None:
         """The thread: commands and steps in turn, until the loop is closed."""

@@ -2,14 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import msgspec
 
 from hybridrt.errors import EngineError
+from hybridrt.errors_foreign import no_attribute
 from hybridrt.runtime.step import StepPlan
 
 FinishReason = Literal["stop", "length", "abort"]
+_DELTA_NAMES = {
+    "outputs": "a Delta is what one sample has gained, and has .text and .token_ids itself; whole outputs are what "
+    "LLM.generate and AsyncLLM.complete give",
+    "finished": "finish_reason is not None in the last delta",
+    "choices": "a Delta has .text",
+}
+_OUTPUT_NAMES = {
+    "prompt": "its tokens are prompt_token_ids",
+    "finished": "a RequestOutput is always whole; finish_reason says why it has ended",
+    "choices": "a RequestOutput has .text, and .outputs has all samples",
+    "cumulative_logprob": "it is the sum of what .logprobs has for token_ids",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,6 +157,9 @@ class Delta(msgspec.Struct):
     prompt_logprobs: list[dict[int, float] | None] | None = None
     stop_reason: int | str | None = None
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(self, name, _DELTA_NAMES)
+
     def extend(self, later: "Delta") -> None:
         """Adds the sample's next delta."""
         self.token_ids += later.token_ids
@@ -182,6 +198,9 @@ class RequestOutput:
     siblings: "tuple[RequestOutput, ...]" = ()
     prompt_logprobs: list[dict[int, float] | None] | None = None
     stop_reason: int | str | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(self, name, _OUTPUT_NAMES)
 
     @property
     def outputs(self) -> "list[RequestOutput]":

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from hybridrt.config_json import read_object
-from hybridrt.errors import CheckpointError, PromptTooLongError, RequestError, is_failure, reason, shown
+from hybridrt.errors import CheckpointError, ConfigError, PromptTooLongError, RequestError, is_failure, reason, shown
 from hybridrt.files import check_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # for every loader of transformers
 # Normal form C and its kin make one character of at most so many: no canonical decomposition is longer (UAX 15).
 _COMPOSED = 4
 # Text of which only the last tokens are used is tokenised whole: a suffix by itself may become other tokens. So it may
@@ -155,6 +156,7 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
 
     Raises:
         CheckpointError: the files are there but cannot be read, or only with code of the checkpoint.
+        ConfigError: transformers, which chooses the tokenizer, refuses the model's config.json.
     """
     directory = Path(path)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
@@ -163,10 +165,9 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
 
     _check_kinds(directory)
     asks_for_code = _check_settings(directory)
+    config = _read_config(directory)
     try:
-        return HFTokenizer(
-            AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        )
+        return HFTokenizer(AutoTokenizer.from_pretrained(str(directory), config=config, **_LOCAL))
     except BaseException as e:
         if not is_failure(e):
             raise
@@ -179,6 +180,27 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
         raise CheckpointError(
             f"the tokenizer in {directory} cannot be loaded ({type(e).__name__}: {e}); fix its files, or remove "
             f"{', '.join(TOKENIZER_FILES)} to pass token ids instead of text"
+        ) from e
+
+
+def _read_config(directory: Path) -> Any:
+    """config.json as transformers reads it, to choose a class of tokenizer; by default AutoTokenizer does the same. It
+    checks fields that hybridrt does not read. None without the file."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if not (directory / "config.json").exists():
+        return None
+    try:
+        try:
+            return AutoConfig.from_pretrained(str(directory), **_LOCAL)
+        except (ValueError, OSError):  # a kind of model that transformers does not know
+            return PreTrainedConfig.from_pretrained(str(directory), **_LOCAL)
+    except BaseException as e:
+        if not is_failure(e):
+            raise
+        raise ConfigError(
+            f"{directory / 'config.json'}: transformers, which reads it to choose the tokenizer, refuses it "
+            f"({reason(e)}); correct that field"
         ) from e
 
 

@@ -21,7 +21,9 @@ FEW = SamplingParams(max_tokens=3, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_tiny(tmp_path_factory.mktemp("model"), chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    path = write_tiny(
+        tmp_path_factory.mktemp("model"), chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     file = path / "tokenizer.json"
     content = json.loads(file.read_text())
     split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
@@ -50,7 +52,7 @@ def llm(model: Path) -> Iterator[LLM]:
     ids=["generate", "stream", "chat", "stream_chat", "bad_words", "save_session", "add_request"],
 )
 def test_a_text_that_breaks_the_tokenizer_is_a_typed_error(llm: LLM, call: Any) -> None:
-    with pytest.raises(CheckpointError, match="tokenizer fails .*retry-limit.*token ids"):
+    with pytest.raises(CheckpointError, match=r"tokenizer fails .*retry-limit.*token ids"):
         call(llm)
     assert len(llm.generate("b", FEW)[0].token_ids) == 3
 
@@ -69,10 +71,8 @@ def test_tasks_get_the_same_error(llm: LLM) -> None:
 class Broken:
     """A tokenizer of transformers in which every call panics, or is interrupted."""
 
-    added_tokens_decoder: dict[int, str] = {}
-
     def __init__(self, error: BaseException) -> None:
-        self._error = error
+        self._error, self.added_tokens_decoder = error, dict[int, str]()
 
     def _fail(self, *_: Any, **__: Any) -> Any:
         raise self._error
@@ -105,7 +105,7 @@ def test_loading_may_panic(model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     from transformers import AutoTokenizer
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", Broken(PANIC("index out of range"))._fail)
-    with pytest.raises(CheckpointError, match="cannot be loaded .*index out of range"):
+    with pytest.raises(CheckpointError, match=r"cannot be loaded .*index out of range"):
         load_tokenizer(model)
 
 
