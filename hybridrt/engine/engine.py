@@ -24,7 +24,7 @@ from hybridrt.engine.samples import Samples
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.sessions import Sessions
 from hybridrt.engine.tokenizer import Tokenizer
-from hybridrt.engine.turns import Change, Turns
+from hybridrt.engine.turns import Change, Turns, weakly
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.drafting import draft_needs, make_drafter
@@ -92,9 +92,9 @@ class Engine:
         self._launched: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._deltas = DeltaQueue()
         self._abandoned = Abandonment()
-        self._change = Change(self._recover)
+        self._change = Change(weakly(self._recover))
         self.turns = Turns(self._change.begin)
-        self.sessions = Sessions(executor, coordinator, self.turns, self._change, self._sample_last)
+        self.sessions = Sessions(executor, coordinator, self.turns, self._change, weakly(self._sample_last))
 
     @classmethod
     def from_config(

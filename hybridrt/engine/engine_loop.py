@@ -64,7 +64,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, deliver: Callable[[StepMessage], None], max_samples: int) -> None:
         self.error: UnavailableError | None = None
         self.max_samples = max_samples
-        self._engine = engine
+        self._engine, self._turns = engine, engine.turns
         self._deliver = deliver
         # SimpleQueue.put may be called within itself, by a finalizer that the collector runs: `abort` relies on it.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -127,7 +127,7 @@ class EngineLoop:
 
     def check_process(self) -> None:
         """Raises UnavailableError in a forked process, which does not have the loop's thread."""
-        self._engine.turns.check_process()
+        self._turns.check_process()
 
     def close(self, timeout: float | None = None) -> bool:
         """Aborts the loop's requests and ends its thread. Not to be called from that thread. Does nothing in a forked
@@ -139,7 +139,7 @@ class EngineLoop:
         Returns:
             Whether the thread has ended.
         """
-        if not self._engine.turns.here:
+        if not self._turns.here:
             return True
         with self._lock:
             self._closing = True
@@ -148,6 +148,7 @@ class EngineLoop:
         if self._thread.is_alive():
             return False
         atexit.unregister(self._leave)
+        self.__dict__.pop("_engine", None)  # an LLM that is closed now gives its memory back at once
         return True
 
     def _leave(self) -> None:
@@ -161,7 +162,7 @@ class EngineLoop:
                 self._run_commands()
                 if self._count:
                     self._step()
-            with self._engine.turns:
+            with self._turns:
                 for request_id in list(self._unfinished):
                     self._engine.abort(request_id)
                 self._engine.finish_launched()
@@ -182,13 +183,13 @@ class EngineLoop:
                 self._commands.get(timeout=min(seconds, ASK_SECONDS))()
 
     def _spare_seconds(self) -> float:
-        with self._engine.turns:
+        with self._turns:
             return self._engine.spare_seconds()
 
     def _step(self) -> None:
         self._step_began = began = time.monotonic()
         self._put_off()
-        with self._engine.turns:
+        with self._turns:
             self._engine.run_step()
             self._step_began = None
             message = self._deliver_deltas(time.monotonic() - began)
@@ -221,7 +222,7 @@ class EngineLoop:
                     del self._unfinished[delta.request_id]
 
     def _submit(self, prepared: PreparedPrompt, request_id: str, stream: bool) -> None:
-        with self._engine.turns:
+        with self._turns:
             try:
                 self._engine.submit(prepared, request_id, stream=stream, queue=self._deltas)
             except Exception as e:  # the id is in use by another owner, or there is no memory for the request
@@ -230,7 +231,7 @@ class EngineLoop:
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._unfinished:  # if not, the id may be that of another thread's request
-            with self._engine.turns:
+            with self._turns:
                 self._engine.abort(request_id)
 
     def _end(self, requests: Iterable[str], error: EngineError) -> None:

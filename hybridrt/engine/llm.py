@@ -340,8 +340,8 @@ class LLM:
         raise no_attribute(self, name, LLM_ATTRIBUTES)
 
     def close(self) -> None:
-        """Aborts all requests and frees the model and the pools. A second call does nothing, or what an exception kept
-        the first from doing."""
+        """Aborts all requests and frees the model and the pools, before it returns: no garbage collector has to
+        run. A second call does nothing, or what an exception kept the first from doing."""
         engine = self._engine
         with Interrupts():
             try:

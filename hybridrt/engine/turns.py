@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock, RLock, get_ident
 from types import TracebackType
+from weakref import WeakMethod
 
 from hybridrt.errors import EngineError, UnavailableError
 from hybridrt.runtime.ambient import undisturbed
@@ -134,3 +135,15 @@ class Change:
         self._inside = False
         with self:
             pass
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A bound method, called without keeping its object alive: an object that a part of it leads back to is freed by
+    the garbage collector alone, and its memory with it."""
+    found = WeakMethod(method)
+
+    def call() -> None:
+        if (alive := found()) is not None:
+            alive()
+
+    return call

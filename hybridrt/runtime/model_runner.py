@@ -1,6 +1,5 @@
 """The executor of a real model: loads it, plans its memory, captures its graphs."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -113,7 +112,6 @@ def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalL
     runner.launch(step).result()
     peak = torch.cuda.max_memory_allocated(target.device) - before
     del runner
-    gc.collect()  # a recurrent backend is part of a cycle, which would keep the small pools
     torch.cuda.empty_cache()
     return peak
 
