@@ -255,7 +255,7 @@ _ENGINE = {
     "load_format": one_of("auto", "dummy"),
     "max_model_len": _or_none(integer(2, 2**24)),  # a prompt token and an output token at least
     **dict.fromkeys(("max_running_requests", "cuda_graph_max_bs"), _or_none(integer(1, 2**24))),
-    "memory_fraction": FieldType("a number between 0 and 1", lambda v: type(v) in (int, float) and 0 < v < 1),
+    "memory_fraction": _or_none(FieldType("a number between 0 and 1", lambda v: type(v) is float and 0 < v < 1)),
     "page_size": FieldType("a power of two from 1 to 1024", lambda v: type(v) is int and v in _PAGE_SIZES),
     "chunked_prefill_size": integer(1, 2**20),
     "target_itl_ms": _or_none(either(number(0.1, 1e6), one_of("auto"))),
@@ -283,7 +283,9 @@ class EngineConfig:
         max_model_len: longest prompt + output of a request, in tokens; None is the model's own limit, or less if the
             memory holds less.
         max_running_requests: requests that decode together; None lets the memory plan choose.
-        memory_fraction: share of the device's memory that weights, pools and activations may take.
+        memory_fraction: share of the memory of a GPU that weights, pools and activations may take, other processes
+            counted; on a CPU, of the main memory that is free. None: 0.85 of a GPU; on a CPU the pools take a quarter
+            of what is free.
         page_size: tokens in a KV page, a power of two.
         chunked_prefill_size: most prompt tokens that one step computes.
         target_itl_ms: target for the milliseconds between tokens of a request: beside decode rows, prompts are computed
@@ -318,7 +320,7 @@ class EngineConfig:
     load_format: str = "auto"
     max_model_len: int | None = None
     max_running_requests: int | None = None
-    memory_fraction: float = 0.85
+    memory_fraction: float | None = None
     page_size: int = 16
     chunked_prefill_size: int = 8192
     target_itl_ms: float | Literal["auto"] | None = None

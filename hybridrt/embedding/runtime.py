@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from hybridrt.config_json import check_fields, integer
 from hybridrt.embedding.batches import Batches
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_on_device, check_within, host_integers
 from hybridrt.embedding.positions import StepRows
@@ -256,6 +257,8 @@ class EmbeddedRuntime:
             ConfigError: max_rows is below 1. PoolError: a step waits for its commit.
         """
         self._require_commit("capture")
+        for size in (*sizes, 1 if max_rows is None else max_rows):
+            check_fields({"max_rows and sizes": size}, {"max_rows and sizes": integer(-(2**31), 2**31)})
         return DecodeGraphs(self, self._batches, self.plan.num_rows if max_rows is None else max_rows, sizes)
 
     # -- checks -------------------------------------------------------------------------------------------------

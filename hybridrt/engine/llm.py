@@ -76,7 +76,7 @@ class LLM:
         load_format: str = "auto",
         max_model_len: int | None = None,
         max_running_requests: int | None = None,
-        memory_fraction: float = 0.85,
+        memory_fraction: float | None = None,
         page_size: int = 16,
         chunked_prefill_size: int = 8192,
         target_itl_ms: float | Literal["auto"] | None = None,

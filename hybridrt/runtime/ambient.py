@@ -70,7 +70,7 @@ def _is_usual() -> bool:
         and not torch.is_inference_mode_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.is_autocast_enabled("cuda")
-        and not torch.are_deterministic_algorithms_enabled()
+        and not (torch.are_deterministic_algorithms_enabled() and torch.cuda.is_initialized())
         and not torch._C._len_torch_function_stack()
     )
 

@@ -38,7 +38,7 @@ class ModelRunner(StepRunner):
     Args:
         config: what to run.
         tp: this process's tensor-parallel rank.
-        budget_bytes: what the pools may take; None follows EngineConfig.memory_fraction (CUDA) or the free memory.
+        budget_bytes: what the pools may take; None follows EngineConfig.memory_fraction.
         plan: what the pools hold; None makes a plan from the budget.
         progress: show a bar while loading.
 
