@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 import torch
 
 from hybridrt.embedding import EngineConfig, build, load, plan_memory
-from hybridrt.engine.tokenizer import load_tokenizer
-from hybridrt.runtime.build import resolve_model_path
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Loop:
     """
 
     def __init__(self, config: EngineConfig, budget_bytes: int, num_tokens: int, shared: int = 0) -> None:
-        loaded = load(config)
+        self.loaded = loaded = load(config)
         self.plan = plan_memory(loaded, budget_bytes=budget_bytes, cache_slots=1)
         self.runtime = build(loaded, self.plan)
         self.graphs = self.runtime.capture()
@@ -138,19 +136,12 @@ class Loop:
         self.running.remove(request)
 
 
-def generate(
-    config: EngineConfig, prompts: list[list[int]], num_tokens: int, shared: int = 0, budget_bytes: int = 2**28
-) -> list[list[int]]:
-    """The tokens behind each prompt."""
-    return Loop(config, budget_bytes, num_tokens, shared).generate(prompts)
-
-
 def main(model: str) -> None:
-    config = EngineConfig(model, max_running_requests=2, max_model_len=256)
-    tokenizer = load_tokenizer(resolve_model_path(model))
+    loop = Loop(EngineConfig(model, max_running_requests=2, max_model_len=256), budget_bytes=2**28, num_tokens=64)
+    tokenizer = loop.loaded.tokenizer()
     assert tokenizer is not None, f"{model} has no tokenizer"
     texts = ["def read_lines(path):", "import ", "class Stack:"]
-    for text, output in zip(texts, generate(config, [tokenizer.encode(t) for t in texts], 64)):
+    for text, output in zip(texts, loop.generate([tokenizer.encode(t) for t in texts])):
         print(f"{text}{tokenizer.decode(output)}\n")
 
 

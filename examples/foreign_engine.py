@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 import torch
 
 from hybridrt.embedding import EngineConfig, ForwardBatch, Scratch, build, load, plan_memory
-from hybridrt.engine.tokenizer import load_tokenizer
-from hybridrt.runtime.build import resolve_model_path
 
 
 @dataclass(eq=False)
@@ -47,7 +45,7 @@ class ForeignEngine:
     """Greedy. `num_blocks` limits the blocks in use, so that requests run out of them."""
 
     def __init__(self, config: EngineConfig, budget_bytes: int, num_blocks: int | None = None) -> None:
-        loaded = load(config)
+        self.loaded = loaded = load(config)
         plan = plan_memory(loaded, budget_bytes=budget_bytes)
         self.runtime = build(loaded, plan, Scratch(row=-1, state_slot=0, page=-1))
         self.block_size, self.chunk = plan.page_size, config.chunked_prefill_size
@@ -145,7 +143,7 @@ class ForeignEngine:
 
 def main(model: str) -> None:
     engine = ForeignEngine(EngineConfig(model, max_running_requests=2, max_model_len=256), budget_bytes=2**28)
-    tokenizer = load_tokenizer(resolve_model_path(model))
+    tokenizer = engine.loaded.tokenizer()
     assert tokenizer is not None, f"{model} has no tokenizer"
     texts = ["def read_lines(path):", "import ", "class Stack:"]
     for text, output in zip(texts, engine.generate([tokenizer.encode(t) for t in texts], 64)):

@@ -6,8 +6,9 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 
-from hybridrt.config_json import FLAG, FieldType, check_fields, either, integer, number, one_of
+from hybridrt.config_json import FLAG, TEXT, FieldType, check_fields, either, integer, number, one_of
 from hybridrt.errors import ConfigError, DeviceError
+from hybridrt.errors_foreign import ENGINE, knows_fields
 from hybridrt.speculative.registry import load_method
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -193,12 +194,14 @@ class ModelConfig:
 _SPECULATIVE = {
     "method": FieldType("the name of a way to draft", lambda v: isinstance(v, str)),
     "num_draft_tokens": integer(1, 15),
+    "draft_model": _or_none(TEXT),
     "state_mode": one_of("auto", "intermediate", "replay"),
     "speculative_attention_mode": one_of("prefill", "decode"),
     "topk": integer(1, 8),
 }
 
 
+@knows_fields({"num_speculative_tokens": "num_draft_tokens", "model": "draft_model"})
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """Speculative decoding. `num_draft_tokens` drafts are verified with the last sampled token in one step.
@@ -243,11 +246,16 @@ class SpeculativeConfig:
 
 _PAGE_SIZES = [2**i for i in range(11)]
 _ENGINE = {
+    "model": FieldType("a checkpoint directory or a hub name, as text", lambda v: isinstance(v, str) and bool(v)),
+    **dict.fromkeys(("device", "attention_backend", "linear_attn_backend"), TEXT),
+    "prefill_attention_backend": _or_none(TEXT),
+    **dict.fromkeys(("cuda_graph", "cuda_graph_prompts", "overlap"), FLAG),
+    "seed": integer(-(2**63), 2**63 - 1),
     "dtype": one_of("auto", *DTYPES),
     "load_format": one_of("auto", "dummy"),
     "max_model_len": _or_none(integer(2, 2**24)),  # a prompt token and an output token at least
     **dict.fromkeys(("max_running_requests", "cuda_graph_max_bs"), _or_none(integer(1, 2**24))),
-    "memory_fraction": FieldType("a number between 0 and 1", lambda v: isinstance(v, int | float) and 0 < v < 1),
+    "memory_fraction": _or_none(FieldType("a number between 0 and 1", lambda v: type(v) is float and 0 < v < 1)),
     "page_size": FieldType("a power of two from 1 to 1024", lambda v: type(v) is int and v in _PAGE_SIZES),
     "chunked_prefill_size": integer(1, 2**20),
     "target_itl_ms": _or_none(either(number(0.1, 1e6), one_of("auto"))),
@@ -262,6 +270,7 @@ _ENGINE = {
 }
 
 
+@knows_fields(ENGINE)
 @dataclass(frozen=True)
 class EngineConfig:
     """The options of a run. `LLM(...)` takes these fields as keyword arguments.
@@ -274,7 +283,9 @@ class EngineConfig:
         max_model_len: longest prompt + output of a request, in tokens; None is the model's own limit, or less if the
             memory holds less.
         max_running_requests: requests that decode together; None lets the memory plan choose.
-        memory_fraction: share of the device's memory that weights, pools and activations may take.
+        memory_fraction: share of the memory of a GPU that weights, pools and activations may take, other processes
+            counted; on a CPU, of the main memory that is free. None: 0.85 of a GPU; on a CPU the pools take a quarter
+            of what is free.
         page_size: tokens in a KV page, a power of two.
         chunked_prefill_size: most prompt tokens that one step computes.
         target_itl_ms: target for the milliseconds between tokens of a request: beside decode rows, prompts are computed
@@ -309,7 +320,7 @@ class EngineConfig:
     load_format: str = "auto"
     max_model_len: int | None = None
     max_running_requests: int | None = None
-    memory_fraction: float = 0.85
+    memory_fraction: float | None = None
     page_size: int = 16
     chunked_prefill_size: int = 8192
     target_itl_ms: float | Literal["auto"] | None = None

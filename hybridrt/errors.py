@@ -11,6 +11,10 @@ class ConfigError(HybridrtError, ValueError):
     """An argument, a combination of arguments or a checkpoint's config.json cannot be used."""
 
 
+class UnknownNameError(ConfigError, TypeError):
+    """A function or a configuration has no argument of this name; the text says which one it has."""
+
+
 class UnsupportedModelError(ConfigError):
     """The checkpoint names an architecture that no registered model implements."""
 
@@ -148,6 +152,12 @@ def reason(error: BaseException) -> str:
     file."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def is_failure(error: BaseException) -> bool:
+    """True for an Exception, and for a failed assertion of a library in Rust, which pyo3 raises as a BaseException.
+    False for what ends a thread: KeyboardInterrupt, SystemExit, the cancellation of a task."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def is_text(value: str) -> bool:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridrt.errors import HybridrtError, RequestError, shown
+
 # What files may have, in bytes: a longer one is refused before it is parsed. The longest that are published: 100 KB of
 # config.json, 15 MB of an index, 35 MB of tokenizer.json, 2 MB of a weight file's header.
 MAX_BYTES = 1 << 26  # of a file that is read whole, where its caller sets no other limit
@@ -18,6 +20,20 @@ WEIGHTS_HEADER_BYTES = 1 << 25  # of a weight file: some 200,000 tensors
 SESSION_HEADER_BYTES = 1 << 22  # of a session, which may be loaded while a server answers: some 30,000 tensors
 PATIENCE = 10.0  # seconds for which a pipe may give nothing
 _PIECE = 1 << 20
+
+
+def as_path(name: str, value: object, error: type[HybridrtError] = RequestError) -> Path:
+    """A path that a caller has passed. `error` for what is none, under the argument's name."""
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise error(f"{name} is {shown(value)}; pass the name of a file, as text or a pathlib.Path")
+    try:
+        possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise error(f"{shown(path)} holds a character that no file name may hold; choose another name")
+    return Path(path)
 
 
 def read_bytes(file: str | Path, max_bytes: int = MAX_BYTES) -> bytes:

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from hybridrt.errors import RequestError, is_text, shown
+from hybridrt.errors_foreign import SAMPLING, knows_fields
 from hybridrt.structured_outputs import StructuredOutputs
 
 MAX_STOP_STRINGS = 32
@@ -96,6 +97,7 @@ _NUMBERS: dict[str, tuple[type, float, float, str]] = {
 }
 
 
+@knows_fields(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one request; every field is checked when the object is made.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridrt.errors import RequestError, is_text, shown
+from hybridrt.errors_foreign import knows_fields
 
 MAX_CHARACTERS = 2**19  # of a schema, an expression or a grammar, and of all choices together
 MAX_CHOICES = 4096
@@ -19,6 +20,7 @@ _FIELD = "structured_outputs"
 _KINDS = ("json", "regex", "choice", "grammar")
 
 
+@knows_fields({"json_schema": "json", "pattern": "regex", "choices": "choice", "ebnf": "grammar"})
 @dataclass(frozen=True)
 class Thinking:
     """Reasoning before an output, between tags that are tokens.

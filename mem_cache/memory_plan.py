@@ -2,11 +2,23 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from hybridrt.errors import MemoryBudgetError
 from hybridrt.mem_cache.host_plan import NO_HOST_PLAN, HostPlan
 from hybridrt.mem_cache.page_demand import PageDemand
 
 GIB = 1024**3
+
+
+def gib(count: int) -> str:
+    """Bytes in GiB, with two digits behind the point or, of a small number, its first two digits: it is not "0.00"."""
+    number = count / GIB
+    if not 0 < abs(number) < 0.1:
+        return f"{number:.2f} GiB"
+    return f"{np.format_float_positional(number, 2, unique=False, fractional=False, trim='-')} GiB"
+
+
 # Without max_running_requests, rows and their states take at most this share; the rest is KV.
 STATE_SHARE = 0.5
 
@@ -96,8 +108,8 @@ class MemoryPlan:
         """One line."""
         pages = f", {self.num_pages} KV pages ({self.num_pages * self.page_size} tokens)" if self.num_pages else ""
         return (
-            f"{self.num_rows} running requests, {self.num_slots} state slots{pages}, {self.pool_bytes / GIB:.2f} GiB "
-            f"of {self.budget_bytes / GIB:.2f} GiB; requests up to {self.max_model_len} tokens"
+            f"{self.num_rows} running requests, {self.num_slots} state slots{pages}, {gib(self.pool_bytes)} "
+            f"of {gib(self.budget_bytes)}; requests up to {self.max_model_len} tokens"
         )
 
 
@@ -167,7 +179,7 @@ def _too_small(
     wanted = rows * per_request + need * costs.page
     fitting_rows = (available - need * costs.page) // max(per_request, 1)
     fitting_tokens = (available - rows * per_request) // max(costs.page, 1) * demand.page_size
-    hints = [f"raise the budget to {budget + wanted - available} bytes (on a GPU: memory_fraction)"]
+    hints = [f"raise the budget to {budget + wanted - available} bytes (memory_fraction)"]
     if fitting_rows >= 1:
         hints.insert(0, f"lower max_running_requests from {rows} to {fitting_rows}")
     if fitting_tokens >= 1:
@@ -175,7 +187,9 @@ def _too_small(
     missing = -(-(wanted - available) // max(costs.slot, 1))
     if missing <= cached:
         hints.insert(0, f"lower cache_slots from {cached} to {cached - missing}")
+    short = f" ({-budget} bytes more are in use already)" if budget < 0 else ""
     return (
-        f"the pools' budget of {budget} bytes cannot hold {rows} running requests ({per_request / 2**20:.2f} MiB each) "
+        f"the pools' budget of {max(budget, 0)} bytes{short} cannot hold {rows} running requests "
+        f"({per_request / 2**20:.2f} MiB each) "
         f"and {need} KV pages of {demand.page_size} tokens ({costs.page / 2**20:.2f} MiB each): {', or '.join(hints)}"
     )

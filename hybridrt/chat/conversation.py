@@ -11,6 +11,7 @@ import msgspec
 from hybridrt.chat.efforts import EFFORTS
 from hybridrt.chat.sizes import check_sizes
 from hybridrt.errors import RequestError, shown
+from hybridrt.errors_foreign import CALLS, refuse
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARACTERS = 256
@@ -149,7 +150,10 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
 
     Raises:
         RequestError: something is wrong; `field` says where, as a path such as "messages.0.content".
+        UnknownNameError: there is no such option.
     """
+    for name in rest.keys() - ChatOptions.__annotations__.keys():
+        refuse("a chat", name, CALLS, ChatOptions.__annotations__)
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(f"messages is {shown(messages)}; pass a list of at least one message", "messages")
     check_sizes(messages, tools, rest.get("chat_template_kwargs"))

@@ -54,7 +54,7 @@ class EngineOptions(Overrides):
     load_format: str | None = setting("dummy: random weights from config.json alone.", "auto", "auto|dummy")
     max_model_len: int | None = setting("Longest prompt + output, in tokens.", "what fits", "N")
     max_running_requests: int | None = setting("Requests that decode together.", "what fits", "N")
-    memory_fraction: float | None = setting("Share of the GPU's memory to take.", "0.85", "X")
+    memory_fraction: float | None = setting("Share of the device's memory to take.", "0.85 of a GPU", "X")
     page_size: int | None = setting("Tokens in a KV page, a power of two.", "16", "N")
     chunked_prefill_size: int | None = setting("Prompt tokens computed in one step.", "8192", "N")
     target_itl_ms: str | None = setting(ITL_TARGET, "none", "MS|auto|none")

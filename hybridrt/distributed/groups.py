@@ -54,7 +54,7 @@ class Communicator:
     def connect(self) -> None:
         """Opens the connections among GPUs, which NCCL does with the first collective. All ranks call it."""
         with _interface(self._loopback):
-            self.all_reduce(torch.zeros(1, device=self.device))
+            self.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device))
             self.barrier()
 
     def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Communicator:
         """Returns when every rank has come and what they launched is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.all_reduce(torch.zeros(1))
+        self.all_reduce(torch.zeros(1, dtype=torch.float32))
 
     def abort(self) -> None:
         """Stops kernels on this rank's GPU that wait for another rank. Any thread may call it; it does not wait."""
@@ -162,7 +162,11 @@ class TPGroup:
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' integers."""
-        return value if self.size == 1 else int(self._comm().all_reduce(torch.tensor(value), dist.ReduceOp.MIN))
+        return (
+            value
+            if self.size == 1
+            else int(self._comm().all_reduce(torch.tensor(value, dtype=torch.int64), dist.ReduceOp.MIN))
+        )
 
     def divide(self, what: str, count: int, shards: int | None = None) -> int:
         """How many of `count` things a rank holds when they are cut into `shards` (None: one for each rank).

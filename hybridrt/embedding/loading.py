@@ -3,12 +3,24 @@
 from dataclasses import dataclass
 
 from hybridrt.config import EngineConfig
+from hybridrt.config_json import check_fields, integer
 from hybridrt.distributed.groups import TPGroup
 from hybridrt.embedding.numbers import Numbers, Scratch
 from hybridrt.embedding.runtime import EmbeddedRuntime
+from hybridrt.engine.tokenizer import HFTokenizer, load_tokenizer
+from hybridrt.errors import ConfigError, shown
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.build import RunTarget, Runtime, build_model, load_target, make_plan, weight_bytes
+from hybridrt.runtime.ambient import in_undisturbed
+from hybridrt.runtime.build import (
+    RunTarget,
+    Runtime,
+    build_model,
+    load_target,
+    make_plan,
+    resolve_model_path,
+    weight_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -24,23 +36,40 @@ class LoadedModel:
     target: RunTarget
     model: CausalLM
 
+    def tokenizer(self) -> HFTokenizer | None:
+        """The checkpoint's tokenizer, with `encode` and `decode`; None if it has none.
 
+        Raises:
+            ConfigError, CheckpointError: its files cannot be used.
+        """
+        return load_tokenizer(resolve_model_path(self.config.model))
+
+
+@in_undisturbed
 def load(config: EngineConfig, *, tp: TPGroup | None = None, progress: bool = False) -> LoadedModel:
     """Reads a checkpoint's configuration and its weights.
 
     Args:
         config: what to load, and onto which device. `plan_memory` plans for its max_running_requests and max_model_len.
-            overlap and transfer_bytes have no effect here.
-        tp: this process's tensor-parallel rank; None for a model on one device.
+            overlap and transfer_bytes have no effect here. tp_size must be 1: a model runs on one device.
+        tp: of a process that is part of a tensor-parallel group. Not part of the stable surface.
         progress: show a bar.
 
     Raises:
         ConfigError, CheckpointError, DeviceError: nothing has been loaded.
+        BackendError, ProviderNotInstalledError: HYBRIDRT_PROVIDERS names what cannot serve.
     """
+    _check_kind("config", config, EngineConfig)
+    if config.tp_size > 1 and (tp is None or tp.size == 1):
+        raise ConfigError(
+            f"tp_size is {config.tp_size}, and hybridrt.embedding runs a model on one device: pass tp_size=1, or use "
+            f"hybridrt.LLM(model, tp_size={config.tp_size}), which splits a model over several and schedules itself"
+        )
     path, target = load_target(config, tp or TPGroup())
     return LoadedModel(config, target, build_model(config, target, path, progress))
 
 
+@in_undisturbed
 def plan_memory(loaded: LoadedModel, *, budget_bytes: int, cache_slots: int = 0) -> MemoryPlan:
     """How many rows, state slots and KV pages fit into a budget.
 
@@ -51,11 +80,16 @@ def plan_memory(loaded: LoadedModel, *, budget_bytes: int, cache_slots: int = 0)
 
     Raises:
         MemoryBudgetError: the configuration does not fit the budget; the message says what to change.
+        ConfigError: an argument has the wrong kind.
     """
+    _check_kind("loaded", loaded, LoadedModel)
+    sizes = {"budget_bytes": integer(0, 2**63 - 1), "cache_slots": integer(-(2**63), 2**63 - 1)}
+    check_fields({"budget_bytes": budget_bytes, "cache_slots": cache_slots}, sizes)
     weights = weight_bytes(loaded.model)
     return make_plan(loaded.config, loaded.target, budget_bytes=budget_bytes, weights=weights, cache_slots=cache_slots)
 
 
+@in_undisturbed
 def build(loaded: LoadedModel, plan: MemoryPlan, scratch: Scratch | None = None) -> EmbeddedRuntime:
     """Allocates the pools of a plan, and the backends over them.
 
@@ -66,6 +100,15 @@ def build(loaded: LoadedModel, plan: MemoryPlan, scratch: Scratch | None = None)
     Raises:
         PoolError: a scratch entry is outside its table. Nothing has been allocated.
         BackendError, ProviderNotInstalledError: no backend serves this model on this device.
+        ConfigError: an argument has the wrong kind.
     """
+    _check_kind("loaded", loaded, LoadedModel)
+    _check_kind("plan", plan, MemoryPlan)
+    _check_kind("scratch", scratch or Scratch(), Scratch)
     numbers = Numbers.of(plan, scratch or Scratch())
     return EmbeddedRuntime(Runtime.allocate(loaded.config, loaded.target, loaded.model, plan), numbers)
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is {shown(value)}; it must be a hybridrt.embedding.{kind.__name__}")

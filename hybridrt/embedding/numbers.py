@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from hybridrt.errors import BackendError, PoolError
+from hybridrt.errors import BackendError, PoolError, shown
 from hybridrt.mem_cache.memory_plan import MemoryPlan
 
 Array = Sequence[int] | np.ndarray | torch.Tensor
@@ -27,6 +27,11 @@ class Scratch:
     row: int = -1
     state_slot: int = -1
     page: int = -1
+
+    def __post_init__(self) -> None:
+        for name in ("row", "state_slot", "page"):
+            if type(getattr(self, name)) is not int:
+                raise PoolError(f"the scratch {name} is {shown(getattr(self, name))}; pass an integer")
 
 
 @dataclass(frozen=True)

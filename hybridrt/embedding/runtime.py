@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from hybridrt.config_json import check_fields, integer
 from hybridrt.embedding.batches import Batches
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_on_device, check_within, host_integers
 from hybridrt.embedding.positions import StepRows
@@ -12,6 +13,7 @@ from hybridrt.errors import BackendError, PoolError
 from hybridrt.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.mem_cache.bounds import check_range, may_look
 from hybridrt.mem_cache.mamba_pool import MambaPool
+from hybridrt.runtime.ambient import in_undisturbed
 from hybridrt.runtime.build import Runtime
 from hybridrt.runtime.graph_runner import GraphRunner
 from hybridrt.runtime.step import DecodeRows
@@ -41,6 +43,7 @@ class EmbeddedRuntime:
 
     # -- memory -------------------------------------------------------------------------------------------------
 
+    @in_undisturbed
     @torch.inference_mode()
     def admit(self, rows: Array, state_slots: Array | None = None) -> None:
         """Each of `rows` begins a request. It owns its state slot from now on, which is zeroed, and has no pages.
@@ -67,6 +70,7 @@ class EmbeddedRuntime:
         sections = self._batches.staging.upload({"rows": lines, "slots": places})
         self.pools.req_to_token.admit(sections["rows"], sections["slots"])
 
+    @in_undisturbed
     @torch.inference_mode()
     def write_pages(self, rows: Array, page_indices: Array, pages: Array) -> None:
         """KV page `pages[i]` holds the page_size tokens of row `rows[i]` from page_indices[i] * page_size on. Does
@@ -89,6 +93,7 @@ class EmbeddedRuntime:
         sections = self._batches.staging.upload({"rows": lines, "indices": indices, "pages": places})
         table.write_pages(*(sections[name] for name in ("rows", "indices", "pages")))
 
+    @in_undisturbed
     @torch.inference_mode()
     def write_tokens(self, rows: torch.Tensor, positions: torch.Tensor, places: torch.Tensor) -> None:
         """Token `positions[i]` of row `rows[i]` is written to KV place `places[i]`, which is page * page_size + offset:
@@ -117,6 +122,7 @@ class EmbeddedRuntime:
         self._batches.note_pages(self._batches.places_of_tokens(lines, positions, inside))
         table.req_to_token[lines, positions.long()] = inside
 
+    @in_undisturbed
     @torch.inference_mode()
     def snapshot(self, rows: Array, state_slots: Array) -> None:
         """Copies the recurrent state of `rows` into `state_slots`, which no running request owns: a row that had one
@@ -135,6 +141,7 @@ class EmbeddedRuntime:
         self._owners.give(places)
         self._positions.snapshot(lines.tolist(), places.tolist())
 
+    @in_undisturbed
     @torch.inference_mode()
     def restore(self, state_slots: Array, rows: Array) -> None:
         """Copies the states in `state_slots` into the slots that `rows` own. PoolError as in `snapshot`, and if a step
@@ -145,6 +152,7 @@ class EmbeddedRuntime:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
+    @in_undisturbed
     @torch.inference_mode()
     def batch(
         self,
@@ -179,6 +187,7 @@ class EmbeddedRuntime:
         """
         return self._batches.make(input_ids, rows, seq_lens, query_lens, num_decode_rows, read_state_slots, spec_info)
 
+    @in_undisturbed
     @torch.inference_mode()
     def prepare(self, batch: ForwardBatch) -> None:
         """Makes the metadata of a step: host work and copies. Call it once a step, before `forward`. Earlier steps may
@@ -195,6 +204,7 @@ class EmbeddedRuntime:
         self._positions.prepared(step)
         self._owners.prepared(use)
 
+    @in_undisturbed
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Runs the layers of a prepared step. Writes KV, and the states of the rows that do not decode.
@@ -214,11 +224,13 @@ class EmbeddedRuntime:
         self._open = batch if batch.num_decode_rows else None
         return hidden
 
+    @in_undisturbed
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] of any tokens to [n, vocab]."""
         return self.model.logits(hidden)
 
+    @in_undisturbed
     @torch.inference_mode()
     def commit(self, batch: ForwardBatch, accepted: Array | None = None, path: torch.Tensor | None = None) -> None:
         """Makes the accepted tokens of the decode rows part of their states. Call it after `forward` of each step with
@@ -239,6 +251,7 @@ class EmbeddedRuntime:
             self._positions.accepted(self._positions.of(batch), accepted)
         self._open = None
 
+    @in_undisturbed
     def drop(self) -> None:
         """Discards all steps that were prepared and not committed, after a failure. The states and the KV of their rows
         are unknown: admit their requests again."""
@@ -247,6 +260,7 @@ class EmbeddedRuntime:
         self._owners.drop()
         self._open = None
 
+    @in_undisturbed
     def capture(self, max_rows: int | None = None, sizes: Sequence[int] = ()) -> "DecodeGraphs":
         """Records decode steps of one token a row; see `DecodeGraphs`.
 
@@ -258,6 +272,8 @@ class EmbeddedRuntime:
             ConfigError: max_rows is below 1. PoolError: a step waits for its commit.
         """
         self._require_commit("capture")
+        for size in (*sizes, 1 if max_rows is None else max_rows):
+            check_fields({"max_rows and sizes": size}, {"max_rows and sizes": integer(-(2**31), 2**31)})
         return DecodeGraphs(self, self._batches, self.plan.num_rows if max_rows is None else max_rows, sizes)
 
     # -- checks -------------------------------------------------------------------------------------------------
@@ -325,6 +341,7 @@ class DecodeGraphs:
         """Whether a graph holds a step of so many rows. Other steps run eagerly."""
         return rows > 0 and self._graphs.bucket(rows) is not None
 
+    @in_undisturbed
     @torch.inference_mode()
     def replay(self, *, input_ids: Array, rows: Array, seq_lens: Array) -> torch.Tensor:
         """Runs and commits a decode step. It needs no prepare, forward or commit.

@@ -1,10 +1,11 @@
 """AsyncLLM: an LLM for asyncio. Its engine runs in a thread of its own, and requests are asynchronous iterators."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from os import PathLike
 from types import TracebackType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,98 +13,31 @@ from weakref import WeakValueDictionary
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.constraints import asks_for_grammar
 from hybridrt.chat.conversation import Conversation, read_conversation
+from hybridrt.config_json import check_fields, integer, number
 from hybridrt.engine.chats import ChatDelta, ChatOutput, ChatReader, Messages, PreparedChat, is_large_chat, read_output
+from hybridrt.engine.delta_stream import DeltaStream as DeltaStream
 from hybridrt.engine.engine_loop import EngineLoop, StepMessage
 from hybridrt.engine.lanes import INLINE, Lane, Lanes, in_parts, is_quick, lane_of, size_of
-from hybridrt.engine.limits import Known, PreparedPrompt
+from hybridrt.engine.limits import Known, PreparedPrompt, check_name, check_prepared
 from hybridrt.engine.llm import LLM
 from hybridrt.engine.outputs import Delta, RequestOutput, whole_output
 from hybridrt.engine.prompts import Prompt
-from hybridrt.errors import EngineError, RequestError, UnavailableError
+from hybridrt.errors import ConfigError, EngineError, RequestError, UnavailableError
+from hybridrt.errors_foreign import CALLS, knows_names
 from hybridrt.sampling_params import SamplingParams
 
 _DRAIN_CHECK_SECONDS = 0.05
-
-
-class DeltaStream(AsyncIterator[Delta]):
-    """The deltas of one or several requests. Deltas of a sample that were not read yet are joined into one. So a slow
-    reader needs memory for its output only, and delays no other reader. `close`, or dropping the last reference to the
-    stream, aborts the samples that have not ended.
-
-    Attributes:
-        requests: each request's prompt tokens and parameters by its id, in order.
-        running: samples that have not ended; 0 once the stream is closed.
-        arrival: when its requests were submitted, in seconds of `time.monotonic()`.
-        take: called with a delta that comes while the reader waits for one. If it returns True, the delta is done with
-            and the reader waits on, until all samples have ended: a task of its own need not run for every token. A
-            failure always goes to the reader. None: all deltas do.
-    """
-
-    def __init__(self, loop: EngineLoop) -> None:
-        self.requests: dict[str, PreparedPrompt] = {}
-        self.running = 0
-        self.arrival = time.monotonic()
-        self.take: Callable[[Delta], bool] | None = None
-        self._loop = loop
-        self._gains: dict[tuple[str, int], Delta] = {}  # by sample
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, delta: Delta) -> None:
-        """Gives a delta to `take`, or adds it and wakes the reader. Call this in the event loop."""
-        if not self.running:
-            return
-        self.running -= delta.finish_reason is not None
-        waiter = None if self._waiter is None or self._waiter.done() else self._waiter
-        if waiter is not None and delta.error is None and self.take is not None:
-            try:
-                taken = self.take(delta)
-            except Exception as e:  # it is the reader's, and must not keep other streams from their deltas
-                waiter.set_exception(e)
-                return
-            if taken:
-                if not self.running:
-                    waiter.set_result(None)
-                return
-        held = self._gains.setdefault((delta.request_id, delta.index), delta)
-        if held is not delta:
-            held.extend(delta)
-        if waiter is not None:
-            waiter.set_result(None)
-
-    async def __anext__(self) -> Delta:
-        """The next delta of any sample.
-
-        Raises:
-            EngineError: the sample failed.
-        """
-        while not self._gains:
-            if not self.running:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        delta = self._gains.pop(next(iter(self._gains)))
-        if delta.error is not None:
-            raise delta.error
-        return delta
-
-    def abort(self) -> None:
-        """Ends the stream's requests with reason "abort"."""
-        for request_id in self.requests:
-            self._loop.abort(request_id)
-
-    def close(self) -> None:
-        """Aborts the requests that have not ended. Drops their later deltas."""
-        self.take = None  # it may refer to this stream
-        if self.running:
-            self.running = 0
-            self.abort()
-
-    def __del__(self) -> None:
-        self.close()
+_PUBLIC = {
+    "abort", "abort_all", "chat", "close", "complete", "create", "drain", "failure", "generate", "llm", "prepare", "prepare_all",
+    "stream_chat", "submit", "unfinished",
+}  # fmt: skip
 
 
 class AsyncLLM:
-    """Serves an LLM to the tasks of one event loop. `close` frees the memory.
+    """Serves an LLM to the tasks of one event loop. `close`, `with` or `async with` frees the memory.
+
+    Loading a model takes seconds to minutes: within an event loop, `await AsyncLLM.create(...)` does it in another
+    thread. The constructor blocks. A forked process cannot use it: its calls raise UnavailableError.
 
     Args:
         model: the first argument of `LLM`, or an LLM. `close` does not close an LLM that was passed, and other threads
@@ -111,14 +45,20 @@ class AsyncLLM:
         max_waiting: samples that may wait in addition to those that run; more are refused with QueueFullError.
         options: further arguments of `LLM`, if `model` is not an LLM.
 
+    Raises:
+        ConfigError: an argument cannot be used; and what `LLM` raises.
+
     Attributes:
         llm: the LLM underneath.
         watchers: called in the event loop with every StepMessage.
         draining: no further request is taken.
     """
 
-    def __init__(self, model: str | LLM, *, max_waiting: int = 4096, **options: Any) -> None:
+    def __init__(self, model: str | PathLike[str] | LLM, *, max_waiting: int = 4096, **options: Any) -> None:
+        check_fields({"max_waiting": max_waiting}, {"max_waiting": integer(0, 2**31 - 1)})
         self._owned = not isinstance(model, LLM)
+        if isinstance(model, LLM):
+            _check_no_options(options)
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self.watchers: list[Callable[[StepMessage], None]] = []
         self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()
@@ -128,6 +68,19 @@ class AsyncLLM:
         self._events: asyncio.AbstractEventLoop | None = None
         self._lanes = Lanes()
         self._loop = EngineLoop(self.llm.engine, self._deliver, self.llm.plan.num_rows + max_waiting)
+
+    @classmethod
+    async def create(cls, model: str | PathLike[str] | LLM, *, max_waiting: int = 4096, **options: Any) -> "AsyncLLM":
+        """As the constructor, which it calls in another thread: the event loop goes on. A task that is cancelled leaves
+        nothing behind: what is being built is closed as soon as it is complete."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="hybridrt-build")
+        building = pool.submit(partial(cls, model, max_waiting=max_waiting, **options))
+        pool.shutdown(wait=False)
+        try:
+            return await asyncio.wrap_future(building)
+        except asyncio.CancelledError:
+            building.add_done_callback(_close_built)
+            raise
 
     @property
     def failure(self) -> UnavailableError | None:
@@ -174,6 +127,7 @@ class AsyncLLM:
 
     async def in_thread(self, work: Callable[..., Any], *arguments: Any, lane: Lane = "text") -> Any:
         """Runs work (tokenising, a chat template) in a thread of a lane, so that it does not block the event loop."""
+        self._loop.check_process()
         return await asyncio.wrap_future(self._lanes.submit(lane, partial(work, *arguments)))
 
     def submit(
@@ -187,23 +141,15 @@ class AsyncLLM:
 
         Raises (no request has then started):
             QueueFullError: too many samples wait already.
-            RequestError: the name is taken.
+            RequestError: an argument is of the wrong kind, or the name is taken.
             UnavailableError: the engine has failed, or the server is shutting down.
-            EngineError: called from a second event loop.
+            EngineError: called from a second event loop, while the first one is open and has requests.
         """
         if self.draining:
             raise UnavailableError("the server is shutting down; send the request to another one")
-        events = asyncio.get_running_loop()
-        if self._streams and events is not self._events:
-            raise EngineError("an AsyncLLM serves one event loop at a time: end the requests of the other one first")
-        if events is not self._events:
-            self._left.clear()  # messages that an earlier loop has not taken are lost
-        self._events = events
         name = f"async-{next(self._names)}" if name is None else name
-        if isinstance(prepared, PreparedPrompt):
-            batch = {name: prepared}
-        else:
-            batch = {f"{name}-{i}": prompt for i, prompt in enumerate(prepared)}
+        batch = _named(prepared, name)
+        self._enter(asyncio.get_running_loop())
         # A request whose reader has gone blocks its id until its last deltas are here: they would go to the new one.
         for taken in (known for known in (name, *batch) if known in self._streams or known in self._left):
             raise RequestError(f"request id {taken!r} is in use; pass another one, or None to get one", "request_id")
@@ -220,6 +166,20 @@ class AsyncLLM:
         self._streams |= dict.fromkeys((name, *batch), deltas)
         return deltas
 
+    def _enter(self, events: asyncio.AbstractEventLoop) -> None:
+        """Serves this event loop from now on. The requests of one that was closed have lost their readers: they end."""
+        if events is self._events:
+            return
+        if self._events is not None and self._events.is_closed():
+            for stream in list(self._streams.values()):
+                stream.close()
+            self._streams.clear()
+        if self._streams:
+            raise EngineError("an AsyncLLM serves one event loop at a time: end the requests of the other one first")
+        self._left.clear()  # messages that an earlier loop has not taken are lost
+        self._events = events
+
+    @knows_names("generate", CALLS)
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """Yields deltas as they arrive; with n > 1 those of the samples interleave. If the iteration ends early, the
         request is aborted.
@@ -236,6 +196,7 @@ class AsyncLLM:
         finally:
             deltas.close()
 
+    @knows_names("complete", CALLS)
     async def complete(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """The whole output; with n > 1 `.outputs` has all samples. Raises what `generate` does; a task that is
         cancelled aborts the request."""
@@ -303,6 +264,7 @@ class AsyncLLM:
     def abort(self, name: str) -> bool:
         """Ends the requests that were submitted under a name, or the one of them that has this id, with reason "abort".
         False if none of them runs."""
+        check_name(name)
         stream = self._streams.get(name)
         if stream is None or not stream.running:
             return False
@@ -314,6 +276,7 @@ class AsyncLLM:
 
     def stream_of(self, request_id: str) -> DeltaStream | None:
         """The stream that a request's deltas go to; None if its reader has gone."""
+        check_name(request_id)
         return self._streams.get(request_id)
 
     def abort_all(self) -> None:
@@ -323,6 +286,8 @@ class AsyncLLM:
 
     async def drain(self, timeout: float) -> bool:
         """Takes no further requests, and waits up to `timeout` seconds for those that run. True if all have ended."""
+        self._loop.check_process()
+        _check_seconds(timeout)
         self.draining = True
         deadline = asyncio.get_running_loop().time() + timeout
         while self.unfinished and asyncio.get_running_loop().time() < deadline:
@@ -335,6 +300,8 @@ class AsyncLLM:
         Returns:
             False if a step has not ended within `timeout` seconds; the LLM is then not closed.
         """
+        if timeout is not None:
+            _check_seconds(timeout)
         self.draining = True
         if not self._loop.close(timeout):
             return False
@@ -348,6 +315,18 @@ class AsyncLLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)  # it waits for the end of a step
+
+    def __dir__(self) -> list[str]:
+        """What callers use; the other public names are the server's."""
+        return sorted({*object.__dir__(self)} & {*dir(object), *_PUBLIC})
 
     def _deliver(self, message: StepMessage) -> None:
         """Called in the engine's thread. If the event loop is closed, no reader is left: aborts their requests."""
@@ -371,3 +350,30 @@ class AsyncLLM:
         message.handed_out.set()
         for watch in self.watchers:
             watch(message)
+
+
+def _named(prepared: PreparedPrompt | Sequence[PreparedPrompt], name: str) -> dict[str, PreparedPrompt]:
+    """The requests of a submission by their ids. Raises RequestError for what is no request, or no name of one."""
+    check_name(name)
+    if isinstance(prepared, Sequence):
+        batch = {f"{name}-{i}": prompt for i, prompt in enumerate(prepared)}
+    else:
+        batch = {name: prepared}
+    for request_id, prompt in batch.items():
+        check_name(request_id)
+        check_prepared(prompt)
+    return batch
+
+
+def _check_seconds(timeout: object) -> None:
+    check_fields({"timeout": timeout}, {"timeout": number(0, 1e9)})
+
+
+def _check_no_options(options: dict[str, Any]) -> None:
+    for name in options:
+        raise ConfigError(f"{name} is an option of the LLM, which was passed as it is: build that one with it")
+
+
+def _close_built(building: "Future[AsyncLLM]") -> None:
+    if not building.cancelled() and building.exception() is None:
+        building.result().close()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from hybridrt.chat.answer_reader import AnswerReader, ChatFinishReason
 from hybridrt.chat.chat import Chat
@@ -14,16 +14,23 @@ from hybridrt.engine.limits import PreparedPrompt
 from hybridrt.engine.outputs import Delta, RequestMetrics, RequestOutput
 from hybridrt.engine.tokenizer import HFTokenizer, encode_prompt
 from hybridrt.errors import PromptTooLongError, RequestError, shown
+from hybridrt.errors_foreign import no_attribute
 from hybridrt.sampling_params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
+_OUTPUT_NAMES = {
+    "text": "a ChatOutput has .content, .reasoning and .tool_calls; .output.text is the raw text",
+    "choices": "a ChatOutput has .content, and .outputs has all samples",
+    "token_ids": "they are those of .output",
+    "metrics": "they are those of .output",
+}
 
 
 class Chats:
     """Makes a model's `Chat` for a template and two parsers. Equal arguments give the same one.
 
     Raises:
-        RequestError: the model has no tokenizer.
+        RequestError: the model has no tokenizer, or an argument is no text.
         ConfigError: a parser of this name is not known.
     """
 
@@ -32,6 +39,10 @@ class Chats:
         self._made: dict[tuple[str | None, str, str], Chat] = {}
 
     def __call__(self, template: str | None = None, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Chat:
+        if template is not None:
+            _check_kind("chat_template", template, str)
+        _check_kind("tool_parser", tool_parser, str)
+        _check_kind("reasoning_parser", reasoning_parser, str)
         key = (template, tool_parser, reasoning_parser)
         if key not in self._made:
             if self._tokenizer is None:
@@ -63,6 +74,9 @@ def prepare_chat(
     Raises:
         RequestError, MemoryBudgetError: as `Engine.prepare`; also where the template fails on these messages.
     """
+    _check_kind("conversation", conversation, Conversation)
+    _check_kind("sampling_params", params, SamplingParams)
+    _check_kind("chat", chat, Chat)
     max_prompt = engine.intake.limits.max_model_len - 1
 
     def encode(text: str) -> list[int]:
@@ -103,6 +117,11 @@ def is_large_chat(conversation: Conversation) -> bool:
     """Whether a conversation is worked on apart from small ones."""
     tools = [tool.definition for tool in conversation.tools]
     return is_large(conversation.messages, tools, conversation.chat_template_kwargs)
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise RequestError(f"{name} is {shown(value)}; pass {'text' if kind is str else f'a {kind.__name__}'}", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +176,9 @@ class ChatOutput:
     reasoning_tokens: int
     output: RequestOutput
     siblings: "tuple[ChatOutput, ...]" = ()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(self, name, _OUTPUT_NAMES)
 
     @property
     def outputs(self) -> "list[ChatOutput]":

@@ -15,7 +15,7 @@ from hybridrt.engine.delta_queue import Abandonment, DeltaQueue
 from hybridrt.engine.fold_counts import FoldCounts
 from hybridrt.engine.grammar_compiler import GrammarCompiler
 from hybridrt.engine.grammar_masks import step_masks
-from hybridrt.engine.limits import EngineLimits, Intake, PreparedPrompt, check_arrived, check_names
+from hybridrt.engine.limits import EngineLimits, Intake, PreparedPrompt, check_arrived, check_submission
 from hybridrt.engine.outputs import Delta, EngineCounters
 from hybridrt.engine.prefill_source import PrefillSource
 from hybridrt.engine.prompts import Prompt
@@ -24,7 +24,7 @@ from hybridrt.engine.samples import Samples
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.sessions import Sessions
 from hybridrt.engine.tokenizer import Tokenizer
-from hybridrt.engine.turns import Change, Turns
+from hybridrt.engine.turns import Change, Turns, weakly
 from hybridrt.errors import EngineError, RequestError
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.drafting import draft_needs, make_drafter
@@ -92,9 +92,9 @@ class Engine:
         self._launched: deque[tuple[ScheduledStep, StepHandle]] = deque()
         self._deltas = DeltaQueue()
         self._abandoned = Abandonment()
-        self._change = Change(self._recover)
+        self._change = Change(weakly(self._recover))
         self.turns = Turns(self._change.begin)
-        self.sessions = Sessions(executor, coordinator, self.turns, self._change, self._sample_last)
+        self.sessions = Sessions(executor, coordinator, self.turns, self._change, weakly(self._sample_last))
 
     @classmethod
     def from_config(
@@ -157,9 +157,9 @@ class Engine:
                 the queue is garbage collected, the next step aborts the request.
 
         Raises:
-            RequestError: the id is taken or no string, or `export_to` is no range. The engine is unchanged.
+            RequestError: an argument is of the wrong kind, or the id is taken. The engine is unchanged.
         """
-        check_names(request_id, export_to)
+        check_submission(prepared, request_id, export_to, export_from)
         with self.turns.now:
             if request_id is None:
                 request_id = next(n for i in count(self._num_requests) if not self._samples.of(n := f"request-{i}"))

@@ -1,5 +1,6 @@
 """An engine in a thread of its own: it takes requests and aborts from a queue, and delivers a message for each step."""
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +26,8 @@ HAND_OUT_SECONDS, HAND_OUT_SHARE = 0.002, 0.25
 COMMANDS = 64  # between two steps: a request may bring a thousand prompts, and what runs goes on meanwhile
 # While a step is put off, the loop asks so often whether the device still computes: the predicted end may be too late.
 ASK_SECONDS = 0.005
+# How long the end of the interpreter waits for the end of a step.
+LEAVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, deliver: Callable[[StepMessage], None], max_samples: int) -> None:
         self.error: UnavailableError | None = None
         self.max_samples = max_samples
-        self._engine = engine
+        self._engine, self._turns = engine, engine.turns
         self._deliver = deliver
         # SimpleQueue.put may be called within itself, by a finalizer that the collector runs: `abort` relies on it.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -74,6 +77,8 @@ class EngineLoop:
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="hybridrt-engine", daemon=True)
         self._thread.start()
+        # Python ends daemon threads where they are, and one within torch then aborts the process.
+        atexit.register(self._leave)
 
     @property
     def unfinished(self) -> int:
@@ -95,8 +100,9 @@ class EngineLoop:
         Raises:
             QueueFullError: there would be more than `max_samples` unfinished samples.
             RequestError: the id is taken.
-            UnavailableError: the loop has ended.
+            UnavailableError: the loop has ended, or this is a forked process, which does not have its thread.
         """
+        self.check_process()
         n = prepared.params.n
         with self._lock:
             if self.error is not None or self._closing:
@@ -120,8 +126,13 @@ class EngineLoop:
         call this."""
         self._commands.put(partial(self._abort, request_id))
 
+    def check_process(self) -> None:
+        """Raises UnavailableError in a forked process, which does not have the loop's thread."""
+        self._turns.check_process()
+
     def close(self, timeout: float | None = None) -> bool:
-        """Aborts the loop's requests and ends its thread. Not to be called from that thread.
+        """Aborts the loop's requests and ends its thread. Not to be called from that thread. Does nothing in a forked
+        process.
 
         Args:
             timeout: seconds to wait until the present step ends; None: no limit.
@@ -129,11 +140,21 @@ class EngineLoop:
         Returns:
             Whether the thread has ended.
         """
+        if not self._turns.here:
+            return True
         with self._lock:
             self._closing = True
         self._commands.put(lambda: None)  # wakes the thread, which may wait for a command
         self._thread.join(timeout)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        atexit.unregister(self._leave)
+        self.__dict__.pop("_engine", None)  # an LLM that is closed now gives its memory back at once
+        return True
+
+    def _leave(self) -> None:
+        """Called when the interpreter ends. A step that hangs must not keep the process for ever."""
+        self.close(LEAVE_SECONDS)
 
     def _run(self) -> None:
         """The thread: commands and steps in turn, until the loop is closed."""
@@ -142,7 +163,7 @@ class EngineLoop:
                 self._run_commands()
                 if self._count:
                     self._step()
-            with self._engine.turns:
+            with self._turns:
                 for request_id in list(self._unfinished):
                     self._engine.abort(request_id)
                 self._engine.finish_launched()
@@ -163,13 +184,13 @@ class EngineLoop:
                 self._commands.get(timeout=min(seconds, ASK_SECONDS))()
 
     def _spare_seconds(self) -> float:
-        with self._engine.turns:
+        with self._turns:
             return self._engine.spare_seconds()
 
     def _step(self) -> None:
         self._step_began = began = time.monotonic()
         self._put_off()
-        with self._engine.turns:
+        with self._turns:
             self._engine.run_step()
             self._step_began = None
             message = self._deliver_deltas(time.monotonic() - began)
@@ -202,7 +223,7 @@ class EngineLoop:
                     del self._unfinished[delta.request_id]
 
     def _submit(self, prepared: PreparedPrompt, request_id: str, stream: bool) -> None:
-        with self._engine.turns:
+        with self._turns:
             try:
                 self._engine.submit(prepared, request_id, stream=stream, queue=self._deltas)
             except Exception as e:  # the id is in use by another owner, or there is no memory for the request
@@ -211,7 +232,7 @@ class EngineLoop:
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._unfinished:  # if not, the id may be that of another thread's request
-            with self._engine.turns:
+            with self._turns:
                 self._engine.abort(request_id)
 
     def _end(self, requests: Iterable[str], error: EngineError) -> None:

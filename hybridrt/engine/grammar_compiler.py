@@ -21,7 +21,7 @@ from hybridrt.engine.grammar import Grammar, Matcher, shortened
 from hybridrt.engine.grammar_text import MAX_REMAINDERS, NO_FORCING, grammar_text, remainders
 from hybridrt.engine.thinking import ThinkingState
 from hybridrt.engine.tokenizer import HFTokenizer, Tokenizer
-from hybridrt.errors import QueueFullError, RequestError
+from hybridrt.errors import QueueFullError, RequestError, is_failure
 from hybridrt.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -282,7 +282,9 @@ class GrammarCompiler:
             backend.no_truncation()
             text = backend.to_str()
             found = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=sorted(self._eos))
-        except Exception as e:
+        except BaseException as e:
+            if not is_failure(e):
+                raise
             raise RequestError(
                 f"{_FIELD} do not work with this model's tokenizer ({type(e).__name__}: {shortened(str(e))}): it must "
                 f"have a tokenizer.json whose tokens are in the model's vocabulary of {self.vocab_size}",

@@ -3,6 +3,8 @@
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
+from typing import cast
 
 from hybridrt.engine.grammar import Matcher
 from hybridrt.engine.grammar_compiler import GrammarCompiler
@@ -14,8 +16,9 @@ from hybridrt.kernels.token_rules import TokenRules
 from hybridrt.mem_cache.prefix_cache import PrefixMatch
 from hybridrt.runtime.sampler import SamplingTable
 from hybridrt.runtime.token_rules import any_allowed, make_rules
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.sampling_params import SamplingParams, is_number
 
+MAX_NAME_CHARACTERS = 1024
 _FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")  # fields that may forbid tokens
 
 
@@ -123,7 +126,7 @@ class Intake:
             QueueFullError: too many grammars are being compiled.
         """
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params is {type(params).__name__}; pass a hybridrt.SamplingParams")
+            raise _no_params(params)
         tokens = self._tokens(prompt, params)
         known = Known() if known is None else known
         if known.params is not params:
@@ -181,6 +184,8 @@ class Intake:
         given = as_prompts(prompts)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(given)
+        if not isinstance(sampling_params, Sequence):
+            raise _no_params(sampling_params)
         if len(sampling_params) != len(given):
             raise RequestError(
                 f"{len(given)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
@@ -261,9 +266,35 @@ def _check_first(params: SamplingParams, rules: TokenRules, matcher: Matcher | N
     raise RequestError(f"{' and '.join(fields)} forbid every first token: change one of them", fields[0])
 
 
-def check_names(request_id: object, export_to: object) -> None:
-    """Raises RequestError for what `Engine.submit` cannot take as a request's id or as a place in an arena."""
-    if request_id is not None and not (isinstance(request_id, str) and is_text(request_id)):
-        raise RequestError(f"request_id is {shown(request_id)}; pass a string of text, or None to get one")
+def _no_params(value: object) -> RequestError:
+    return RequestError(
+        f"sampling_params is {shown(value)}, a {type(value).__name__}; pass a hybridrt.SamplingParams, for several "
+        "prompts also a list of them"
+    )
+
+
+def check_prepared(prepared: object) -> None:
+    """Raises RequestError for anything but what `prepare` returns."""
+    if not isinstance(prepared, PreparedPrompt):
+        raise RequestError(f"prepared is {shown(prepared)}; pass what `prepare` returns for a prompt", "prompt")
+
+
+def check_name(request_id: object) -> None:
+    """Raises RequestError for what is no id of a request: text of 1 to MAX_NAME_CHARACTERS (1024) characters."""
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_NAME_CHARACTERS or not is_text(request_id):
+        raise RequestError(
+            f"request_id is {shown(request_id)}; pass a string of text of 1 to {MAX_NAME_CHARACTERS} characters, or "
+            "None to get one",
+            "request_id",
+        )
+
+
+def check_submission(prepared: object, request_id: object, export_to: object, export_from: object) -> None:
+    """Raises RequestError for arguments that `Engine.submit` cannot take."""
+    check_prepared(prepared)
+    if request_id is not None:
+        check_name(request_id)
+    if not is_number(export_from, Integral) or not 0 <= cast(int, export_from) < 2**63:
+        raise RequestError(f"export_from is {shown(export_from)}; pass a number of tokens")
     if export_to is not None and not (isinstance(export_to, range) and 0 <= export_to.start < export_to.stop < 2**63):
         raise RequestError(f"export_to is {shown(export_to)}; pass a range of bytes in the arena, or None")

@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Never, NoReturn, Unpack, overload
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -34,7 +34,12 @@ from hybridrt.engine.prompts import Prompt, text_or_ids
 from hybridrt.engine.sampling_defaults import default_sampling_params
 from hybridrt.engine.session_file import Session
 from hybridrt.engine.tokenizer import load_tokenizer
-from hybridrt.errors import EngineError
+from hybridrt.errors import EngineError, SessionError
+from hybridrt.errors_foreign import CALLS, ENGINE, LLM_ATTRIBUTES, knows_names, no_attribute, refuse
+from hybridrt.files import as_path
+from hybridrt.hf_config import read_model_config
+from hybridrt.runtime.ambient import undisturbed
+from hybridrt.runtime.build import find_checkpoint
 from hybridrt.runtime.interrupts import Interrupts
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.tensor_parallel import TensorParallelExecutor, check_world
@@ -61,16 +66,17 @@ class LLM:
             them, pass `dataclasses.replace(llm.default_sampling_params, ...)`.
     """
 
+    @knows_names("LLM", ENGINE)
     def __init__(
         self,
-        model: str,
+        model: str | PathLike[str],
         *,
         device: str = "auto",
         dtype: str = "auto",
         load_format: str = "auto",
         max_model_len: int | None = None,
         max_running_requests: int | None = None,
-        memory_fraction: float = 0.85,
+        memory_fraction: float | None = None,
         page_size: int = 16,
         chunked_prefill_size: int = 8192,
         target_itl_ms: float | Literal["auto"] | None = None,
@@ -93,24 +99,32 @@ class LLM:
     ) -> None:
         options = dict(locals())  # the parameters, which are the fields of EngineConfig
         del options["self"]
-        self.config = EngineConfig(**options | {"model": str(model)})
+        self.config = EngineConfig(**options | ({"model": str(model)} if isinstance(model, PathLike) else {}))
         check_world(tp_size)
-        progress = _shows_bars()
-        self._split = TensorParallelExecutor(self.config, progress=progress) if tp_size > 1 else None
-        runner = self._split.runner if self._split else ModelRunner(self.config, progress=progress)
+        with undisturbed():
+            self._load(_shows_bars())
+
+    def _load(self, progress: bool) -> None:
+        config = self.config
+        path = find_checkpoint(config.model)
+        if path.is_dir():  # if not, the runner says so
+            read_model_config(path)
+        self.tokenizer = load_tokenizer(path)  # before the weights, whose loading may take minutes
+        self._split = TensorParallelExecutor(config, progress=progress) if config.tp_size > 1 else None
+        runner = self._split.runner if self._split else ModelRunner(config, progress=progress)
         self.model_config = runner.model_config
         self.plan = runner.memory_plan
         self.device = runner.device
         self.default_sampling_params = default_sampling_params(runner.model_path)
-        self.tokenizer = load_tokenizer(runner.model_path)
         self.chats = Chats(self.tokenizer)
-        self._engine: Engine | None = Engine.from_config(self.config, runner, self.tokenizer, split=self._split)
+        self._engine: Engine | None = Engine.from_config(config, runner, self.tokenizer, split=self._split)
 
     @property
     def engine(self) -> Engine:
         """The engine underneath, for `add_request`, `step`, `abort` and `counters`."""
         if self._engine is None:
             raise EngineError("this LLM is closed; build a new one")
+        self._engine.turns.check_process()
         return self._engine
 
     @overload
@@ -130,6 +144,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt] | Sequence[PreparedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **unknown: Never,
     ) -> list[RequestOutput]:
         """Runs all prompts to their end.
 
@@ -144,8 +159,11 @@ class LLM:
 
         Raises:
             RequestError, MemoryBudgetError: a prompt cannot be taken; none was started.
+            UnknownNameError: there is no such argument.
             EngineError: a step failed. As after an interrupt, what else was started is aborted and nothing is leaked.
         """
+        for name in unknown:
+            refuse("generate", name, CALLS, ("prompts", "sampling_params"))
         params = self.default_sampling_params if sampling_params is None else sampling_params
         batch = self.engine.intake.prepare_all(prompts, params)
         engine, queue = self.engine, DeltaQueue()
@@ -174,6 +192,7 @@ class LLM:
                     engine.abandon(queue)
                     engine.finish_launched()
 
+    @knows_names("stream", CALLS)
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
         """Yields deltas as steps give them; with n > 1 the samples interleave. Once the iterator is closed or has gone,
         the engine's next step aborts the request. The prompt is one of those that `generate` takes; None means
@@ -260,21 +279,22 @@ class LLM:
         with self.engine.turns:
             return self.engine.reset_prefix_cache()
 
-    def dump_cache(self, path: str | Path, *, text: bool = False) -> None:
+    def dump_cache(self, path: str | PathLike[str], *, text: bool = False) -> None:
         """Writes what the prefix cache holds now to a JSON file, for `hybridrt inspect --cache`.
 
         Args:
             text: also write the cached texts, if there is a tokenizer. Without it the file holds none of them.
 
         Raises:
-            OSError: the file cannot be written.
+            RequestError: `path` is no path. OSError: the file cannot be written.
         """
+        file = as_path("path", path)
         with self.engine.turns:
             dump = self.engine.cache_dump(text=text)
-        write_dump(path, dump)
+        write_dump(file, dump)
 
     def save_session(
-        self, path: str | Path, prompt: Prompt, *, cache_salt: str | None = None, note: str = ""
+        self, path: str | PathLike[str], prompt: Prompt, *, cache_salt: str | None = None, note: str = ""
     ) -> Session:
         """Writes what the prefix cache has of a text to a file, for `load_session` of this or another process: the KV
         and the recurrent states of the text's longest cached prefix.
@@ -290,17 +310,20 @@ class LLM:
 
         Raises:
             RequestError: `prompt` is no prompt, or `cache_salt` no text.
-            SessionError: nothing of it is cached, or the note is no text or too long.
+            SessionError: nothing of it is cached, `path` is no path, or the note is no text or too long.
             OSError: the file cannot be written.
         """
-        content = text_or_ids(prompt)
+        file, content = as_path("path", path, SessionError), text_or_ids(prompt)
         if not isinstance(content, str):
             content = content[: self.plan.max_model_len - 1]  # the last token of the longest text is never computed
         prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
         tokens = np.array(prepared.tokens, np.int32)
-        return self.engine.sessions.save(Path(path), tokens, cache_salt or "", note)
+        with undisturbed():
+            return self.engine.sessions.save(file, tokens, cache_salt or "", note)
 
-    def load_session(self, path: str | Path, *, cache_salt: str | None = None, trusted: bool = False) -> Session:
+    def load_session(
+        self, path: str | PathLike[str], *, cache_salt: str | None = None, trusted: bool = False
+    ) -> Session:
         """Puts the contents of a file of `save_session` into the prefix cache. Requests with this `cache_salt` that
         begin with its tokens compute only what comes after them. The model, its weights, dtypes and tp_size must be
         those of the LLM that saved it; `page_size`, drafting without prediction heads, and the device may differ.
@@ -313,20 +336,25 @@ class LLM:
             trusted: take the file as one that this user has written.
 
         Raises:
-            SessionError: the file is damaged or belongs to another model, or there is no room. Nothing has changed.
+            SessionError: `path` is no path, the file is damaged or belongs to another model, or there is no room.
+                Nothing has changed.
             RequestError: `cache_salt` is no text.
             OSError: the file cannot be opened.
         """
         SamplingParams(cache_salt=cache_salt)  # checks it
-        return self.engine.sessions.load(Path(path), cache_salt, trusted)
+        with undisturbed():
+            return self.engine.sessions.load(as_path("path", path, SessionError), cache_salt, trusted)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(self, name, LLM_ATTRIBUTES)
 
     def close(self) -> None:
-        """Aborts all requests and frees the model and the pools. A second call does nothing, or what an exception kept
-        the first from doing."""
+        """Aborts all requests and frees the model and the pools, before it returns: no garbage collector has to
+        run. A second call does nothing, or what an exception kept the first from doing."""
         engine = self._engine
         with Interrupts():
             try:
-                if engine is not None:
+                if engine is not None and engine.turns.here:
                     engine.intake.compiler.close()
                     with engine.turns:
                         engine.abort_all()

@@ -2,15 +2,28 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import msgspec
 
 from hybridrt.errors import EngineError
+from hybridrt.errors_foreign import no_attribute
 from hybridrt.runtime.step import StepPlan
 from hybridrt.runtime.token_scores import TokenScores
 
 FinishReason = Literal["stop", "length", "abort"]
+_DELTA_NAMES = {
+    "outputs": "a Delta is what one sample has gained, and has .text and .token_ids itself; whole outputs are what "
+    "LLM.generate and AsyncLLM.complete give",
+    "finished": "finish_reason is not None in the last delta",
+    "choices": "a Delta has .text",
+}
+_OUTPUT_NAMES = {
+    "prompt": "its tokens are prompt_token_ids",
+    "finished": "a RequestOutput is always whole; finish_reason says why it has ended",
+    "choices": "a RequestOutput has .text, and .outputs has all samples",
+    "cumulative_logprob": "it is the sum of what .logprobs has for token_ids",
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,6 +169,9 @@ class Delta(msgspec.Struct):
             self.prompt_logprobs = [None, *(entry for chunk in self.prompt_scores for entry in chunk.entries())]
             self.prompt_scores = None
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(self, name, _DELTA_NAMES)
+
     def extend(self, later: "Delta") -> None:
         """Adds the sample's next delta."""
         self.token_ids += later.token_ids
@@ -194,6 +210,9 @@ class RequestOutput:
     siblings: "tuple[RequestOutput, ...]" = ()
     prompt_logprobs: list[dict[int, float] | None] | None = None
     stop_reason: int | str | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(self, name, _OUTPUT_NAMES)
 
     @property
     def outputs(self) -> "list[RequestOutput]":

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from hybridrt.engine.fold_counts import FoldCounts
+from hybridrt.engine.limits import check_name
 from hybridrt.engine.outputs import EngineCounters, FinishReason
 from hybridrt.engine.request import NotFinite, Request
 from hybridrt.engine.scheduler import ScheduledStep, Scheduler
@@ -34,7 +35,8 @@ class Samples:
         return bool(self._samples)
 
     def of(self, request_id: str) -> list[Request]:
-        """The unfinished samples of a request; empty if it is not known."""
+        """The unfinished samples of a request; empty if it is not known. RequestError for what is no id."""
+        check_name(request_id)
         return self._samples.get(request_id, [])
 
     def all(self) -> list[Request]:
@@ -42,6 +44,7 @@ class Samples:
 
     def waits(self, request_id: str) -> bool:
         """The request is known and not queued yet."""
+        check_name(request_id)
         return request_id in self._elsewhere
 
     def any_queued(self) -> bool:

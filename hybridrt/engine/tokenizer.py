@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from hybridrt.config_json import read_object
-from hybridrt.errors import CheckpointError, PromptTooLongError, RequestError, shown
+from hybridrt.errors import CheckpointError, ConfigError, PromptTooLongError, RequestError, is_failure, reason, shown
 from hybridrt.files import CONFIG_BYTES, TOKENIZER_BYTES, check_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # for every loader of transformers
 # Normal form C and its kin make one character of at most so many: no canonical decomposition is longer (UAX 15).
 _COMPOSED = 4
 # Text of which only the last tokens are used is tokenised whole: a suffix by itself may become other tokens. So it may
@@ -38,7 +39,13 @@ class Tokenizer(Protocol):
 
 
 class HFTokenizer:
-    """A Hugging Face tokenizer; `hf` is the object itself (chat templates, special tokens)."""
+    """A Hugging Face tokenizer; `hf` is the object itself (chat templates, special tokens). Call what works on text or
+    tokens here, not on `hf`: transformers checks little of what the files say before it uses it, and a regular
+    expression of theirs may fail on one text alone.
+
+    Raises:
+        CheckpointError: by every method, where the tokenizer's files make it fail.
+    """
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
@@ -49,7 +56,10 @@ class HFTokenizer:
         byte-level vocabulary spells bytes, of which a character has at least one."""
         backend = getattr(self.hf, "backend_tokenizer", None)
         plain = backend is not None and backend.normalizer is None
-        return max(map(len, self.hf.get_vocab())) * (1 if plain else _COMPOSED)
+        try:
+            return max(map(len, self.hf.get_vocab())) * (1 if plain else _COMPOSED)
+        except BaseException as e:
+            _raise(e)
 
     @cached_property
     def _plain(self) -> bool:
@@ -60,7 +70,7 @@ class HFTokenizer:
         return issubclass(kind, fast) and (kind.decode, kind._decode) == (fast.decode, fast._decode)
 
     def encode(self, text: str) -> list[int]:
-        """Raises CheckpointError where the tokenizer's files are damaged in a way that only shows here."""
+        """Token ids of a prompt, as `Tokenizer.encode`."""
         return self._encode(text)
 
     def encode_bare(self, text: str) -> list[int]:
@@ -70,16 +80,36 @@ class HFTokenizer:
     def _encode(self, text: str, **options: bool) -> list[int]:
         try:
             return list(self.hf.encode(text, **options))
-        except Exception as e:  # transformers checks little of what the files say before it uses it
-            raise CheckpointError(
-                f"the model's tokenizer fails ({type(e).__name__}: {e}); repair its files, or pass token ids instead"
-            ) from e
+        except BaseException as e:
+            _raise(e)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        if self._plain:
-            return self.hf.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        # Cleaning up spaces would change text that has already been streamed.
-        return self.hf.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        """Text of the ids, as `Tokenizer.decode`."""
+        options = {"skip_special_tokens": skip_special_tokens}
+        try:
+            if self._plain:
+                return self.hf.backend_tokenizer.decode(token_ids, **options)
+            # Cleaning up spaces would change text that has already been streamed.
+            return self.hf.decode(token_ids, clean_up_tokenization_spaces=False, **options)
+        except BaseException as e:
+            _raise(e)
+
+    def piece(self, token_id: int) -> str | None:
+        """How the vocabulary spells a token; None for an id that it does not have."""
+        try:
+            return self.hf.convert_ids_to_tokens(token_id)
+        except BaseException as e:
+            _raise(e)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    """Raises what a tokenizer has raised: a failure as a CheckpointError, anything else as it is."""
+    if not is_failure(error):
+        raise error
+    raise CheckpointError(
+        f"the model's tokenizer fails ({type(error).__name__}: {reason(error)}); repair its files, or pass token ids "
+        "instead"
+    ) from error
 
 
 def encode_prompt(
@@ -148,6 +178,7 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
 
     Raises:
         CheckpointError: the files are there but cannot be read, or only with code of the checkpoint.
+        ConfigError: transformers, which chooses the tokenizer, refuses the model's config.json.
     """
     directory = Path(path)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
@@ -156,11 +187,12 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
 
     _check_kinds(directory)
     asks_for_code = _check_settings(directory)
+    config = _read_config(directory)
     try:
-        return HFTokenizer(
-            AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        )
-    except Exception as e:
+        return HFTokenizer(AutoTokenizer.from_pretrained(str(directory), config=config, **_LOCAL))
+    except BaseException as e:
+        if not is_failure(e):
+            raise
         if asks_for_code:
             raise CheckpointError(
                 f"the tokenizer in {directory} asks for trust_remote_code=True: auto_map in its tokenizer_config.json "
@@ -170,6 +202,27 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
         raise CheckpointError(
             f"the tokenizer in {directory} cannot be loaded ({type(e).__name__}: {e}); fix its files, or remove "
             f"{', '.join(TOKENIZER_FILES)} to pass token ids instead of text"
+        ) from e
+
+
+def _read_config(directory: Path) -> Any:
+    """config.json as transformers reads it, to choose a class of tokenizer; by default AutoTokenizer does the same. It
+    checks fields that hybridrt does not read. None without the file."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if not (directory / "config.json").exists():
+        return None
+    try:
+        try:
+            return AutoConfig.from_pretrained(str(directory), **_LOCAL)
+        except (ValueError, OSError):  # a kind of model that transformers does not know
+            return PreTrainedConfig.from_pretrained(str(directory), **_LOCAL)
+    except BaseException as e:
+        if not is_failure(e):
+            raise
+        raise ConfigError(
+            f"{directory / 'config.json'}: transformers, which reads it to choose the tokenizer, refuses it "
+            f"({reason(e)}); correct that field"
         ) from e
 
 

@@ -1,18 +1,22 @@
 """Who may change an engine: one thread at a time, without interrupts, and a change that fails is recovered from."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock, RLock, get_ident
 from types import TracebackType
+from weakref import WeakMethod
 
-from hybridrt.errors import EngineError
+from hybridrt.errors import EngineError, UnavailableError
+from hybridrt.runtime.ambient import undisturbed
 from hybridrt.runtime.interrupts import Interrupts
 
 
 class Turns:
     """One thread at a time. `with turns` waits, first come, first served; `with turns.now` does not wait. A thread that
-    has its turn may enter again. Ctrl-C waits for the end of a turn (`Interrupts`).
+    has its turn may enter again. Ctrl-C waits for the end of a turn (`Interrupts`), and what the thread has set in
+    torch is not seen in it (`undisturbed`).
 
     Args:
         begin: called at the head of every turn.
@@ -23,6 +27,7 @@ class Turns:
         self._mutex = RLock()  # not Lock: the collector may run finalizers in here
         self._line: deque[tuple[Lock, int]] = deque()
         self._owner: int | None = None
+        self._process = os.getpid()
         self._entered: list[AbstractContextManager[None]] = []  # by the owner, with `with turns`
 
     def __enter__(self) -> None:
@@ -32,6 +37,20 @@ class Turns:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._entered.pop().__exit__(kind, error, tb)
+
+    @property
+    def here(self) -> bool:
+        """False in a process that was forked from the one that made this."""
+        return os.getpid() == self._process
+
+    def check_process(self) -> None:
+        """Raises UnavailableError in a forked process. Torch's threads, which a step waits for, are not there, nor is
+        the thread whose turn it was."""
+        if not self.here:
+            raise UnavailableError(
+                f"this engine belongs to process {self._process}, from which this one was forked, and its threads do "
+                'not survive a fork: build a new LLM here, or start processes with the method "spawn"'
+            )
 
     @property
     def now(self) -> AbstractContextManager[None]:
@@ -46,13 +65,15 @@ class Turns:
         with Interrupts():
             self._take(wait)
             try:
-                self._begin()
-                yield
+                with undisturbed():
+                    self._begin()
+                    yield
             finally:
                 self._hand_on()
 
     def _take(self, wait: bool) -> None:
-        """Takes the turn, or waits in line for it. EngineError if it is taken and `wait` is False."""
+        """Takes the turn, or waits in line for it. EngineError if it is taken and `wait` is False, or in a fork."""
+        self.check_process()
         with self._mutex:
             if self._owner is None:
                 self._owner = get_ident()
@@ -114,3 +135,15 @@ class Change:
         self._inside = False
         with self:
             pass
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A bound method, called without keeping its object alive: an object that a part of it leads back to is freed by
+    the garbage collector alone, and its memory with it."""
+    found = WeakMethod(method)
+
+    def call() -> None:
+        if (alive := found()) is not None:
+            alive()
+
+    return call

@@ -53,7 +53,7 @@ def causal_conv1d_varlen(
     offsets = torch.arange(taps - 1, device=x.device)
 
     # A row shorter than K - 1 tokens writes its missing outputs to one spare row at the end.
-    out = torch.empty(num_tokens + 1, x.shape[1], device=x.device)
+    out = torch.empty(num_tokens + 1, x.shape[1], dtype=torch.float32, device=x.device)
     _shifted_sum(x.float(), weight, bias, out[:-1])
     head = first + offsets
     head_x = torch.cat([window, x[head.clamp(max=num_tokens - 1)]], dim=1)

@@ -61,7 +61,7 @@ def arrival_counters(owner: Tensor, count: int) -> Tensor:
 
 def reserve_counters(device: torch.device) -> None:
     """Makes zeros for the counters of the next capture on a device, if few are left."""
-    device = torch.empty(0, device=device).device  # with its number
+    device = torch.empty(0, dtype=torch.float32, device=device).device  # with its number
     if device not in _reserved or len(_reserved[device]) < _RESERVE // 2:
         _reserved[device] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
 
@@ -70,7 +70,7 @@ def end_launches(device: torch.device) -> None:
     """Launches a small kernel that does not start early. So what was written in front of it may be read early by all
     kernels behind it (pdl_triton.py)."""
     if device.type != "cpu":
-        torch.zeros(1, device=device)
+        torch.zeros(1, dtype=torch.float32, device=device)
 
 
 @cache

@@ -36,7 +36,7 @@ def mamba1_update(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, nor
     if norms is not None:
         B, C = rms_norm.reference(B, norms.B_weight, norms.eps), rms_norm.reference(C, norms.C_weight, norms.eps)
     keys, queries = B.float(), C.float()
-    y = torch.empty(x.shape, device=x.device)
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
     def token(t: int, before: Tensor) -> Tensor:
         after = (step[:, t, :, None] * A).exp_().mul_(before)

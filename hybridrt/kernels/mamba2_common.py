@@ -58,7 +58,7 @@ def scan_prompts(
     dt = time_step(dt, dt_bias, dt_limit)
     current = initial_states(states, read_slots, has_initial_state)
     # One spare token at the end takes the output of positions that pad a chunk.
-    y = torch.empty(num_tokens + 1, *x.shape[1:], device=x.device)
+    y = torch.empty(num_tokens + 1, *x.shape[1:], dtype=torch.float32, device=x.device)
     for i in range(plan.max_chunks_per_seq):
         rows, chunk = ith_chunks(plan, i)
         token, inside = chunk_tokens(plan, chunk)

@@ -63,7 +63,7 @@ def prefix_sum_update(x: Tensor, state: StateSlots) -> Tensor:
     Returns:
         [B, T, C] in x's dtype.
     """
-    out = torch.empty(x.shape, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
     def step(t: int, before: Tensor) -> Tensor:
         out[:, t] = before + x[:, t].float()

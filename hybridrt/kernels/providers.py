@@ -250,6 +250,13 @@ def _overrides() -> dict[str, str]:
     return dict(_parse_override(item) for item in text.split(",") if item.strip())
 
 
+def check_overrides(device_type: str) -> None:
+    """Raises ConfigError, ProviderNotInstalledError or BackendError if the environment variable names what does not
+    exist, is not installed or does not run on a device: at the start, not in a request's step."""
+    for op in _overrides():
+        _pick(op, device_type, None)
+
+
 def _parse_override(item: str) -> tuple[str, str]:
     op, equals, provider = (part.strip() for part in item.partition("="))
     if not equals:

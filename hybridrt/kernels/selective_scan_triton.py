@@ -156,7 +156,8 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     out[plan.num_tokens :].zero_()
     heads = torch.empty((chunks, state_dim, channels), dtype=torch.float32, device=x.device)
     times = torch.empty((chunks, channels), dtype=torch.float32, device=x.device)
-    rates = torch.mul(A.t(), math.log2(math.e), out=torch.empty((state_dim, channels), device=x.device))
+    rates = torch.empty((state_dim, channels), dtype=torch.float32, device=x.device)
+    torch.mul(A.t(), math.log2(math.e), out=rates)
     sizes = {"CHANNELS": channels, "N": state_dim, "BLOCK_N": triton.next_power_of_2(state_dim), "BLOCK_I": 64}
     launch = {**sizes, "num_warps": 1, **pdl(x.device)}
     grid = (triton.cdiv(channels, 64), chunks)

@@ -34,7 +34,7 @@ def selective_state_update(
     step = time_step(dt, dt_bias, dt_limit)
     decay = (step * A).exp_()[..., None, None]
     added, keys, queries = x.float() * step[..., None], B.float(), C.float()
-    y = torch.empty(x.shape, device=x.device)
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
     def token(t: int, current: Tensor) -> Tensor:
         y[:, t] = _token_step(current, decay[:, t], added[:, t], keys[:, t], queries[:, t])

@@ -179,7 +179,7 @@ class DenseMethod(LinearMethod):
     def __init__(self, out_features: int, in_features: int, build: "Build") -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
         if stands_by_columns(self.weight):
-            self.weight.data = torch.empty(in_features, out_features).t()
+            self.weight.data = torch.empty(in_features, out_features, dtype=build.dtype, device=build.device).t()
 
     def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
         weight = self.weight.data

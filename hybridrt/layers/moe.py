@@ -73,7 +73,7 @@ class SigmoidGroupRouter(nn.Module):
         if corrected:
             self.correction = parameter(num_experts, dtype=torch.float32, device=build.device, dummy="zeros")
         else:
-            self.register_buffer("correction", torch.zeros(num_experts, device=build.device))
+            self.register_buffer("correction", torch.zeros(num_experts, dtype=torch.float32, device=build.device))
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32; no expert for padding."""

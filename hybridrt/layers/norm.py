@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
         if learned:
             self.weight = parameter(size, dtype=torch.float32, device=device, dummy="ones")
         else:
-            self.register_buffer("weight", torch.ones(size, device=device))
+            self.register_buffer("weight", torch.ones(size, dtype=torch.float32, device=device))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); without a residual the second is x itself."""

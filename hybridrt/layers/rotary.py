@@ -26,7 +26,7 @@ def rotary_table(config: ModelConfig, attention: AttentionConfig, max_len: int, 
     inv_freq, scaling = _frequencies(config, attention)
     if not inv_freq.isfinite().all() or not math.isfinite(scaling):
         raise ConfigError(f"rope_parameters {shown(dict(attention.rope or {}))} give infinite frequencies")
-    if torch.empty(0, device=device).is_meta:  # as on a GPU that is not there (pretend_gpu.py)
+    if torch.empty(0, dtype=torch.float32, device=device).is_meta:  # as on a GPU that is not there (pretend_gpu.py)
         return torch.empty(max_len, 2 * len(inv_freq), dtype=torch.float32, device=device)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq.float())
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scaling).to(device)

@@ -11,8 +11,9 @@ from hybridrt.attention.base import AttentionBackend
 from hybridrt.attention.registry import create_backend
 from hybridrt.config import AttentionSpec, EngineConfig, ModelConfig, resolve_device, resolve_dtype, resolve_state_dtype
 from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import ConfigError, MemoryBudgetError
+from hybridrt.errors import ConfigError, MemoryBudgetError, reason, shown
 from hybridrt.hf_config import read_model_config, refuse_gguf
+from hybridrt.kernels.providers import check_overrides
 from hybridrt.kinds.registry import check_replay, replay_pays, state_shape
 from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.weights import Build
@@ -123,20 +124,37 @@ def resolve_model_path(name: str) -> Path:
         ConfigError: it is none of them, or cannot be downloaded.
         UnsupportedModelError: it is a GGUF file, or a repository of such files.
     """
-    path = ASSETS / name if name in EMBEDDED else Path(name).expanduser()
+    path = find_checkpoint(name)
     if path.is_dir():
         return path
     refuse_gguf(name)
     if name in EMBEDDED:
         raise ConfigError(f"this installation lacks its {name} model ({path}); pass a checkpoint directory")
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ConfigError(f"{name} is no directory; pass a checkpoint directory or a hub name such as org/model")
+    raise ConfigError(f"{shown(name)} is no directory; pass a checkpoint directory or a hub name such as org/model")
+
+
+def find_checkpoint(name: str) -> Path:
+    """As `resolve_model_path`. A name that is none of these gives a path that is no directory.
+
+    Raises:
+        ConfigError: no path has such a name, it cannot be looked at, or it is a hub name that cannot be downloaded.
+    """
+    if name in EMBEDDED:
+        return ASSETS / name
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+            return path
+    except (OSError, RuntimeError) as e:  # too long, within a directory that may not be read, or of an unknown user
+        raise ConfigError(
+            f"{shown(name)} is no checkpoint directory ({reason(e)}); pass one, or a hub name such as org/model"
+        ) from e
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except Exception as e:  # the hub client raises its own errors, those of requests, and OS errors
-        raise ConfigError(f"{name} is no directory here, and the hub does not give it: {e}") from e
+        raise ConfigError(f"{shown(name)} is no directory here, and the hub does not give it: {reason(e)}") from e
 
 
 def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -> CausalLM:
@@ -307,11 +325,14 @@ def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
     Raises:
         ConfigError: the model or an option cannot be used, or `tp` has another number of ranks than the configuration.
         DeviceError: there is no such device.
+        BackendError, ProviderNotInstalledError: HYBRIDRT_PROVIDERS names a provider that cannot serve its operation.
     """
     if tp.size != config.tp_size:
         raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
     path = resolve_model_path(config.model)
-    return path, RunTarget.resolve(config, read_model_config(path), tp)
+    target = RunTarget.resolve(config, read_model_config(path), tp)
+    check_overrides(target.device.type)
+    return path, target
 
 
 def weight_bytes(model: Any) -> int:

@@ -2,27 +2,33 @@
 
 from hybridrt.config import EngineConfig
 from hybridrt.errors import MemoryBudgetError
-from hybridrt.mem_cache.memory_plan import GIB, MemoryPlan
+from hybridrt.mem_cache.memory_plan import MemoryPlan, gib
 from hybridrt.runtime.build import RunTarget, make_plan
 from hybridrt.runtime.host_memory import free_host_memory
 from hybridrt.runtime.pretend_gpu import GPUFacts
 
-CPU_SHARE = 4  # pools take a quarter of the main memory that is free
+# Without memory_fraction: the share of a GPU that may be in use, and the part of the free main memory that pools take.
+GPU_SHARE, CPU_SHARE = 0.85, 4
 
 
 def free_bytes(config: EngineConfig, target: RunTarget) -> int:
     """Bytes that this rank may take beside what is in use: of a GPU `memory_fraction` less what is in use (weights,
-    other processes), of main memory what is free. Ranks on a CPU share that equally."""
+    other processes), of main memory `memory_fraction` of what is free. Ranks on a CPU share that equally."""
     if target.device.type != "cuda":
-        return free_host_memory() // target.tp.size
+        return int(free_host_memory() // target.tp.size * (config.memory_fraction or 1))
     gpu = GPUFacts.of(target.device)
-    return int(gpu.total_bytes * config.memory_fraction) - (gpu.total_bytes - gpu.free_bytes)
+    return int(gpu.total_bytes * _gpu_share(config)) - (gpu.total_bytes - gpu.free_bytes)
+
+
+def _gpu_share(config: EngineConfig) -> float:
+    return config.memory_fraction or GPU_SHARE
 
 
 def pool_budget(config: EngineConfig, target: RunTarget, taken: int = 0) -> int:
-    """Bytes that pools take where no budget is given: what is left when `taken` bytes more are in use, on a CPU a share
-    of it."""
-    return (free_bytes(config, target) - taken) // (CPU_SHARE if target.device.type == "cpu" else 1)
+    """Bytes that pools take where no budget is given: what is left when `taken` bytes more are in use, on a CPU without
+    `memory_fraction` a share of it."""
+    shared = target.device.type == "cpu" and config.memory_fraction is None
+    return (free_bytes(config, target) - taken) // (CPU_SHARE if shared else 1)
 
 
 def plan_ahead(config: EngineConfig, target: RunTarget, weights: int, budget_bytes: int | None = None) -> MemoryPlan:
@@ -53,17 +59,24 @@ def rotary_table_bytes(config: EngineConfig, target: RunTarget) -> int:
 
 
 def _too_large(config: EngineConfig, target: RunTarget, weights: int, free: int) -> str:
-    hints = ["a larger device"]
+    hints, detail = ["a larger device"], ""
     if target.dtype.itemsize > 2:
         hints.insert(0, 'dtype="bfloat16"')
+    if config.memory_fraction is not None or target.device.type == "cuda":
+        share = config.memory_fraction if target.device.type == "cpu" else _gpu_share(config)
+        hints.insert(0, f"a memory_fraction above {share}")
     if target.device.type == "cuda":
-        hints.insert(0, f"a memory_fraction above {config.memory_fraction}")
         hints.append("more ranks (tp_size)")
+        gpu = GPUFacts.of(target.device)
+        used, allowed = gpu.total_bytes - gpu.free_bytes, int(gpu.total_bytes * _gpu_share(config))
+        detail = f": of its {gib(gpu.total_bytes)}, {gib(allowed)} may be taken and {gib(used)} are in use"
+        if used > allowed // 2:
+            hints.append("a GPU that nothing else uses")
     if 3 * rotary_table_bytes(config, target) > weights:
         hints.insert(0, "a smaller max_model_len")
     ranks = f", each of {target.tp.size} ranks" if target.tp.size > 1 else ""
-    needed = (weights + rotary_table_bytes(config, target)) / GIB
+    needed = gib(weights + rotary_table_bytes(config, target))
     return (
-        f"the weights need {needed:.2f} GiB{ranks}, and {target.device} has {max(free, 0) / GIB:.2f} GiB for them; use "
+        f"the weights need {needed}{ranks}, and {target.device} has {gib(max(free, 0))} for them{detail}; use "
         f"{', or '.join(hints)}"
     )

@@ -18,6 +18,7 @@ from hybridrt.distributed.channel_codec import pack
 from hybridrt.distributed.control import BEATS, Link, rank_timeout
 from hybridrt.distributed.groups import Communicator, TPGroup
 from hybridrt.errors import HybridrtError, MessageError, PeerGoneError, RankError
+from hybridrt.runtime.ambient import undisturbed
 from hybridrt.runtime.messages import Beat, Failed, decode
 from hybridrt.runtime.model_runner import ModelRunner
 from hybridrt.runtime.rank_start import Place, find_place, rank_device
@@ -75,9 +76,10 @@ def serve(place: Place, rank: int, size: int, device: torch.device) -> int:
     leader = Leader(place.join(rank), place.directory)
     try:
         comm = place.communicator(rank, size, device)
-        comm.connect()
-        _serve(leader, comm)
-        comm.close()
+        with undisturbed():  # under torchrun the rest of this process is a script of the user
+            comm.connect()
+            _serve(leader, comm)
+            comm.close()
         return 0
     except RankError:
         return LOST

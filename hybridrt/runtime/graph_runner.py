@@ -294,18 +294,20 @@ class GraphRunner:
         return self._rows[n]
 
     def _bind(self, bs: int) -> Callable[[], None]:
-        """The step of one bucket, over views of the static buffers."""
+        """The step of one bucket, over views of the static buffers. It does not refer to this object, which keeps it:
+        a cycle would keep the pools until the garbage collector runs."""
         buffers, total, batch = self.buffers, bs * self.tokens, self.rows(bs).batch
+        model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
 
         def step() -> None:
             inputs = buffers.inputs.first(total)
-            fill_decode(inputs, buffers.sections, bs, buffers.spec_info, self.last_tokens, self.pool)
-            hidden = self.model(batch)
+            fill_decode(inputs, buffers.sections, bs, buffers.spec_info, last_tokens, pool)
+            hidden = model(batch)
             if buffers.hidden.numel():
                 buffers.hidden[:total].copy_(hidden)
-            self.model.logits_into(buffers.logits[:total], hidden)
+            model.logits_into(buffers.logits[:total], hidden)
             if buffers.spec_info is None:
-                self.backend.commit(batch)
+                backend.commit(batch)
 
         return step
 

@@ -1,6 +1,5 @@
 """The executor of a real model: loads it, plans its memory, captures its graphs."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,7 +38,7 @@ class ModelRunner(StepRunner):
     Args:
         config: what to run.
         tp: this process's tensor-parallel rank.
-        budget_bytes: what the pools may take; None follows EngineConfig.memory_fraction (CUDA) or the free memory.
+        budget_bytes: what the pools may take; None follows EngineConfig.memory_fraction.
         plan: what the pools hold; None makes a plan from the budget.
         progress: show a bar while loading.
 
@@ -113,7 +112,6 @@ def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalL
     runner.launch(step).result()
     peak = torch.cuda.max_memory_allocated(target.device) - before
     del runner
-    gc.collect()  # a recurrent backend is part of a cycle, which would keep the small pools
     torch.cuda.empty_cache()
     return peak
 

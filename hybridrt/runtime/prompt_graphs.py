@@ -180,23 +180,26 @@ class PromptGraphs:
         graph.logits.fill_(float("nan"))
 
     def _bind(self, graph: PromptGraph) -> Callable[[], None]:
-        """The step that is recorded, over the buffers of a bucket."""
+        """The step that is recorded, over the buffers of a bucket. It refers neither to this object nor to the graph,
+        which keep it: a cycle would keep the pools until the garbage collector runs."""
         sections, batch, decoded = graph.sections, graph.batch, graph.bucket.decode_rows
         prompts = TokenInputs(*(part[decoded:] for part in graph.inputs))
+        decoding, logits, enter_tables = graph.inputs.first(decoded), graph.logits, self.enter_tables
+        model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
 
         def step() -> None:
-            self.enter_tables(sections)
+            enter_tables(sections)
             if decoded:
-                fill_decode(graph.inputs.first(decoded), sections, decoded, None, self.last_tokens, self.pool)
+                fill_decode(decoding, sections, decoded, None, last_tokens, pool)
             rows, positions = sections["extend_rows"], sections["extend_positions"]
-            found = sections["input_ids"], positions, self.pool.token_slots(rows, positions)
+            found = sections["input_ids"], positions, pool.token_slots(rows, positions)
             for into, values in zip(prompts, found, strict=True):
                 into.copy_(values)
-            self.backend.prepare_in_graph(batch)
-            hidden = self.model(batch)
-            self.model.logits_into(graph.logits, hidden.index_select(0, sections["sample_at"]))
+            backend.prepare_in_graph(batch)
+            hidden = model(batch)
+            model.logits_into(logits, hidden.index_select(0, sections["sample_at"]))
             if decoded:
-                self.backend.commit(batch)
+                backend.commit(batch)
 
         return step
 

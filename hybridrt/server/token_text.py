@@ -63,7 +63,7 @@ class TokenText:
     def _bytes(self, token: int) -> bytes:
         if self._tokenizer is None:
             return str(token).encode()
-        piece = self._tokenizer.hf.convert_ids_to_tokens(token)
+        piece = self._tokenizer.piece(token)
         if piece is None:  # an id of the model that its tokenizer does not know
             return b""
         if token not in self._tokenizer.hf.added_tokens_decoder:
@@ -71,8 +71,7 @@ class TokenText:
                 return bytes(self._alphabet[character] for character in piece)
             if byte := _BYTE_PIECE.fullmatch(piece):
                 return bytes([int(byte[1], 16)])
-        text: str = self._tokenizer.hf.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text.encode(errors="replace")
+        return self._tokenizer.decode([token], skip_special_tokens=False).encode(errors="replace")
 
 
 class TokenNumbers(TokenText):

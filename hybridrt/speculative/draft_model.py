@@ -184,7 +184,7 @@ class DraftModelDrafter(Drafter):
             return
         packed = SamplingTable.pack([self._admission(tenant) for tenant in tenants])
         sections = {name: torch.from_numpy(part).to(self.runner.device) for name, part in packed.items()}
-        rows = torch.tensor([tenant.row for tenant in tenants], device=self.runner.device)
+        rows = torch.tensor([tenant.row for tenant in tenants], dtype=torch.int64, device=self.runner.device)
         self.runner.sampling_table.admit(rows, sections)
 
     def _catch_up(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
@@ -216,7 +216,7 @@ class DraftModelDrafter(Drafter):
         tenants = [t for t in tenants if t.held]
         if pool is None or not tenants:
             return
-        rows = torch.tensor([t.row for t in tenants], device=self.runner.device)
+        rows = torch.tensor([t.row for t in tenants], dtype=torch.int64, device=self.runner.device)
         if to_backup:
             pool.snapshot(rows, rows + self._backup_offset)
         else:

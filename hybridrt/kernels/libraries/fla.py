@@ -27,7 +27,7 @@ def chunk_gated_delta_rule(
         *(t[None, :real].contiguous() for t in inputs),
         initial_state=initial_states(states, read_slots, has_initial_state), output_final_state=True,
         use_qk_l2norm_in_kernel=True, state_v_first=True, cu_seqlens=query_start_loc.long(),
-        cu_seqlens_cpu=torch.tensor([*accumulate(plan.lengths, initial=0)]), **options,
+        cu_seqlens_cpu=torch.tensor([*accumulate(plan.lengths, initial=0)], dtype=torch.int64), **options,
     )  # fmt: skip
     write_rows(states, write_slots, after)
     out = v.new_zeros(v.shape)

@@ -1,0 +1,86 @@
+"""Keeps what an application has set in torch away from the engine: autocast, default device, grad and inference mode,
+deterministic algorithms.
+
+The default dtype has no guard, because it belongs to the whole process: another thread of the application would see it
+change. Instead every tensor of hybridrt is made with a dtype of its own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from threading import Lock
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+class _Nondeterministic:
+    """Switches deterministic algorithms off while at least one thread is inside. The switch belongs to the process. On
+    a GPU it makes cuBLAS and other libraries raise; on a CPU it changes no result, so it stays as it is."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = Lock(), 0
+        self._found: bool | None = None  # warn_only, as it was; None: there is nothing to put back
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if torch.are_deterministic_algorithms_enabled():
+                self._found = torch.is_deterministic_algorithms_warn_only_enabled()
+                torch.use_deterministic_algorithms(False)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._found is not None:
+                torch.use_deterministic_algorithms(True, warn_only=self._found)
+                self._found = None
+
+
+_NONDETERMINISTIC = _Nondeterministic()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A context in which this thread has torch's state as a new process has it, whatever its caller has set. Afterwards
+    everything is as it was."""
+    if _is_usual():
+        yield
+        return
+    with ExitStack() as stack:
+        # Leaving inference mode comes first: it sets grad mode. Tensors that are made here are used outside of it, too.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in _DEVICE_TYPES:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.device("cpu"))
+        if torch.cuda.is_initialized():
+            stack.enter_context(_NONDETERMINISTIC)
+        yield
+
+
+def _is_usual() -> bool:
+    """Takes a microsecond. A default device is a mode on this thread's stack; `torch.get_default_device` takes four."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled("cuda")
+        and not (torch.are_deterministic_algorithms_enabled() and torch.cuda.is_initialized())
+        and not torch._C._len_torch_function_stack()
+    )
+
+
+def in_undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, called within `undisturbed`."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with undisturbed():
+            return function(*args, **kwargs)
+
+    return call
