@@ -40,7 +40,7 @@ def template_variables(effort: str | None, supported: Mapping[str, str]) -> dict
     """Variables for an effort. Templates without degrees of reasoning have a switch; "none" turns it off."""
     if effort is None:
         return {}
-    return {"reasoning_effort": supported.get(effort, effort)} | (_OFF if effort == "none" else {})
+    return {"reasoning_effort": supported.get(effort, effort), **(_OFF if effort == "none" else {})}
 
 
 def _has(effort: str, text: str, nonsense: str | None) -> bool:
