@@ -28,8 +28,8 @@ from hybridrt.sampling_params import SamplingParams
 
 _DRAIN_CHECK_SECONDS = 0.05
 _PUBLIC = {
-    "abort", "abort_all", "chat", "close", "complete", "create", "drain", "failure", "generate", "llm", "prepare", "prepare_all",
-    "stream_chat", "submit", "unfinished",
+    "abort", "abort_all", "chat", "close", "complete", "create", "drain", "failure", "generate", "llm", "prepare",
+    "prepare_all", "stream_chat", "submit", "unfinished",
 }  # fmt: skip
 
 
