@@ -53,6 +53,8 @@ class MambaAttnBackendBase(AttentionBackend):
 
     kind: str
     scan: ClassVar[str | None] = None  # the operation of its chunks, where libraries have it too
+    _joined: "tuple[MambaAttnBackendBase, ...]" = ()  # others that this one plans and commits for
+    _lead: "ReferenceType[MambaAttnBackendBase] | None" = None  # None: this one plans for itself
 
     def __init__(self, *, layers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool, chunk_size: int) -> None:
         wrong = {layer_id: m.kind for layer_id, m in layers.items() if m.kind != self.kind}
@@ -71,8 +73,6 @@ class MambaAttnBackendBase(AttentionBackend):
         spec = self.mamba_pool.spec
         self._ring_width = max(shape.conv_width(spec.tokens_per_step) for shape in spec.groups)
         self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
-        self._joined: list[MambaAttnBackendBase] = []  # others that this one plans and commits for
-        self._lead: ReferenceType[MambaAttnBackendBase] | None = None  # None: this one plans for itself
         self._last: ForwardMetadata | None = None  # the last step that leaves its state to a commit
         self.mamba_pool.set_decays({i: partial(self.ring_decay, layer) for i, layer in layers.items()})
 
@@ -81,7 +81,7 @@ class MambaAttnBackendBase(AttentionBackend):
         """The first of a model's backends, which from now on plans and commits for all of them: their layers share
         slots and ring cursors, and a step moves the cursors once."""
         first, *others = backends
-        first._joined += [member for backend in others for member in backend.members]
+        first._joined = tuple(member for backend in others for member in backend.members)
         for member in first._joined:
             member._lead = ref(first)
         return first
