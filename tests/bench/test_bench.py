@@ -238,8 +238,8 @@ def test_bench_serve(served: Served, tmp_path: Path) -> None:
         (["--picture", "/tmp"], "/tmp cannot be written", 2),
         pytest.param(["--picture", "/tmp/x.xyz"], "no format of pictures", 2, marks=PLOTS),
         (["--concurrency", "0"], "concurrency is 0", 2),
-        (["--slo-tpot", "-1"], "slo_tpot is -1.0", 2),
-        (["--slo-e2e", "nan"], "slo_e2e is nan", 2),
+        (["--slo-tpot", "-1"], "--slo-tpot is -1.0", 2),
+        (["--slo-e2e", "nan"], "--slo-e2e is nan", 2),
     ],
 )
 def test_bench_says_what_is_wrong(options: list[str], text: str, status: int) -> None:

@@ -109,7 +109,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         (["--chat-template", "/nowhere"], "cannot be read"),
         (["/nowhere"], "/nowhere"),
         (["--target-itl-ms", "soon"], "--target-itl-ms is 'soon'"),
-        (["--target-itl-ms", "-1"], "target_itl_ms is -1.0"),
+        (["--target-itl-ms", "-1"], "--target-itl-ms is -1.0"),
     ],
 )
 def test_errors_are_reported_before_weights_are_loaded(options: list[str], text: str) -> None:
