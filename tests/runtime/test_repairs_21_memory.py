@@ -40,12 +40,12 @@ def test_memory_fraction_works_on_a_cpu(free: None, size: int) -> None:
 def test_the_plan_of_a_cpu_follows_it(free: None, tmp_path: Path) -> None:
     path = str(write_tiny(tmp_path, tokenizer=False))
     pages = []
-    for fraction in (0.02, 0.04):
+    for fraction in (0.003, 0.006):
         with LLM(path, device="cpu", load_format="dummy", memory_fraction=fraction, max_running_requests=8) as llm:
             assert llm.plan.budget_bytes == int(FREE * fraction)
             assert llm.plan.pool_bytes <= llm.plan.budget_bytes
             pages.append(llm.plan.num_pages)
-    assert pages[1] > 1.5 * pages[0]
+    assert pages[1] > 1.2 * pages[0]
     with pytest.raises(MemoryBudgetError, match=r"weights need .* use .*a memory_fraction above 1e-05"):
         LLM(path, device="cpu", load_format="dummy", memory_fraction=1e-5)
 
