@@ -1,6 +1,6 @@
-"""Draws docs/decode.svg and docs/prefill.svg from benchmarks/results: hybridrt beside the peers and the bytes floor.
-With `serving-chunks.json` there, docs/chunks.svg too: what the size of chunks means for latency. With
-`prefix-chat.json` docs/prefix.svg: what the prefix cache saves.
+"""Draws docs/decode.svg and docs/prefill.svg: hybridrt beside the peers and the bytes floor. With `serving-chunks.json`
+docs/chunks.svg too: what the size of chunks means for latency. With `prefix-chat.json` docs/prefix.svg: what the prefix
+cache saves. The numbers are those of benchmarks/results/shown, which are those of the tables in docs/performance.md.
 
 python -m benchmarks.plot_results
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.common import RESULTS
 
 DOCS = Path(__file__).parents[1] / "docs"
+SHOWN = RESULTS / "shown"
 OURS, FLOOR = "hybridrt", "bytes floor"
 CLASSIC, FA3 = "hybridrt, classic", "with FA3"
 COLOURS = {OURS: "#2563eb", CLASSIC: "#93c5fd", FA3: "#1e3a8a", "vLLM 0.24.0": "#9ca3af", "SGLang 0.5.15": "#d1d5db"}
@@ -43,11 +44,16 @@ WIDTH, LEFT, BAR, GAP, LEGEND = 640, 84, 11, 8, 112
 
 @dataclass(frozen=True)
 class Group:
-    """Bars side by side: values by series, and where the floor is."""
+    """Bars side by side: values by series, and where the floor is. ValueError if a bar is below its floor: then one of
+    the two is wrong, or it is no floor."""
 
     label: str
     values: dict[str, float]
     floor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.floor is not None and min(self.values.values()) < self.floor:
+            raise ValueError(f"{self.label}: {self.values} has a value below its floor, {self.floor}")
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def decode_panels(results: Path) -> Iterator[Panel]:
             batch = int(what.split()[-1])
             values = {OURS: row["ms"]} | ({CLASSIC: classic[what]["ms"]} if what in classic else {})
             values |= {peer: ms[batch] for peer, ms in PEER_DECODE.get(model, {}).items() if batch in ms}
-            groups.append(Group(f"batch {batch}", values, row["floor_ms"]))
+            groups.append(Group(f"batch {batch}", values, row.get("floor_ms")))
         if groups:
             yield Panel(title, groups)
 
@@ -100,7 +106,8 @@ def chunk_panels(results: Path, load: str = "80%") -> list[Panel]:
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     for title, at, what in (
         ("Between tokens, p99, ms", load, "between tokens p99 ms"),
-        ("First token, p99, ms", load, "first token p99 ms"), ("Tokens a second, saturated", "saturated", "tok/s"),
+        ("First token, p99, ms", load, "first token p99 ms"),
+        ("Requests a second, saturated", "saturated", "requests/s"),
     ):  # fmt: skip
         found = [(row["chunk"], row["target_itl_ms"], row[what]) for row in rows if row["load"] == at]
         groups = [Group(f"{chunk}" if ms is None else f"target {ms:g} ms", {OURS: v}) for chunk, ms, v in found]
@@ -162,7 +169,7 @@ def draw(title: str, unit: str, panels: list[Panel], digits: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of JSON files")
+    parser.add_argument("--results", type=Path, default=SHOWN, help="directory of JSON files")
     parser.add_argument("--out", type=Path, default=DOCS, help="directory of the pictures")
     args = parser.parse_args()
     decode, prefill = list(decode_panels(args.results)), list(prefill_panels(args.results))

@@ -20,7 +20,6 @@ _FIELD = "structured_outputs"
 _KINDS = ("json", "regex", "choice", "grammar")
 
 
-@knows_fields({"json_schema": "json", "pattern": "regex", "choices": "choice", "ebnf": "grammar"})
 @dataclass(frozen=True)
 class Thinking:
     """Reasoning before an output, between tags that are tokens.
@@ -37,6 +36,7 @@ class Thinking:
     budget: int | None = None
 
 
+@knows_fields({"json_schema": "json", "pattern": "regex", "choices": "choice", "ebnf": "grammar"})
 @dataclass(frozen=True)
 class StructuredOutputs:
     """What an output must look like. Exactly one field is set. Two equal objects are compiled once.

@@ -27,7 +27,7 @@ def test_models_without_results_have_no_panel(tmp_path: Path) -> None:
 
 
 def test_latency_by_size_of_chunks(tmp_path: Path) -> None:
-    shared = {"tok/s": 900.0, "first token p99 ms": 60.0, "between tokens p99 ms": 33.0}
+    shared = {"requests/s": 900.0, "first token p99 ms": 60.0, "between tokens p99 ms": 33.0}
     runs = [{"chunk": 512, "target_itl_ms": None}, {"chunk": 512, "target_itl_ms": 15.0}]
     rows = [run | shared | {"load": load} for run in runs for load in ("saturated", "80%")]
     (tmp_path / "serving-chunks.json").write_text(json.dumps({"rows": rows}))

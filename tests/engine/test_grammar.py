@@ -276,5 +276,5 @@ def test_models_and_installations_that_cannot_do_it(monkeypatch: pytest.MonkeyPa
         with pytest.raises(RequestError, match=text):
             broken.matcher(spec)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(RequestError, match=r"hybridrt\[structured\]"):
+    with pytest.raises(RequestError, match=r"'\.\[structured\]'"):
         GrammarCompiler(tokenizer, VOCAB, EOS).matcher(spec)
