@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config import DTYPES, AttentionConfig, ModelConfig
-from hybridrt.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, NAMES, RAW, ROPE
-from hybridrt.config_json import NULL, check_fields, either, integer, read_object
-from hybridrt.errors import ConfigError, UnsupportedModelError, shown
+from hybridrt.base.config import DTYPES, AttentionConfig, ModelConfig
+from hybridrt.base.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, NAMES, RAW, ROPE
+from hybridrt.base.config_json import NULL, check_fields, either, integer, read_object
+from hybridrt.base.errors import ConfigError, UnsupportedModelError, shown
 from hybridrt.families.base import Family, FamilyFields, check_experts, routed_experts
 from hybridrt.families.reading import read_fields
 from hybridrt.families.registry import family_of

@@ -9,11 +9,11 @@ its decays are those of the layer before (Ant Group 2026).
 
 from typing import Any, ClassVar
 
-from hybridrt.config import AttentionConfig
+from hybridrt.base.config import AttentionConfig
 from hybridrt.kinds.simple_gla import SimpleGLAConfig
-from hybridrt.layers.lightning import alibi_rates
-from hybridrt.layers.simple_gla import SimpleGLAMixer
 from hybridrt.models.bailing_hybrid import BailingHybridForCausalLM
+from hybridrt.recurrent.lightning import alibi_rates
+from hybridrt.recurrent.simple_gla import SimpleGLAMixer
 
 
 class BailingMoeV2_5ForCausalLM(BailingHybridForCausalLM):

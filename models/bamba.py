@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mamba2 import Mamba2Block
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.models.base import CausalLM
+from hybridrt.recurrent.mamba2 import Mamba2Block
 
 
 class BambaForCausalLM(CausalLM):

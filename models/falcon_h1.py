@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from hybridrt.attention.branch import Branch
-from hybridrt.config import ModelConfig
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.records import Rope
+from hybridrt.base.config import ModelConfig
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.records import Rope
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
-from hybridrt.layers.mamba2 import Mamba2Mixer, mamba2_segments
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
+from hybridrt.recurrent.mamba2 import Mamba2Mixer, mamba2_segments
 
 
 class ParallelMixer(nn.Module):

@@ -2,8 +2,8 @@
 arXiv:2410.05355)."""
 
 from hybridrt.kinds.mamba1 import Mamba1Config
-from hybridrt.layers.mamba1 import Mamba1Mixer
 from hybridrt.models.mamba import PureMamba
+from hybridrt.recurrent.mamba1 import Mamba1Mixer
 
 
 class FalconMambaForCausalLM(PureMamba):

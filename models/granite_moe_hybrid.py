@@ -9,15 +9,15 @@ weights and norms here (IBM 2025, Granite 4.0).
 from collections.abc import Sequence
 from typing import ClassVar
 
-from hybridrt.config import ModelConfig
+from hybridrt.base.config import ModelConfig
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mamba2 import Mamba2Block
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import SHARED_WEIGHT, Experts, MoE, SoftmaxRouter, stacked_experts
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import Build, TensorPart, Transform
 from hybridrt.models.base import CausalLM
+from hybridrt.recurrent.mamba2 import Mamba2Block
 
 MOE_KEYS = {"router": "block_sparse_moe.router.layer", "experts": "block_sparse_moe.experts", "shared": "shared_mlp"}
 INTO, OUT = ".input_linear.weight", ".output_linear.weight"

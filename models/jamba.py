@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mamba1 import Mamba1Mixer
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.models.base import CausalLM
+from hybridrt.recurrent.mamba1 import Mamba1Mixer
 
 
 class JambaForCausalLM(CausalLM):

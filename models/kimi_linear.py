@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hybridrt.kinds.kda import KDAConfig
-from hybridrt.layers.kda import KDAMixer
 from hybridrt.layers.mla import LatentAttention
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.models.base import SWIGLU, CausalLM
+from hybridrt.recurrent.kda import KDAMixer
 
 MOE_KEYS = {"router": "gate", "experts": "experts", "shared": "shared_experts"}
 

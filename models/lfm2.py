@@ -12,9 +12,9 @@ from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
-from hybridrt.layers.short_conv import ShortConvMixer
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.models.base import SWIGLU, CausalLM
+from hybridrt.recurrent.short_conv import ShortConvMixer
 
 
 class Lfm2ForCausalLM(CausalLM):

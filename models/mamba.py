@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from hybridrt.config import ModelConfig
-from hybridrt.forward_batch import ForwardBatch
+from hybridrt.base.config import ModelConfig
+from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.layers.mamba1 import Mamba1Mixer
-from hybridrt.layers.mamba2 import Mamba2Block
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM
+from hybridrt.recurrent.mamba1 import Mamba1Mixer
+from hybridrt.recurrent.mamba2 import Mamba2Block
 
 
 class PureMamba(CausalLM):

@@ -12,16 +12,16 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from hybridrt.forward_batch import ForwardBatch
+from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.lightning import LightningMixer, alibi_rates, decay_rates
 from hybridrt.layers.linear import Summands
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import MTP_KEYS, SWIGLU, CausalLM
+from hybridrt.recurrent.lightning import LightningMixer, alibi_rates, decay_rates
 
 LIGHTNING_EPS = 1e-6  # of the norm in lightning attention; rms_norm_eps of config.json is for the other norms
 

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mamba2 import Mamba2Block
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, Latent, MoE, SigmoidGroupRouter
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import CausalLM, MTPHead
+from hybridrt.recurrent.mamba2 import Mamba2Block
 
 MOE_KEYS = {
     "router": "gate",

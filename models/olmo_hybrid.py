@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hybridrt.config import AttentionConfig
-from hybridrt.forward_batch import ForwardBatch
+from hybridrt.base.config import AttentionConfig
+from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.gdn import GDNKeys, GDNMixer
 from hybridrt.layers.linear import Summands
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import RMSNorm, SharedRMSNorm
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
+from hybridrt.recurrent.gdn import GDNKeys, GDNMixer
 
 PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"}
 CONVS = {"q_conv1d": "q", "k_conv1d": "k", "v_conv1d": "v"}

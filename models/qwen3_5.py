@@ -7,9 +7,9 @@ Checkpoints that see images hold the text part under `model.language_model`; the
 
 from typing import ClassVar
 
-from hybridrt.layers.gdn import GDNKeys
 from hybridrt.models.base import MTP_KEYS
 from hybridrt.models.qwen3_next import Qwen3NextForCausalLM
+from hybridrt.recurrent.gdn import GDNKeys
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):

@@ -11,12 +11,12 @@ from typing import ClassVar
 
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.gdn import GDNKeys, GDNMixer
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import CausalLM, MTPHead
+from hybridrt.recurrent.gdn import GDNKeys, GDNMixer
 
 MOE_KEYS = {
     "router": "gate",

@@ -3,7 +3,7 @@
     x ─ norm ─┬─ attention(window) ─ out ─┬─ + ─ norm ─ MLP ─ +
               └─ Mamba-1(history) ────────┘
 
-A small family of our own for hybridrt.layers.hybrid_attention: what a layer's window forgets, its history branch may
+A small family of our own for hybridrt.models.hybrid_attention: what a layer's window forgets, its history branch may
 remember (docs/hybrid-layer.md).
 """
 
@@ -11,13 +11,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hybridrt.attention.window_history import WindowHistoryBackend
-from hybridrt.config import ModelConfig
-from hybridrt.layers.hybrid_attention import HybridAttentionLayer, HybridSSMAdapter
+from hybridrt.base.config import ModelConfig
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM
+from hybridrt.models.hybrid_attention import HybridAttentionLayer, HybridSSMAdapter
+from hybridrt.models.window_history import WindowHistoryBackend
 
 
 class SwaSsmForCausalLM(CausalLM):

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from hybridrt.config import ModelConfig
-from hybridrt.forward_batch import ForwardBatch
+from hybridrt.base.config import ModelConfig
+from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands, norm_linear
-from hybridrt.layers.mamba2 import Mamba2Block
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.shared_block import SharedBlock
 from hybridrt.layers.stack import ResidualPart, ResidualStack
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
+from hybridrt.recurrent.mamba2 import Mamba2Block
 
 GATED_NORM_EPS = 1e-5  # of Mamba-2's own norm, whatever config.json says of the others
 

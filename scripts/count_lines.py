@@ -3,7 +3,7 @@
 python scripts/count_lines.py [CHECKOUT] [--list FILE]
 
 With --list it also counts, by headings, what the lines of FILE name: a folder, a file, or a class, function or constant
-of a file ("engine/llm.py:LLM.chat"). scripts/new_since_repairs.txt names what has come since the lines of code were
+of a file ("engine/api/llm.py:LLM.chat"). scripts/new_since_repairs.txt names what has come since the lines of code were
 counted last.
 """
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridrt import LLM, SamplingParams, plugins
-from hybridrt.errors import BackendError, UnsupportedModelError
+from hybridrt import LLM, SamplingParams
+from hybridrt.base import plugins
+from hybridrt.base.errors import BackendError, UnsupportedModelError
 from hybridrt.families.registry import all_families, family_of
 from hybridrt.models.registry import model_class
 from tests.support.checkpoints import jamba

@@ -194,7 +194,7 @@ def python(site: Path, cwd: Path, *arguments: str) -> str:
     return result.stdout
 
 
-WHERE = "import hybridrt.models.registry as m, hybridrt.mem_cache.allocator as c; print(m.__file__, c.__file__)"
+WHERE = "import hybridrt.models.registry as m, hybridrt.mem_cache.pools.allocator as c; print(m.__file__, c.__file__)"
 
 
 def test_the_installed_package_needs_no_checkout(installed: Path, tmp_path: Path) -> None:

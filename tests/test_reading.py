@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.config_json import check_fields, read_object
-from hybridrt.errors import ConfigError
+from hybridrt.base.config_json import check_fields, read_object
+from hybridrt.base.errors import ConfigError
 from hybridrt.families.base import Family, routed_experts
 from hybridrt.families.reading import read_fields
 from hybridrt.families.registry import all_families, family_of

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.engine.request import Request
-from hybridrt.kernels import records
-from hybridrt.mem_cache.slots import Slot
+from hybridrt.engine.request.sample_request import Request
+from hybridrt.kernels.core import records
+from hybridrt.mem_cache.pools.slots import Slot
 from tests.support.checkpoints import Make, falcon, jamba, nemotron, qwen
 from tests.support.newer_checkpoints import kimi, minimax
 from tests.support.tiny import write_tiny
@@ -32,19 +32,24 @@ FOLDERS = tuple(f"{ROOT / folder}{os.sep}" for folder in ("hybridrt", "models", 
 SLOT = 97  # above all token ids, positions and lengths of the test
 NAME = re.compile(r"([a-z]+_)*state_slots?")  # a word in front says whose slot it is, or what is done to it
 ADMITTED = (
-    "engine/cache_coordinator.py", "runtime/step_inputs.py", "runtime/step_batch.py", "mem_cache/req_to_token_pool.py",
-    "mem_cache/mamba_pool.py", "kernels/operation.py",
+    "engine/cache/cache_coordinator.py", "runtime/step/pack.py", "runtime/step/batch.py", "mem_cache/pools/req_to_token_pool.py",
+    "mem_cache/pools/mamba_pool.py", "kernels/core/operation.py",
 )  # fmt: skip
 READ = (
-    "engine/scheduler.py", "runtime/step_inputs.py", "attention/linear.py", "attention/segments.py",
-    "kernels/operation.py",
+    "engine/core/scheduler.py", "runtime/step/pack.py", "recurrent/backend.py", "recurrent/segments.py",
+    "kernels/core/operation.py",
 )  # fmt: skip
 PROMPT = [5] * 12  # drafts are found in it, and are right
 ANSWER = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, allowed_token_ids=[5])
 CHAIN = {"speculative": SpeculativeConfig("ngram", num_draft_tokens=2, state_mode="intermediate")}
 REPLAY = {"speculative": SpeculativeConfig("ngram", num_draft_tokens=2, state_mode="replay")}
 # Where a slot is one of many numbers that are all treated alike: entries of pools, and checks that are told its name.
-NUMBERS = ("mem_cache/allocator.py", "mem_cache/slots.py", "mem_cache/bounds.py", "attention/checks.py")
+NUMBERS = (
+    "mem_cache/pools/allocator.py",
+    "mem_cache/pools/slots.py",
+    "mem_cache/pools/bounds.py",
+    "attention/checks.py",
+)
 KERNELS = "kernels/"
 COLUMNS = "column", "part"  # one after the other, all columns of a step
 
@@ -198,7 +203,7 @@ def check_walk(stations: list[Station]) -> None:
 def handed(stations: list[Station]) -> tuple[str, ...]:
     """The files that hold the slot in turn, up to the first kernel."""
     files = [file for file, _ in groupby(station.file for station in stations if station.held)]
-    return tuple(files[: files.index("kernels/operation.py") + 1])
+    return tuple(files[: files.index("kernels/core/operation.py") + 1])
 
 
 def kernels(stations: list[Station]) -> set[str]:
@@ -233,6 +238,8 @@ def test_a_cached_state_s_slot_from_the_schedule_to_the_kernels(make: Make, tmp_
     answer = llm.generate([PROMPT], ANSWER)[0].token_ids
     llm.generate([[7]], ANSWER)  # in its first step the cache takes the slot
     stations = walked(llm, [*PROMPT, *answer, 9])
-    first = next(i for i, station in enumerate(stations) if station[:2] == ("engine/scheduler.py", "read_state_slot"))
+    first = next(
+        i for i, station in enumerate(stations) if station[:2] == ("engine/core/scheduler.py", "read_state_slot")
+    )
     check_walk(stations[first:])
     assert handed(stations[first:]) == READ

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
-from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.kernels.causal_conv1d import causal_conv1d_varlen
-from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule
-from hybridrt.kernels.gdn_decode import gdn_decode, split_qkv
-from hybridrt.kernels.records import DeltaInputs, GateWeights
+from hybridrt.kernels.core.records import DeltaInputs, GateWeights
+from hybridrt.kernels.delta_rule.decode import gdn_decode, split_qkv
+from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
 class GDNAttnBackend(MambaAttnBackendBase):

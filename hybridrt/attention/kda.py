@@ -3,7 +3,7 @@
 from typing import Any
 
 from hybridrt.attention.gdn import GDNAttnBackend
-from hybridrt.kernels.records import GateWeights
+from hybridrt.kernels.core.records import GateWeights
 
 
 class KDAAttnBackend(GDNAttnBackend):

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from hybridrt.attention.mamba2 import Mamba2AttnBackend
-from hybridrt.attention.segments import ExtendSegment
-from hybridrt.kernels.activation import sigmoid_mul
-from hybridrt.kernels.records import ConvWeights, SSMWeights
+from hybridrt.kernels.core.records import ConvWeights, SSMWeights
+from hybridrt.kernels.dense.activation import sigmoid_mul
+from hybridrt.recurrent.segments import ExtendSegment
 
 
 class LightningAttnBackend(Mamba2AttnBackend):

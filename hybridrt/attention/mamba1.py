@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
-from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
-from hybridrt.kernels.mamba1_update import mamba1_update
-from hybridrt.kernels.records import SSMInputs, SSMWeights
-from hybridrt.kernels.rms_norm import rms_norm
-from hybridrt.kernels.selective_scan import selective_scan
+from hybridrt.kernels.core.records import SSMInputs, SSMWeights
+from hybridrt.kernels.dense.rms_norm import rms_norm
+from hybridrt.kernels.mamba.mamba1_update import mamba1_update
+from hybridrt.kernels.mamba.selective_scan import selective_scan
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
 class Mamba1AttnBackend(MambaAttnBackendBase):

@@ -4,15 +4,15 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
-from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.kernels.causal_conv1d import causal_conv1d_varlen
-from hybridrt.kernels.mamba2_common import split_conv_channels
-from hybridrt.kernels.mamba2_decode import mamba2_decode
-from hybridrt.kernels.mamba2_in_place import mamba2_in_place
-from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
-from hybridrt.kernels.records import SSMInputs, SSMWeights
-from hybridrt.kernels.views import by_head
+from hybridrt.kernels.core.records import SSMInputs, SSMWeights
+from hybridrt.kernels.core.views import by_head
+from hybridrt.kernels.mamba.mamba2_common import split_conv_channels
+from hybridrt.kernels.mamba.mamba2_decode import mamba2_decode
+from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place
+from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
 class Mamba2AttnBackend(MambaAttnBackendBase):

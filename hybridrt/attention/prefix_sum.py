@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
-from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.kernels.prefix_sum import prefix_sum_update, prefix_sum_varlen
+from hybridrt.kernels.mamba.prefix_sum import prefix_sum_update, prefix_sum_varlen
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
 class PrefixSumAttnBackend(MambaAttnBackendBase):

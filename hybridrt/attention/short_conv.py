@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
-from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
-from hybridrt.kernels.records import ConvWeights
-from hybridrt.kernels.short_conv import short_conv_update
+from hybridrt.kernels.core.records import ConvWeights
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
+from hybridrt.kernels.state.short_conv import short_conv_update
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
 class ShortConvAttnBackend(MambaAttnBackendBase):

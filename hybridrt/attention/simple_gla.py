@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
-from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
-from hybridrt.kernels.records import SSMInputs, SSMWeights
-from hybridrt.kernels.selective_state_update import selective_state_update
+from hybridrt.kernels.core.records import SSMInputs, SSMWeights
+from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan
+from hybridrt.kernels.mamba.selective_state_update import selective_state_update
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
 class SimpleGLAAttnBackend(MambaAttnBackendBase):

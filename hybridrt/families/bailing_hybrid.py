@@ -6,10 +6,10 @@ Published checkpoints name their architecture otherwise than those that transfor
 from dataclasses import replace
 from typing import Any
 
-from hybridrt.config import LayerSpec
-from hybridrt.config_fields import OFF, PERIOD, SIZE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG, NULL, OBJECT, TRUE, either, integer, list_of, number, one_of
-from hybridrt.errors import ConfigError
+from hybridrt.base.config import LayerSpec
+from hybridrt.base.config_fields import OFF, PERIOD, SIZE, TAPS, FieldTypes
+from hybridrt.base.config_json import FLAG, NULL, OBJECT, TRUE, either, integer, list_of, number, one_of
+from hybridrt.base.errors import ConfigError
 from hybridrt.families.base import Family, FamilyFields, derive_ffns, ffns, interleaved, latent_attention
 from hybridrt.families.kimi_linear import FIELDS as KIMI
 from hybridrt.families.kimi_linear import OLDER

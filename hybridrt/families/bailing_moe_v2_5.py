@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config import LayerSpec
-from hybridrt.config_fields import COUNT, OFF, ROPE, SIZE, FieldTypes
-from hybridrt.config_json import NULL, TRUE, check_fields, either, one_of
-from hybridrt.errors import ConfigError, shown
+from hybridrt.base.config import LayerSpec
+from hybridrt.base.config_fields import COUNT, OFF, ROPE, SIZE, FieldTypes
+from hybridrt.base.config_json import NULL, TRUE, check_fields, either, one_of
+from hybridrt.base.errors import ConfigError, shown
 from hybridrt.families.bailing_hybrid import FAMILY as HYBRID
 from hybridrt.families.bailing_hybrid import check_shared_experts
 from hybridrt.families.base import FamilyFields, ffns, interleaved, latent_attention

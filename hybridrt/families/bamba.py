@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, MAX_LAYERS, FieldTypes
-from hybridrt.config_json import FLAG, NULL, OBJECT, either, integer, list_of
+from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, MAX_LAYERS, FieldTypes
+from hybridrt.base.config_json import FLAG, NULL, OBJECT, either, integer, list_of
 from hybridrt.families.base import (
     MAMBA2,
     MAMBA2_DEFAULTS,

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from hybridrt.config import LayerSpec
-from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, MULTIPLIER, SIZE, FieldTypes
-from hybridrt.config_json import FLAG, NULL, TRUE, either, list_of
+from hybridrt.base.config import LayerSpec
+from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, MULTIPLIER, SIZE, FieldTypes
+from hybridrt.base.config_json import FLAG, NULL, TRUE, either, list_of
 from hybridrt.families.base import (
     FULL_ROPE,
     MAMBA2,

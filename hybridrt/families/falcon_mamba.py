@@ -1,6 +1,6 @@
 """Falcon-Mamba: Mamba-1 blocks, whose time steps and keys are normed."""
 
-from hybridrt.config_fields import EPSILON
+from hybridrt.base.config_fields import EPSILON
 from hybridrt.families.base import Family
 from hybridrt.families.mamba import DEFAULTS, FIELDS, derive, describe
 

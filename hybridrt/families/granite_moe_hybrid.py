@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MULTIPLIER, SIZE, FieldTypes
-from hybridrt.config_json import FLAG, NULL, either, list_of, number, one_of
+from hybridrt.base.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MULTIPLIER, SIZE, FieldTypes
+from hybridrt.base.config_json import FLAG, NULL, either, list_of, number, one_of
 from hybridrt.families.base import (
     FULL_ROPE,
     MAMBA2,

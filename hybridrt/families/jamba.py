@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, PERIOD, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG, NULL, TRUE, either
-from hybridrt.errors import ConfigError
+from hybridrt.base.config_fields import ATTENTION, COMMON, COUNT, EPSILON, PERIOD, SIZE, STATE, TAPS, FieldTypes
+from hybridrt.base.config_json import FLAG, NULL, TRUE, either
+from hybridrt.base.errors import ConfigError
 from hybridrt.families.base import Family, FamilyFields, attention_config, interleaved
 from hybridrt.families.mamba import dt_rank
 from hybridrt.kinds.mamba1 import Mamba1Config

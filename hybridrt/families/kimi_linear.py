@@ -4,9 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config_fields import EPSILON, LATENT, MAX_EXPERTS, MAX_LAYERS, MULTIPLIER, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import FALSE, FLAG, NULL, TRUE, FieldType, check_fields, either, integer, list_of, one_of
-from hybridrt.errors import ConfigError
+from hybridrt.base.config_fields import (
+    EPSILON,
+    LATENT,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MULTIPLIER,
+    SIZE,
+    STATE,
+    TAPS,
+    FieldTypes,
+)
+from hybridrt.base.config_json import FALSE, FLAG, NULL, TRUE, FieldType, check_fields, either, integer, list_of, one_of
+from hybridrt.base.errors import ConfigError
 from hybridrt.families.base import Family, FamilyFields, derive_ffns, ffns, interleaved, latent_attention
 from hybridrt.kinds.kda import KDAConfig
 

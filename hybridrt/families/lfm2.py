@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hybridrt.config_fields import (
+from hybridrt.base.config_fields import (
     ATTENTION,
     COMMON,
     COUNT,
@@ -14,7 +14,7 @@ from hybridrt.config_fields import (
     TAPS,
     FieldTypes,
 )
-from hybridrt.config_json import FLAG, NULL, either, integer, list_of, number, one_of
+from hybridrt.base.config_json import FLAG, NULL, either, integer, list_of, number, one_of
 from hybridrt.families.base import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
 from hybridrt.kinds.short_conv import ShortConvConfig
 

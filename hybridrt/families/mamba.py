@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-from hybridrt.config import AttentionConfig, LayerSpec, LinearConfig
-from hybridrt.config_fields import CHUNK, COMMON, DT_LIMIT, EPSILON, POSITIONS, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import FLAG, NULL, either
-from hybridrt.errors import ConfigError
+from hybridrt.base.config import AttentionConfig, LayerSpec, LinearConfig
+from hybridrt.base.config_fields import CHUNK, COMMON, DT_LIMIT, EPSILON, POSITIONS, SIZE, STATE, TAPS, FieldTypes
+from hybridrt.base.config_json import FLAG, NULL, either
+from hybridrt.base.errors import ConfigError
 from hybridrt.families.base import Family, FamilyFields
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config

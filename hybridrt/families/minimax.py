@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config import AttentionConfig
-from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, MAX_EXPERTS, MULTIPLIER, SIZE, FieldTypes
-from hybridrt.config_json import NULL, TRUE, check_fields, either, integer, list_of, one_of
-from hybridrt.errors import ConfigError
+from hybridrt.base.config import AttentionConfig
+from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, MAX_EXPERTS, MULTIPLIER, SIZE, FieldTypes
+from hybridrt.base.config_json import NULL, TRUE, check_fields, either, integer, list_of, one_of
+from hybridrt.base.errors import ConfigError
 from hybridrt.families.base import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
 from hybridrt.kinds.lightning import LightningConfig
 

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from hybridrt.config import LayerSpec
-from hybridrt.config_fields import (
+from hybridrt.base.config import LayerSpec
+from hybridrt.base.config_fields import (
     ATTENTION,
     CHUNK,
     COMMON,
@@ -17,7 +17,7 @@ from hybridrt.config_fields import (
     TAPS,
     FieldTypes,
 )
-from hybridrt.config_json import FLAG, NULL, FieldType, check_fields, either, integer, list_of, one_of
+from hybridrt.base.config_json import FLAG, NULL, FieldType, check_fields, either, integer, list_of, one_of
 from hybridrt.families.base import Family, FamilyFields, attention_config
 from hybridrt.kinds.mamba2 import Mamba2Config
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config_fields import MAX_EXPERTS, SIZE, FieldTypes
-from hybridrt.config_json import NULL, OBJECT, check_fields, either, integer, list_of
-from hybridrt.errors import ConfigError
+from hybridrt.base.config_fields import MAX_EXPERTS, SIZE, FieldTypes
+from hybridrt.base.config_json import NULL, OBJECT, check_fields, either, integer, list_of
+from hybridrt.base.errors import ConfigError
 from hybridrt.families.base import FamilyFields, check_experts
 from hybridrt.families.nemotron_h import FAMILY as NEMOTRON_H
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, FieldTypes
-from hybridrt.config_json import FLAG, NULL, either
+from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, FieldTypes
+from hybridrt.base.config_json import FLAG, NULL, either
 from hybridrt.families.base import FULL_ROPE, GDN, Family, FamilyFields, attention_config, gdn_config, interleaved
 
 FIELDS: FieldTypes = {

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from hybridrt.config import LayerSpec
-from hybridrt.config_fields import ATTENTION, COMMON, COUNT, EPSILON, OUTPUT_GATES, PERIOD, SIZE, FieldTypes
-from hybridrt.config_json import FLAG, NULL, OBJECT, either
+from hybridrt.base.config import LayerSpec
+from hybridrt.base.config_fields import ATTENTION, COMMON, COUNT, EPSILON, OUTPUT_GATES, PERIOD, SIZE, FieldTypes
+from hybridrt.base.config_json import FLAG, NULL, OBJECT, either
 from hybridrt.families.base import (
     GDN,
     GDN_DEFAULTS,

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hybridrt.config import LayerSpec
-from hybridrt.config_fields import (
+from hybridrt.base.config import LayerSpec
+from hybridrt.base.config_fields import (
     ATTENTION,
     COMMON,
     COUNT,
@@ -14,7 +14,7 @@ from hybridrt.config_fields import (
     SIZE,
     FieldTypes,
 )
-from hybridrt.config_json import FLAG, NULL, OBJECT, either, integer, list_of
+from hybridrt.base.config_json import FLAG, NULL, OBJECT, either, integer, list_of
 from hybridrt.families.base import (
     GDN,
     GDN_DEFAULTS,

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hybridrt.config_json import NULL, OBJECT, check_fields, either
-from hybridrt.errors import ConfigError, shown
+from hybridrt.base.config_json import NULL, OBJECT, check_fields, either
+from hybridrt.base.errors import ConfigError, shown
 from hybridrt.families.base import Family, current_kind
 
 # Lists with an entry for each layer.

@@ -5,9 +5,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from hybridrt import families
-from hybridrt.errors import BackendError, UnsupportedModelError
+from hybridrt.base.errors import BackendError, UnsupportedModelError
+from hybridrt.base.plugins import Plugins
 from hybridrt.families.base import Family
-from hybridrt.plugins import Plugins
 
 
 @cache

@@ -6,10 +6,21 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config import AttentionConfig, LayerSpec, LinearConfig
-from hybridrt.config_fields import ATTENTION, COMMON, EPSILON, LAYERS, POSITIONS, ROPE, SIZE, STATE, TAPS, FieldTypes
-from hybridrt.config_json import NULL, check_fields, either, list_of, one_of
-from hybridrt.errors import ConfigError, shown
+from hybridrt.base.config import AttentionConfig, LayerSpec, LinearConfig
+from hybridrt.base.config_fields import (
+    ATTENTION,
+    COMMON,
+    EPSILON,
+    LAYERS,
+    POSITIONS,
+    ROPE,
+    SIZE,
+    STATE,
+    TAPS,
+    FieldTypes,
+)
+from hybridrt.base.config_json import NULL, check_fields, either, list_of, one_of
+from hybridrt.base.errors import ConfigError, shown
 from hybridrt.families.base import Family, FamilyFields, check_heads
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
@@ -50,7 +61,7 @@ class SwaSsmConfig:
     Attributes:
         sliding_window: keys that a token sees, its own included.
         history_mode: of all layers' history branches, or a list of one for each layer
-            (hybridrt.layers.hybrid_attention.HybridSSMAdapter).
+            (hybridrt.models.hybrid_attention.HybridSSMAdapter).
         head_dim, ssm_intermediate_size, ssm_time_step_rank: None for hidden_size / num_attention_heads,
             2 x hidden_size and hidden_size / 16.
         intermediate_size: of the MLP.

@@ -3,10 +3,21 @@
 import math
 from typing import Any
 
-from hybridrt.config import AttentionConfig, LayerSpec
-from hybridrt.config_fields import CHUNK, COMMON, EPSILON, MAX_LAYERS, POSITIONS, SIZE, STATE, TAPS, FieldTypes, integer
-from hybridrt.config_json import FLAG, NULL, FieldType, either, list_of, number, one_of
-from hybridrt.errors import ConfigError
+from hybridrt.base.config import AttentionConfig, LayerSpec
+from hybridrt.base.config_fields import (
+    CHUNK,
+    COMMON,
+    EPSILON,
+    MAX_LAYERS,
+    POSITIONS,
+    SIZE,
+    STATE,
+    TAPS,
+    FieldTypes,
+    integer,
+)
+from hybridrt.base.config_json import FLAG, NULL, FieldType, either, list_of, number, one_of
+from hybridrt.base.errors import ConfigError
 from hybridrt.families.base import FULL_ROPE, Family, FamilyFields, check_heads
 from hybridrt.kinds.mamba2 import Mamba2Config
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrt.config import LinearConfig
+from hybridrt.base.config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape
 
 
@@ -27,7 +27,7 @@ KIND = LinearKind(
     config=PrefixSumConfig,
     shape=_shape,
     backend="hybridrt.attention.prefix_sum:PrefixSumAttnBackend",
-    mixer="hybridrt.layers.prefix_sum:PrefixSumMixer",
+    mixer="hybridrt.recurrent.prefix_sum:PrefixSumMixer",
     conv_parts={},
     temporal_dims=("hidden",),
     cut_state=False,

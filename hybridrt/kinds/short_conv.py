@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrt.config import LinearConfig
+from hybridrt.base.config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape, split_over
 
 
@@ -32,7 +32,7 @@ KIND = LinearKind(
     config=ShortConvConfig,
     shape=_shape,
     backend="hybridrt.attention.short_conv:ShortConvAttnBackend",
-    mixer="hybridrt.layers.short_conv:ShortConvMixer",
+    mixer="hybridrt.recurrent.short_conv:ShortConvMixer",
     conv_parts={"x": False},
     temporal_dims=(),
     ring_shapes=_ring,

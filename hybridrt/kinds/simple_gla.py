@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrt.config import LinearConfig
+from hybridrt.base.config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape, split_over
 
 
@@ -28,7 +28,7 @@ KIND = LinearKind(
     config=SimpleGLAConfig,
     shape=_shape,
     backend="hybridrt.attention.simple_gla:SimpleGLAAttnBackend",
-    mixer="hybridrt.layers.simple_gla:SimpleGLAMixer",
+    mixer="hybridrt.recurrent.simple_gla:SimpleGLAMixer",
     conv_parts={},
     temporal_dims=("heads", "head_dim", "state_dim"),
 )

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from hybridrt.config import EngineConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import ConfigError
-from hybridrt.mem_cache.memory_plan import MemoryPlan
-from hybridrt.mem_cache.radix_node import in_common
-from hybridrt.runtime.build import (
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import ConfigError
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.prefix_tree.radix_node import in_common
+from hybridrt.runtime.load.build import (
     RunTarget,
     empty_model,
     graph_bytes,
@@ -31,12 +31,21 @@ from hybridrt.runtime.build import (
     row_bytes,
     weight_bytes,
 )
-from hybridrt.runtime.drafting import DraftMethod, Everywhere
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.prompt_columns import PROMPT_ROWS
-from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan, int32s
-from hybridrt.runtime.step_runner import StepRunner
+from hybridrt.runtime.run.drafting import DraftMethod, Everywhere
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.run.step_runner import StepRunner
+from hybridrt.runtime.sampling.sampler import SamplingTable
+from hybridrt.runtime.step.pack_padded import PROMPT_ROWS
+from hybridrt.runtime.step.plan import (
+    Admission,
+    DecodeRow,
+    DecodeRows,
+    ExtendRow,
+    PageWrite,
+    StepHandle,
+    StepPlan,
+    int32s,
+)
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.tree import with_siblings
 

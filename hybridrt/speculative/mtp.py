@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from hybridrt.config import EngineConfig, ModelConfig
+from hybridrt.base.config import EngineConfig, ModelConfig
 from hybridrt.models.base import CausalLM
 from hybridrt.models.registry import make_mtp_head
-from hybridrt.runtime.build import RunTarget, graph_rows, step_widths
-from hybridrt.runtime.drafting import DraftMethod, DraftRow, DraftTask, Everywhere
-from hybridrt.runtime.step_runner import StepRunner
+from hybridrt.runtime.load.build import RunTarget, graph_rows, step_widths
+from hybridrt.runtime.run.drafting import DraftMethod, DraftRow, DraftTask, Everywhere
+from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from hybridrt.speculative.head import HeadRunner
 from hybridrt.speculative.tree import with_siblings

@@ -3,8 +3,8 @@
 from array import array
 from collections.abc import Sequence
 
-from hybridrt.runtime.drafting import DraftMethod, Everywhere
-from hybridrt.runtime.step_runner import StepRunner
+from hybridrt.runtime.run.drafting import DraftMethod, Everywhere
+from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.tree import merge
 

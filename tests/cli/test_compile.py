@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hybridrt.cli.app import app
-from hybridrt.runtime import compile_ahead
-from hybridrt.runtime.compile_ahead import CompileReport
-from hybridrt.runtime.pretend_gpu import KNOWN, GPUFacts
+from hybridrt.runtime.precompile import compile_ahead
+from hybridrt.runtime.precompile.compile_ahead import CompileReport
+from hybridrt.runtime.precompile.pretend_gpu import KNOWN, GPUFacts
 from tests.support.tiny import write_tiny
 
 

@@ -22,11 +22,11 @@ from hybridrt import (
     UnknownNameError,
 )
 from hybridrt.embedding import load
-from hybridrt.engine import llm as llm_module
-from hybridrt.engine.limits import MAX_NAME_CHARACTERS
-from hybridrt.engine.tokenizer import load_tokenizer
-from hybridrt.kernels import providers
-from hybridrt.runtime import model_runner
+from hybridrt.engine.api import llm as llm_module
+from hybridrt.engine.request.intake import MAX_NAME_CHARACTERS
+from hybridrt.engine.text.tokenizer import load_tokenizer
+from hybridrt.kernels.core import providers
+from hybridrt.runtime.run import model_runner
 from tests.support.tiny import write_tiny
 
 FEW = SamplingParams(max_tokens=2, ignore_eos=True)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import gdn_of, kda_of, mamba1_of, mamba2_of
-from hybridrt.config import ModelConfig
+from hybridrt.base.config import ModelConfig
 from hybridrt.hf_config import read_model_config
-from hybridrt.kernels.providers import select
+from hybridrt.kernels.core.providers import select
 from hybridrt.kinds.registry import state_shape
 from tests.gpu import rig
 from tests.support import kernel_cases as kernels

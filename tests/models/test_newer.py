@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.minimax import modeling_minimax
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.errors import CheckpointError, ConfigError
+from hybridrt.base.errors import CheckpointError, ConfigError
 from hybridrt.families.kimi_linear import EXPERTS
 from hybridrt.hf_config import read_model_config
 from tests.models.test_loader import load

@@ -2,7 +2,7 @@
 
     python -m tests.support.late_kernels MODEL [DRAFTS]    prints their names, and how many kernels the warm-up launched
 
-The engine runs on a GPU that is not there (hybridrt.runtime.pretend_gpu): kernels are noted, and what they would have
+The engine runs on a GPU that is not there (hybridrt.runtime.precompile.pretend_gpu): kernels are noted, and what they would have
 computed is drawn at random.
 """
 
@@ -19,13 +19,15 @@ import torch
 from triton.runtime.driver import driver
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.engine.grammar import Matcher
-from hybridrt.engine.scheduler import ScheduledStep
-from hybridrt.runtime import build, compile_ahead, model_runner, pretend_gpu
-from hybridrt.runtime.compile_trace import Kernel, _closure, noted
-from hybridrt.runtime.graph_runner import CudaGraphRecorder
-from hybridrt.runtime.pretend_gpu import KNOWN, CompilingDriver, pretended
-from hybridrt.runtime.step import StepResult
+from hybridrt.engine.core.scheduler import ScheduledStep
+from hybridrt.engine.grammar.matcher import Matcher
+from hybridrt.runtime.load import build
+from hybridrt.runtime.precompile import compile_ahead, pretend_gpu
+from hybridrt.runtime.precompile.compile_trace import Kernel, _closure, noted
+from hybridrt.runtime.precompile.pretend_gpu import KNOWN, CompilingDriver, pretended
+from hybridrt.runtime.replay.graph_runner import CudaGraphRecorder
+from hybridrt.runtime.run import model_runner
+from hybridrt.runtime.step.plan import StepResult
 from hybridrt.server.warm_up import warm_up
 from tests.gpu.test_ready import AT_ONCE, LENGTH, ROWS, draw_body, draws_of
 

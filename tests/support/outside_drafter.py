@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from hybridrt.config import EngineConfig
-from hybridrt.runtime.build import RunTarget
-from hybridrt.runtime.drafting import DraftMethod, Everywhere
-from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.base.config import EngineConfig
+from hybridrt.runtime.load.build import RunTarget
+from hybridrt.runtime.run.drafting import DraftMethod, Everywhere
+from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 
 

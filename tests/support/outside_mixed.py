@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridrt.config import AttentionConfig, LayerSpec
+from hybridrt.base.config import AttentionConfig, LayerSpec
 from hybridrt.families.base import Family, FamilyFields
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.mlp import MLP
