@@ -77,7 +77,7 @@ def test_a_family_takes_two_files(family: str) -> None:
 
 
 # Kinds whose backend is another one's with a difference.
-DERIVED = {"gdn": {"hybridrt/attention/kda.py"}, "mamba2": {"hybridrt/attention/lightning.py"}}
+DERIVED = {"gdn": {"hybridrt/recurrent/kda.py"}, "mamba2": {"hybridrt/recurrent/lightning.py"}}
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,25 @@
-"""The Gated Delta Net mixer: projections, the backend's delta rule, gated norm (Yang et al. 2025)."""
+"""Gated Delta Net (Yang et al. 2025): the mixer (projections, gated norm) and its backend (conv and delta rule)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.records import DeltaInputs, GateWeights
+from hybridrt.kernels.delta_rule.decode import gdn_decode, split_qkv
+from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, sharded, unchanged, whole
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
 @dataclass(frozen=True)
@@ -124,3 +131,30 @@ def _deinterleave(heads: int, dims: list[int]) -> Transform:
         return torch.cat([part.flatten(0, 1) for part in parts])
 
     return rearrange
+
+
+class GDNAttnBackend(MambaAttnBackendBase):
+    """Gated Delta Net layers (Yang et al. 2025): conv over q|k|v, gates from a and b, then the gated delta rule.
+
+    Inputs: mixed_qkv [T, q | k | v] before the conv, a and b [T, Hv]; strided views will do. The norm comes after.
+    """
+
+    kind, scan = "gdn", "chunk_gated_delta_rule"
+
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        qkv, a, b = (segment.by_row(inputs[name]) for name in ("mixed_qkv", "a", "b"))
+        step = segment.fused_step(self.conv_weights(layer), self.layer_cache(layer.layer_id))
+        out = gdn_decode(qkv, a, b, weights=self.weights(layer), step=step)
+        return out.flatten(0, 1).flatten(1)
+
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+        cache = self.layer_cache(layer.layer_id)
+        conved = causal_conv1d_varlen(inputs["mixed_qkv"], *segment.conv_chunks(self.conv_weights(layer), cache))
+        state = segment.state(cache)
+        tokens = DeltaInputs(*split_qkv(conved, state.states), inputs["a"], inputs["b"])
+        return chunk_gated_delta_rule(tokens, state, segment.prompts, self.weights(layer)).flatten(1)
+
+    @staticmethod
+    def weights(layer: Any) -> GateWeights:
+        """What gates are made of."""
+        return GateWeights(layer.A_log, layer.dt_bias, layer.config.beta_scale)

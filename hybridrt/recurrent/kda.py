@@ -1,15 +1,19 @@
-"""The Kimi Delta Attention mixer: projections, the backend's delta rule, gated norm (Moonshot AI 2025, section 4)."""
+"""Kimi Delta Attention (Moonshot AI 2025, section 4): the mixer, and a backend like that of the Gated Delta Net."""
+
+from typing import Any
 
 import torch
 from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.records import GateWeights
 from hybridrt.kernels.core.views import by_head
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, parameter, whole
+from hybridrt.recurrent.gdn import GDNAttnBackend
 
 
 class KDAMixer(nn.Module):
@@ -79,3 +83,17 @@ class KDAMixer(nn.Module):
             select = lambda t, dest=dest: self.tp.shard(t.flatten(), 0).view_as(dest)  # noqa: E731
             found[f"{key}.{each}"] = (Piece(f"{self.name}.{each}", dest, select),)
         return found
+
+
+class KDAAttnBackend(GDNAttnBackend):
+    """Kimi Delta Attention layers (Moonshot AI 2025): conv over q|k|v, then the gated delta rule.
+
+    Inputs: mixed_qkv [T, q | k | v] before the conv, a [T, H, K] and b [T, H]; strided views will do. The norm comes
+    after.
+    """
+
+    kind = "kda"
+
+    @staticmethod
+    def weights(layer: Any) -> GateWeights:
+        return GateWeights(layer.A_log, layer.dt_bias, lower_bound=layer.config.lower_bound)

@@ -1,15 +1,20 @@
 """Lightning attention (Qin et al. 2024): linear attention with a fixed decay for each head, a norm and a gate."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.records import ConvWeights, SSMWeights
 from hybridrt.kernels.dense.activation import sigmoid_mul
 from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import SharedRMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget
+from hybridrt.recurrent.mamba2 import Mamba2AttnBackend
+from hybridrt.recurrent.segments import ExtendSegment
 
 
 def decay_rates(num_heads: int) -> torch.Tensor:
@@ -77,3 +82,26 @@ class LightningMixer(nn.Module):
             **self.norm.targets(f"{key}.norm"),
             **self.out_proj.targets(f"{key}.out_proj", "x", scale=self.out_scale),
         }
+
+
+class LightningAttnBackend(Mamba2AttnBackend):
+    """Lightning attention: S_t = exp(A) S_{t-1} + v_t k_t^T and y_t = S_t q_t in each head, with SiLU on q, k and v.
+
+    This is Mamba-2 with x = v, B = k and C = q, a group for each head, and a time step of one.
+
+    Inputs: xBC [T, v | k | q] before SiLU, dt [T, H] of any numbers; strided views will do.
+    """
+
+    kind = "lightning"
+
+    @staticmethod
+    def weights(layer: Any) -> SSMWeights:
+        """The limits make every time step one, whatever the raw step."""
+        return SSMWeights(layer.A, dt_limit=(1.0, 1.0))
+
+    @staticmethod
+    def conv_weights(layer: Any) -> ConvWeights:
+        return ConvWeights(layer.no_taps)
+
+    def conved_chunks(self, layer: Any, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
+        return sigmoid_mul(xBC, xBC)  # on rows that are apart PyTorch's SiLU takes twice as long

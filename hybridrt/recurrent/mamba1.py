@@ -1,17 +1,23 @@
-"""The Mamba-1 mixer: projections, conv, dt, B and C of the conv's output, selective scan, gate (Gu & Dao 2023)."""
+"""Mamba-1 (Gu & Dao 2023): the mixer (projections; dt, B and C of the conv's output) and its backend."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
-from hybridrt.kernels.core.records import BCNorms
+from hybridrt.kernels.core.records import BCNorms, SSMInputs, SSMWeights
+from hybridrt.kernels.dense.rms_norm import rms_norm
+from hybridrt.kernels.mamba.mamba1_update import mamba1_update
+from hybridrt.kernels.mamba.selective_scan import selective_scan
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 _NORMED = ("dt", "b", "c")
 
@@ -118,3 +124,35 @@ class Mamba1Mixer(nn.Module):
         for part, norm in zip(_NORMED, self.norms):
             found |= norm.targets(f"{key}.{part}_layernorm")
         return found
+
+
+class Mamba1AttnBackend(MambaAttnBackendBase):
+    """Mamba-1 layers (Gu & Dao 2023). A mixer calls `forward` twice, because it projects between conv and scan.
+
+    Inputs: x [T, I] alone for the conv; then its output as x, dt [T, I] before bias and softplus, B and C [T, N] before
+    their norms, and z [T, I] for the scan. Strided views will do.
+    """
+
+    kind, saves_at_chunks = "mamba1", True
+
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        cache = self.layer_cache(layer.layer_id)
+        if "dt" not in inputs:
+            conv = segment.conv_rows(self.conv_weights(layer), cache)
+            return causal_conv1d_update(segment.by_row(inputs["x"]), *conv).flatten(0, 1)
+        tokens = SSMInputs(*(segment.by_row(inputs[name]) for name in SSMInputs._fields))
+        return mamba1_update(tokens, _weights(layer), segment.state(cache), layer.bc_norms).flatten(0, 1)
+
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+        cache = self.layer_cache(layer.layer_id)
+        if "dt" not in inputs:
+            return causal_conv1d_varlen(inputs["x"], *segment.conv_chunks(self.conv_weights(layer), cache))
+        tokens = SSMInputs(*(inputs[name] for name in SSMInputs._fields))
+        if norms := layer.bc_norms:
+            B, C = rms_norm(tokens.B, norms.B_weight, norms.eps), rms_norm(tokens.C, norms.C_weight, norms.eps)
+            tokens = tokens._replace(B=B, C=C)
+        return selective_scan(tokens, _weights(layer), segment.state(cache), segment.prompts)
+
+
+def _weights(layer: Any) -> SSMWeights:
+    return SSMWeights(layer.A, layer.D, layer.dt_bias)

@@ -1,11 +1,16 @@
-"""The mixer of running sums: no weights, the backend's sums of the hidden states."""
+"""Running sums of the hidden states: a mixer without weights, and its backend."""
+
+from typing import Any
 
 import torch
 from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.mamba.prefix_sum import prefix_sum_update, prefix_sum_varlen
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.layers.weights import Build, CheckpointTarget
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
 class PrefixSumMixer(nn.Module):
@@ -27,3 +32,17 @@ class PrefixSumMixer(nn.Module):
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """None: there are no weights."""
         return {}
+
+
+class PrefixSumAttnBackend(MambaAttnBackendBase):
+    """Running sums within each request. Input: x [T, *dims], as is the result."""
+
+    kind = "prefix_sum"
+
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        x, state = inputs["x"], segment.state(self.layer_cache(layer.layer_id))
+        return prefix_sum_update(segment.by_row(x[:, None].flatten(1)), state).view(x.shape)
+
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+        x, state = inputs["x"], segment.state(self.layer_cache(layer.layer_id))
+        return prefix_sum_varlen(x[:, None].flatten(1), state, segment.prompts.query_start_loc).view(x.shape)

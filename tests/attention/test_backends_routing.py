@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.base import AttentionBackend, SegmentedAttnBackend
-from hybridrt.attention.gdn import GDNAttnBackend
-from hybridrt.attention.mamba2 import Mamba2AttnBackend
 from hybridrt.attention.prefill_decode import HybridAttnBackend, PrefillDecodeAttnBackend
 from hybridrt.attention.torch_native import TorchNativeAttnBackend
 from hybridrt.base.config import AttentionSpec, EngineConfig, SpeculativeConfig
@@ -18,7 +16,9 @@ from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, Sp
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent import backends as registry
+from hybridrt.recurrent.gdn import GDNAttnBackend
 from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
+from hybridrt.recurrent.mamba2 import Mamba2AttnBackend
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
 
