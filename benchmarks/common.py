@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from hybridrt.base.config import ModelConfig
-from hybridrt.families.base import routed_experts
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
@@ -20,6 +19,7 @@ from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_dtype, state_shape
 from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec, ring_width
 from hybridrt.models.base import CausalLM
+from hybridrt.models.config.family import routed_experts
 from hybridrt.runtime.load.build import Pools
 
 RESULTS = Path(__file__).parent / "results"

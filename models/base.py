@@ -10,7 +10,6 @@ from torch import nn
 
 from hybridrt.base.config import AttentionConfig, ModelConfig
 from hybridrt.base.forward_batch import ForwardBatch
-from hybridrt.families.base import routed_experts
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import RowLinear, Segment
@@ -19,6 +18,7 @@ from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.rotary import rotary_table
 from hybridrt.layers.stack import ResidualPart, ResidualStack
 from hybridrt.layers.weights import Build, CheckpointMap, TensorPart, Transform
+from hybridrt.models.config.family import routed_experts
 from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
 
 MTP_KEYS = r"mtp\..*"

@@ -10,7 +10,6 @@ from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.base.plugins import load_object
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.families.swa_ssm import HISTORY_MODES
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import linear_kind
@@ -18,6 +17,7 @@ from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget
+from hybridrt.models.swa_ssm import HISTORY_MODES
 
 
 class HybridSSMAdapter(nn.Module):

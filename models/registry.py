@@ -3,8 +3,8 @@
 from hybridrt.base.config import ModelConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.plugins import load_object
-from hybridrt.families.registry import family_of
 from hybridrt.models.base import CausalLM, MTPHead
+from hybridrt.models.config.family_registry import family_of
 
 
 def model_class(architecture: str) -> type[CausalLM]:

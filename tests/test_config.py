@@ -19,13 +19,13 @@ from hybridrt.base.config import (
     resolve_state_dtype,
 )
 from hybridrt.base.errors import ConfigError, DeviceError, HybridrtError, UnsupportedModelError
-from hybridrt.hf_config import read_model_config
 from hybridrt.kinds.base import next_power_of_two
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.kinds.short_conv import ShortConvConfig
+from hybridrt.models.config.read_config import read_model_config
 from hybridrt.runtime.load.build import resolve_model_path, resolve_state_mode
 from tests.support.checkpoints import CheckpointStore
 from tests.support.session import Session

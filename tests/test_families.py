@@ -10,7 +10,7 @@ import pytest
 from hybridrt import LLM, SamplingParams
 from hybridrt.base import plugins
 from hybridrt.base.errors import BackendError, UnsupportedModelError
-from hybridrt.families.registry import all_families, family_of
+from hybridrt.models.config.family_registry import all_families, family_of
 from hybridrt.models.registry import model_class
 from tests.support.checkpoints import jamba
 from tests.support.outside_family import ARCHITECTURE, FAMILY, OutsideForCausalLM

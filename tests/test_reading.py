@@ -11,11 +11,11 @@ import torch
 
 from hybridrt.base.config_json import check_fields, read_object
 from hybridrt.base.errors import ConfigError
-from hybridrt.families.base import Family, routed_experts
-from hybridrt.families.reading import read_fields
-from hybridrt.families.registry import all_families, family_of
-from hybridrt.hf_config import read_model_config
 from hybridrt.layers.rotary import rotary_table
+from hybridrt.models.config.family import Family, routed_experts
+from hybridrt.models.config.family_registry import all_families, family_of
+from hybridrt.models.config.read_config import read_model_config
+from hybridrt.models.config.read_fields import read_fields
 from tests.models.test_odd_files import FAMILIES, fields_of
 from tests.support.config_oracle import compared, same_fields, their_fields, their_frequencies
 from tests.support.odd_configs import write_fields

@@ -54,12 +54,12 @@ def files_that_name(pattern: str) -> set[str]:
 
 # Families that are another one with a difference.
 BUILT_ON = {
-    "nemotron_h": {"hybridrt/families/nemotron_puzzle.py", "models/nemotron_puzzle.py"},
-    "qwen3_next": {"hybridrt/families/qwen3_5.py", "models/qwen3_5.py"},
+    "nemotron_h": {"models/nemotron_puzzle.py"},
+    "qwen3_next": {"models/qwen3_5.py"},
     "kimi_linear": {
-        "hybridrt/families/bailing_hybrid.py", "models/bailing_hybrid.py", "hybridrt/families/bailing_moe_v2_5.py",
+        "models/bailing_hybrid.py", "models/bailing_moe_v2_5.py",
     },
-    "bailing_hybrid": {"hybridrt/families/bailing_moe_v2_5.py", "models/bailing_moe_v2_5.py"},
+    "bailing_hybrid": {"models/bailing_moe_v2_5.py"},
 }  # fmt: skip
 FAMILIES = [
     "jamba", "falcon_mamba", "nemotron_h", "qwen3_next", "falcon_h1", "qwen3_5", "granite_moe_hybrid", "bamba",

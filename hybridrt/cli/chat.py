@@ -117,7 +117,7 @@ def _local(
     from hybridrt.engine.api.llm import LLM
     from hybridrt.engine.api.sampling_defaults import default_sampling_params
     from hybridrt.engine.text.tokenizer import load_tokenizer
-    from hybridrt.hf_config import read_model_config
+    from hybridrt.models.config.read_config import read_model_config
     from hybridrt.runtime.load.build import resolve_model_path
 
     path = resolve_model_path(model)

@@ -66,8 +66,8 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
         ProviderNotInstalledError: Triton is not installed.
         EngineError: a kernel is missing in the cache.
     """
-    from hybridrt.hf_config import read_model_config
     from hybridrt.kernels.core.providers import require
+    from hybridrt.models.config.read_config import read_model_config
     from hybridrt.runtime.load.build import resolve_model_path
     from hybridrt.runtime.precompile.compile_ahead import CompileAhead, default_workers
     from hybridrt.runtime.precompile.triton_key import TritonKey

@@ -185,7 +185,7 @@ def _as_engine_takes_them(
     from hybridrt.chat.conversation import read_conversation
     from hybridrt.engine.api.chats import Chats
     from hybridrt.engine.text.tokenizer import load_tokenizer
-    from hybridrt.hf_config import read_model_config
+    from hybridrt.models.config.read_config import read_model_config
 
     if token_ids:
         return [_token_ids(text) for text in typed]

@@ -13,7 +13,7 @@ from hybridrt.attention.torch_native import TorchNativeAttnBackend
 from hybridrt.base import plugins
 from hybridrt.base.config import AttentionSpec, EngineConfig
 from hybridrt.base.errors import BackendError, ProviderNotInstalledError
-from hybridrt.hf_config import read_model_config
+from hybridrt.models.config.read_config import read_model_config
 from hybridrt.recurrent import backends as registry
 from tests.support.checkpoints import CheckpointStore
 from tests.support.outside_attention import OutsideAttnBackend

@@ -17,9 +17,9 @@ from hybridrt.cli import tables
 from hybridrt.cli.app import app
 from hybridrt.cli.inspect import describe_model
 from hybridrt.cli.tables import bytes_text, count_text, ranges_text
-from hybridrt.hf_config import read_model_config
 from hybridrt.kernels.core import providers
 from hybridrt.kinds.registry import can_replay
+from hybridrt.models.config.read_config import read_model_config
 from hybridrt.runtime.load import build, fit
 from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.support.checkpoints import (

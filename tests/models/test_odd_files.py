@@ -18,7 +18,7 @@ from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import CheckpointError, ConfigError, UnsupportedModelError
 from hybridrt.cli.inspect import describe_model
 from hybridrt.engine.text.tokenizer import load_tokenizer
-from hybridrt.hf_config import read_model_config
+from hybridrt.models.config.read_config import read_model_config
 from hybridrt.models.loading import weight_files
 from tests.models.test_loader import load
 from tests.support.checkpoints import (

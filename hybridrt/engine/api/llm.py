@@ -40,7 +40,7 @@ from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.engine.request.outputs import Delta, RequestOutput, whole_output
 from hybridrt.engine.text.prompts import Prompt, text_or_ids
 from hybridrt.engine.text.tokenizer import load_tokenizer
-from hybridrt.hf_config import read_model_config
+from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.runtime.load.build import find_checkpoint
 from hybridrt.runtime.run.model_runner import ModelRunner

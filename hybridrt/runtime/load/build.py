@@ -18,7 +18,6 @@ from hybridrt.base.config import (
 )
 from hybridrt.base.errors import ConfigError, MemoryBudgetError, reason, shown
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.hf_config import read_model_config, refuse_gguf
 from hybridrt.kernels.core.providers import check_overrides
 from hybridrt.kinds.registry import check_replay, replay_pays, state_shape
 from hybridrt.layers.attention import attention_spec
@@ -30,6 +29,7 @@ from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_mem
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
+from hybridrt.models.config.read_config import read_model_config, refuse_gguf
 from hybridrt.models.loading.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.registry import model_class
 from hybridrt.recurrent.backends import create_backend

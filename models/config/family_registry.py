@@ -7,7 +7,7 @@ from pkgutil import iter_modules
 from hybridrt import families
 from hybridrt.base.errors import BackendError, UnsupportedModelError
 from hybridrt.base.plugins import Plugins
-from hybridrt.families.base import Family
+from hybridrt.models.config.family import Family
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridrt.base.config_json import NULL, OBJECT, check_fields, either
 from hybridrt.base.errors import ConfigError, shown
-from hybridrt.families.base import Family, current_kind
+from hybridrt.models.config.family import Family, current_kind
 
 # Lists with an entry for each layer.
 LAYER_LISTS = {"layer_types", "layers_block_type", "mlp_layer_types"}

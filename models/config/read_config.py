@@ -13,10 +13,10 @@ from hybridrt.base.config import DTYPES, AttentionConfig, ModelConfig
 from hybridrt.base.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, NAMES, RAW, ROPE
 from hybridrt.base.config_json import NULL, check_fields, either, integer, read_object
 from hybridrt.base.errors import ConfigError, UnsupportedModelError, shown
-from hybridrt.families.base import Family, FamilyFields, check_experts, routed_experts
-from hybridrt.families.reading import read_fields
-from hybridrt.families.registry import family_of
 from hybridrt.kinds.registry import state_shape
+from hybridrt.models.config.family import Family, FamilyFields, check_experts, routed_experts
+from hybridrt.models.config.family_registry import family_of
+from hybridrt.models.config.read_fields import read_fields
 
 _GGUF = re.compile(r"[.\-_]gguf/?$", re.IGNORECASE)
 # Longest request of a model whose config.json sets no limit, because the model does not use positions.
