@@ -1,5 +1,6 @@
 """Sliding-window attention over recent tokens plus a history branch over all of them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget
-from hybridrt.models.swa_ssm import HISTORY_MODES
+
+# Modes of a history branch, and the kind of recurrent layer that it then is.
+HISTORY_MODES: Mapping[str, str | None] = {
+    "disabled": None,
+    "prefix_sum": "prefix_sum",
+    "enabled": "mamba1",
+    "benchmark": "mamba1",
+}
 
 
 class HybridSSMAdapter(nn.Module):

@@ -36,16 +36,9 @@ from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import Family, FamilyFields, check_heads
-from hybridrt.models.hybrid_attention import HybridAttentionLayer, HybridSSMAdapter
+from hybridrt.models.hybrid_attention import HISTORY_MODES, HybridAttentionLayer, HybridSSMAdapter
 from hybridrt.models.window_history import WindowHistoryBackend
 
-# Modes of a history branch, and the kind of recurrent layer that it then is.
-HISTORY_MODES: Mapping[str, str | None] = {
-    "disabled": None,
-    "prefix_sum": "prefix_sum",
-    "enabled": "mamba1",
-    "benchmark": "mamba1",
-}
 ARCHITECTURE = "SwaSsmForCausalLM"
 # What a config.json holds beside the fields below; read elsewhere or of no concern here.
 _COMMON = frozenset(

@@ -269,8 +269,9 @@ def _parse_override(item: str) -> tuple[str, str]:
 
 
 def _import_operations() -> None:
-    """Import the files that register operations; the `_triton` ones are implementations and stay unimported."""
+    """Imports the files that register operations. Those of Triton and of libraries hold implementations alone, and stay
+    unimported."""
     package = importlib.import_module("hybridrt.kernels")
-    for module in pkgutil.iter_modules(package.__path__):
-        if not module.name.endswith("_triton"):
-            importlib.import_module(f"hybridrt.kernels.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not module.name.endswith("_triton") and ".libraries" not in module.name:
+            importlib.import_module(module.name)

@@ -41,7 +41,7 @@ from hybridrt.runtime.step.prompt_logprobs import prompt_logprob_bytes
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 EMBEDDED = ("embedded", "embedded_draft")
-ASSETS = Path(__file__).parents[1] / "assets"
+ASSETS = Path(__file__).parents[2] / "assets"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hybridrt.base.files import CONFIG_BYTES, read_bytes
 from hybridrt.base.version import __version__
 from hybridrt.runtime.precompile.pretend_gpu import GPUFacts
 
-_KERNELS = Path(__file__).parents[1] / "kernels"
+_KERNELS = Path(__file__).parents[2] / "kernels"
 # What no kernel depends on: names of places, and memory that is free at the moment.
 _CONFIG, _GPU = ("model", "device", "seed", "overlap", "load_format"), ("free_bytes", "total_bytes")
 
@@ -48,7 +48,7 @@ def _sources() -> bytes:
     """A digest of this package's kernels. It is asked for several times in a start, and to open a file may take
     milliseconds."""
     digest = hashlib.sha256()
-    for file in sorted(_KERNELS.glob("*.py")):
+    for file in sorted(_KERNELS.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.digest()
 

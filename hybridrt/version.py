@@ -1,0 +1,3 @@
+"""The version of this package, as users import it."""
+
+from hybridrt.base.version import __version__ as __version__
