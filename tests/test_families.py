@@ -10,7 +10,7 @@ import pytest
 from hybridrt import LLM, SamplingParams
 from hybridrt.base import plugins
 from hybridrt.base.errors import BackendError, UnsupportedModelError
-from hybridrt.models.config.family_registry import FAMILIES, family_of
+from hybridrt.models.config.family_registry import KNOWN_FAMILIES, family_of
 from hybridrt.models.registry import model_class
 from tests.support.checkpoints import jamba
 from tests.support.outside_family import ARCHITECTURE, FAMILY, OutsideForCausalLM
@@ -32,7 +32,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     family_of.cache_clear()
 
 
-@pytest.mark.parametrize("architecture", FAMILIES.names())
+@pytest.mark.parametrize("architecture", KNOWN_FAMILIES.names())
 def test_a_record_names_what_there_is(architecture: str) -> None:
     family = family_of(architecture)
     assert family.architecture == architecture == model_class(architecture).__name__

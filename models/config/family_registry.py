@@ -36,7 +36,7 @@ PLACES = {
     "Zamba2ForCausalLM": "hybridrt.models.zamba2:FAMILY",
 }
 # Packages add families: an entry point of this group names a Family, "architecture = module:object".
-FAMILIES = Plugins("hybridrt.families", PLACES, "architecture", Family, UnsupportedModelError)
+KNOWN_FAMILIES = Plugins("hybridrt.families", PLACES, "architecture", Family, UnsupportedModelError)
 
 
 @cache
@@ -47,7 +47,7 @@ def family_of(architecture: str) -> Family:
         UnsupportedModelError: there is none.
         BackendError: the package that should bring it cannot be imported, or brings something else.
     """
-    family: Family = FAMILIES.load(architecture)
+    family: Family = KNOWN_FAMILIES.load(architecture)
     if family.architecture != architecture:
         raise BackendError(f"the entry point {architecture!r} gives {family!r}; it must name a Family of that name")
     return family

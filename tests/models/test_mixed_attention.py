@@ -13,7 +13,7 @@ from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.errors import BackendError
 from hybridrt.cli.inspect import describe_model
 from hybridrt.mem_cache.pools.kv_pool import KVPool
-from hybridrt.models.config.family_registry import FAMILIES, family_of
+from hybridrt.models.config.family_registry import family_of
 from hybridrt.runtime.load.build import kv_groups
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.step.plan import StateCopy
