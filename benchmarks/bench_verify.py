@@ -30,7 +30,8 @@ from hybridrt.kernels.sampling.sampling import greedy
 from hybridrt.mem_cache.pools.memory_plan import GIB, MemoryPlan
 from hybridrt.models.base import CausalLM
 from hybridrt.recurrent.backends import create_backend
-from hybridrt.runtime.load.build import RunTarget, build_model, build_pools, load_target, make_plan, pool_spec
+from hybridrt.runtime.load.build import build_model, build_pools, load_target, make_plan, pool_spec
+from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.step.plan import DecodeRows, int32s
 

@@ -18,9 +18,9 @@ from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_dtype, state_shape
 from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec, ring_width
+from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import routed_experts
-from hybridrt.runtime.load.build import Pools
 
 RESULTS = Path(__file__).parent / "results"
 HBM_BYTES_PER_S = 4.0e12  # the bandwidth that the floors of docs/performance.md are computed with

@@ -35,7 +35,8 @@ from hybridrt.recurrent.backends import create_backend
 from hybridrt.recurrent.gdn import GDNKeys
 from hybridrt.recurrent.lightning import decay_rates
 from hybridrt.recurrent.mamba2 import mamba2_segments
-from hybridrt.runtime.load.build import RunTarget, build_pools
+from hybridrt.runtime.load.build import build_pools
+from hybridrt.runtime.load.target import RunTarget
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.outside_kind import OUTSIDE, OutsideConfig
 from tests.support.session import spoil

@@ -6,7 +6,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.base.plugins import Plugins
 
 # "module:object" of each method's record; packages add theirs: an entry point of this group names a
-# hybridrt.runtime.run.drafting.DraftMethod, "name = module:object".
+# hybridrt.speculative.method.DraftMethod, "name = module:object".
 BUILT_IN = {
     "ngram": "hybridrt.speculative.ngram:METHOD",
     "draft": "hybridrt.speculative.draft_model:METHOD",
@@ -15,7 +15,7 @@ BUILT_IN = {
 
 
 class DraftMethodBase:
-    """Base of `hybridrt.runtime.run.drafting.DraftMethod`: what a SpeculativeConfig asks of its method.
+    """Base of `hybridrt.speculative.method.DraftMethod`: what a SpeculativeConfig asks of its method.
 
     Attributes:
         takes_model: the method needs SpeculativeConfig.draft_model; other methods refuse it.

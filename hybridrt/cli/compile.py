@@ -14,8 +14,8 @@ from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, ModelArgum
 
 if TYPE_CHECKING:
     from hybridrt.base.config import EngineConfig
+    from hybridrt.base.device import GPUFacts
     from hybridrt.runtime.precompile.compile_ahead import CompileReport
-    from hybridrt.runtime.precompile.pretend_gpu import GPUFacts
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _gpu(config: "EngineConfig", name: str | None) -> "GPUFacts":
     import torch
 
     from hybridrt.base.config import resolve_device
-    from hybridrt.runtime.precompile.pretend_gpu import GPUFacts, known_gpu
+    from hybridrt.base.device import GPUFacts, known_gpu
 
     if name is not None:
         return known_gpu(name)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hybridrt.base.config import EngineConfig, LayerSpec
     from hybridrt.kinds.base import StateShape
     from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
-    from hybridrt.runtime.load.build import RunTarget
+    from hybridrt.runtime.load.target import RunTarget
 
 
 @dataclass(frozen=True)

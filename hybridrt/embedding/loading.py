@@ -12,15 +12,8 @@ from hybridrt.embedding.runtime import EmbeddedRuntime
 from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.load.build import (
-    RunTarget,
-    Runtime,
-    build_model,
-    load_target,
-    make_plan,
-    resolve_model_path,
-    weight_bytes,
-)
+from hybridrt.runtime.load.build import Runtime, build_model, load_target, make_plan, resolve_model_path, weight_bytes
+from hybridrt.runtime.load.target import RunTarget
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.parallel.messages import Beat, Failed, decode
 from hybridrt.parallel.rank_start import Place, find_place, rank_device
 from hybridrt.parallel.ranks import LOST
-from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.precompile.build_runner import build_runner
 from hybridrt.runtime.step.plan import StepPlan
 
 
@@ -95,7 +95,7 @@ def _serve(leader: Leader, comm: Communicator) -> None:
     while (config := leader.receive()) is not None:
         if not isinstance(config, EngineConfig):
             raise MessageError(f"rank 0 sent {type(config).__name__} where a configuration belongs")
-        runner = ModelRunner(replace(config, device=str(comm.device)), tp=TPGroup(comm.rank, comm.size, comm))
+        runner = build_runner(replace(config, device=str(comm.device)), tp=TPGroup(comm.rank, comm.size, comm))
         while (message := leader.receive()) is not None:
             runner.launch(message) if isinstance(message, StepPlan) else message(runner)
         runner.drop_graphs()

@@ -17,7 +17,7 @@ KINDS = {
     "step": "hybridrt.runtime.step.plan:StepPlan",
     "prefix": "hybridrt.runtime.run.prefix_copy:PrefixCopy",
     "masks": "hybridrt.runtime.run.constrained_step:MaskTask",
-    "draft": "hybridrt.runtime.run.drafting:DraftTask",
+    "draft": "hybridrt.runtime.run.draft_task:DraftTask",
     "transfer": "hybridrt.transfer.ranks:JoinTransfer",
 }
 _NAMES = {place: name for name, place in KINDS.items()}

@@ -20,6 +20,7 @@ from hybridrt.parallel.rank_start import rank_device, start_ranks, torchrun_plac
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.torchrun import world
 from hybridrt.runtime.load.build import empty_model, load_target
+from hybridrt.runtime.precompile.build_runner import build_runner
 from hybridrt.runtime.run.constrained_step import mask_tasks
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.run.prefix_copy import PrefixCopy, Tensors
@@ -59,7 +60,7 @@ class TensorParallelExecutor:
         try:
             with self.ranks.together():
                 config = replace(config, device=str(comm.device))
-                self.runner = ModelRunner(config, tp=TPGroup(0, comm.size, comm), progress=progress)
+                self.runner = build_runner(config, tp=TPGroup(0, comm.size, comm), progress=progress)
         except BaseException:
             _end(self.ranks, lambda: None, started)
             raise

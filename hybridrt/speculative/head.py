@@ -16,9 +16,8 @@ from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.models.base import CausalLM
 from hybridrt.recurrent.backends import create_backend
+from hybridrt.runtime.load.draft_needs import DraftRow, DraftTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner
-from hybridrt.runtime.run.drafting import DraftRow
-from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.sampling.sampler import Accepted, used_parts
 from hybridrt.runtime.step.batch import make_batch
 from hybridrt.runtime.step.launched_step import LaunchedStep
@@ -60,7 +59,7 @@ class HeadRunner:
         hidden: [R + 1, hidden], the head's last hidden state of each row, from which its first draft is drawn.
     """
 
-    def __init__(self, runner: StepRunner, own_pages: int) -> None:
+    def __init__(self, runner: DraftTarget, own_pages: int) -> None:
         self.model, self.table, self.sampler = runner.model, runner.pools.req_to_token, runner.sampler
         self.backend = create_backend(
             runner.config, runner.model_config, layers={}, kv_pool=runner.pools.kv, req_to_token_pool=self.table,

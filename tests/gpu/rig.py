@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.runtime.load.build import Pools
+from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import (
     Admission,

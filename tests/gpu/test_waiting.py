@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hybridrt import SamplingParams, SpeculativeConfig
+from hybridrt.runtime.load.draft_needs import DraftRow
 from hybridrt.runtime.run.constrained_step import mask_lines
-from hybridrt.runtime.run.drafting import DraftRow
 from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
 from tests.gpu.rig import FAMILIES, PRODUCTION, Rows, no_waiting, sleep
 from tests.support.checkpoints import CheckpointStore

@@ -15,12 +15,13 @@ import triton
 from triton.runtime import cache
 
 from hybridrt.base.config import EngineConfig
+from hybridrt.base.device import KNOWN, GPUFacts, known_gpu
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.runtime.precompile import compile_ahead
 from hybridrt.runtime.precompile.compile_ahead import CompileAhead, KernelsAhead, default_workers
 from hybridrt.runtime.precompile.compile_mark import find_mark, write_mark
-from hybridrt.runtime.precompile.pretend_gpu import KNOWN, GPUFacts, known_gpu, pretended
+from hybridrt.runtime.precompile.pretend_gpu import pretended
 from hybridrt.runtime.precompile.triton_key import TritonKey, use_key
 from tests.support.tiny import write_tiny
 

@@ -19,12 +19,12 @@ from hybridrt.kernels.core import launch
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.runtime.replay.graph_runner import ClosureRecorder, CudaGraphRecorder
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs, splits
-from hybridrt.runtime.sampling.sampler import SamplingTable
 from hybridrt.runtime.step import pack_padded as prompt_columns
 from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch
 from hybridrt.runtime.step.pack import chunk_plans
 from hybridrt.runtime.step.pack_padded import Bucket, PaddedColumns, StateSaves
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from hybridrt.runtime.step.sampling_table import SamplingTable
 from hybridrt.runtime.step.saved_states import saved_states
 from hybridrt.runtime.step.step_passes import extend_passes
 from tests.attention.test_extend_passes import TEXT, check_saved

@@ -27,7 +27,8 @@ from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import linear_kind, state_shape
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts
-from hybridrt.runtime.load.build import RunTarget, build_pools
+from hybridrt.runtime.load.build import build_pools
+from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.step.plan import StateCopy
 from hybridrt.transfer.reads import image_reads, tp_ratio

@@ -20,9 +20,9 @@ from hybridrt.engine.request.intake import EngineLimits
 from hybridrt.parallel.rank_start import start_ranks
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
-from hybridrt.runtime.run.drafting import make_drafter
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
+from hybridrt.speculative.method import make_drafter
 from tests.models.test_models_parity import prompts, requests
 from tests.support.checkpoints import SPLIT, Checkpoint, CheckpointStore
 from tests.support.mtp_oracle import HEADS, write_with_head

@@ -28,8 +28,8 @@ from hybridrt.parallel import rank_start
 from hybridrt.parallel.messages import KINDS, Beat, Failed, Task, decode, encode
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.torchrun import World
-from hybridrt.runtime.run.drafting import DraftRow, DraftTask
-from hybridrt.runtime.sampling.token_rules import make_rules
+from hybridrt.runtime.load.draft_needs import DraftRow
+from hybridrt.runtime.run.draft_task import DraftTask
 from hybridrt.runtime.step.plan import (
     Admission,
     DecodeRow,
@@ -43,6 +43,7 @@ from hybridrt.runtime.step.plan import (
     StepPlan,
     int32s,
 )
+from hybridrt.runtime.step.token_rules import make_rules
 from hybridrt.transfer.ranks import JoinTransfer
 from tests.models.test_models_parity import requests
 from tests.support.checkpoints import CheckpointStore

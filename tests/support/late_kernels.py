@@ -19,12 +19,13 @@ import torch
 from triton.runtime.driver import driver
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
+from hybridrt.base.device import KNOWN
 from hybridrt.engine.core.scheduler import ScheduledStep
 from hybridrt.engine.grammar.matcher import Matcher
 from hybridrt.runtime.load import build
 from hybridrt.runtime.precompile import compile_ahead, pretend_gpu
 from hybridrt.runtime.precompile.compile_trace import Kernel, _closure, noted
-from hybridrt.runtime.precompile.pretend_gpu import KNOWN, CompilingDriver, pretended
+from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver, pretended
 from hybridrt.runtime.replay.graph_runner import CudaGraphRecorder
 from hybridrt.runtime.run import model_runner
 from hybridrt.runtime.step.plan import StepResult

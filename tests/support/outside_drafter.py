@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from hybridrt.base.config import EngineConfig
-from hybridrt.runtime.load.build import RunTarget
-from hybridrt.runtime.run.drafting import DraftMethod, Everywhere
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.run.draft_task import Everywhere
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
+from hybridrt.speculative.method import DraftMethod
 
 
 class FirstFollowers(Drafter):

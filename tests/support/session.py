@@ -15,10 +15,12 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
-from hybridrt.runtime.load.build import Pools, RunTarget, load_target, make_plan
+from hybridrt.runtime.load.build import load_target, make_plan
 from hybridrt.runtime.load.fit import pool_budget
+from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import StepHandle, StepPlan
 from tests.support.checkpoints import Checkpoint

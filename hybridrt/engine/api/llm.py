@@ -43,7 +43,7 @@ from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.runtime.load.build import find_checkpoint
-from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.precompile.build_runner import build_runner
 
 
 class LLM:
@@ -111,7 +111,7 @@ class LLM:
             read_model_config(path)
         self.tokenizer = load_tokenizer(path)  # before the weights, whose loading may take minutes
         self._split = TensorParallelExecutor(config, progress=progress) if config.tp_size > 1 else None
-        runner = self._split.runner if self._split else ModelRunner(config, progress=progress)
+        runner = self._split.runner if self._split else build_runner(config, progress=progress)
         self.model_config = runner.model_config
         self.plan = runner.memory_plan
         self.device = runner.device

@@ -29,10 +29,11 @@ from hybridrt.engine.text.prompts import Prompt
 from hybridrt.engine.text.tokenizer import Tokenizer
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
-from hybridrt.runtime.run.drafting import draft_needs, make_drafter
+from hybridrt.runtime.load.draft_needs import draft_needs
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import Executor, StepHandle
 from hybridrt.speculative.drafter import Drafter
+from hybridrt.speculative.method import make_drafter
 
 
 class Engine:

@@ -15,8 +15,8 @@ from hybridrt.engine.text.stop_strings import StopStrings
 from hybridrt.engine.text.tokenizer import Tokenizer, encode_prompt
 from hybridrt.kernels.sampling.token_rules import TokenRules
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
-from hybridrt.runtime.sampling.sampler import SamplingTable
-from hybridrt.runtime.sampling.token_rules import any_allowed, make_rules
+from hybridrt.runtime.step.sampling_table import SamplingTable
+from hybridrt.runtime.step.token_rules import any_allowed, make_rules
 
 MAX_NAME_CHARACTERS = 1024
 _FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")  # fields that may forbid tokens

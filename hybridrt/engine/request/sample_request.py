@@ -19,8 +19,8 @@ from hybridrt.engine.text.tokenizer import Tokenizer
 from hybridrt.kernels.sampling.token_rules import TokenRules
 from hybridrt.mem_cache.pools.slots import Slot, Slots
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
-from hybridrt.runtime.sampling.token_rules import any_allowed
 from hybridrt.runtime.step.plan import TokenLogprobs, int32s
+from hybridrt.runtime.step.token_rules import any_allowed
 from hybridrt.runtime.step.token_scores import TokenScores
 
 NOT_FINITE = (

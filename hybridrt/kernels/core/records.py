@@ -21,6 +21,7 @@ from hybridrt.kernels.core.chunk_plan import ChunkPlan
 
 Activation = Literal["silu"] | None
 NO_LIMIT = (0.0, math.inf)
+L2_NORM_EPS = 1e-6  # added to the squared norm of a query or a key, in references and kernels
 
 
 class TokenInputs(NamedTuple):

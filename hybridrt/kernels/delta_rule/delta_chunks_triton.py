@@ -1,4 +1,4 @@
-"""What the kernels of the chunked delta rules share: a record for the second launch, masks, a triangular inverse."""
+"""What the kernels of the chunked delta rules share: a record for the second launch, a triangular inverse."""
 
 from typing import NamedTuple
 
@@ -28,15 +28,6 @@ class PreparedChunks(NamedTuple):
     scores: Tensor
     factors: Tensor | None
     decay: Tensor
-
-
-@triton.jit
-def tile_mask(live, column, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Mask of a tile: live rows, columns below SIZE. If it masks whole rows only, threads load 16 bytes at a time."""
-    if SIZE % BLOCK == 0:
-        return live[:, None]
-    else:
-        return live[:, None] & (column < SIZE)[None, :]
 
 
 @triton.jit

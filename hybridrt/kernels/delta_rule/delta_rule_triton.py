@@ -24,7 +24,8 @@ from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.decay_sums_triton import split_gates
 from hybridrt.kernels.core.launch import dot_precision, multiprocessors
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights, Prompts, StateSlots
-from hybridrt.kernels.delta_rule.delta_chunks_triton import PreparedChunks, tile_mask, unit_inverse
+from hybridrt.kernels.core.tiles_triton import tile_mask
+from hybridrt.kernels.delta_rule.delta_chunks_triton import PreparedChunks, unit_inverse
 from hybridrt.kernels.delta_rule.kda_chunks_triton import prepare_channels
 from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, log_decay, strides
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridrt.kernels.core.launch import dot_precision, multiprocessors
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.delta_rule.delta_chunks_triton import tile_mask
+from hybridrt.kernels.core.tiles_triton import tile_mask
 from hybridrt.kernels.mamba.scan_few_tokens_triton import block
 from hybridrt.kernels.state.conv_and_gates_triton import strides
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.delta_rule.delta_rule import L2_NORM_EPS
+from hybridrt.kernels.core.records import L2_NORM_EPS
 
 L2_EPS = tl.constexpr(L2_NORM_EPS)
 

@@ -1,6 +1,6 @@
 """From a model's name to weights on a device: paths, the model, its memory plan, its pools."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,11 @@ from hybridrt.base.config import (
     AttentionSpec,
     EngineConfig,
     ModelConfig,
-    resolve_device,
-    resolve_dtype,
-    resolve_state_dtype,
 )
 from hybridrt.base.errors import ConfigError, MemoryBudgetError, reason, shown
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.providers import check_overrides
-from hybridrt.kinds.registry import check_replay, replay_pays, state_shape
+from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
@@ -27,48 +24,23 @@ from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory
 from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.read_config import read_model_config, refuse_gguf
 from hybridrt.models.loading.loader import fill_dummy, has_own_head, load_weights
 from hybridrt.models.registry import model_class
 from hybridrt.recurrent.backends import create_backend
-from hybridrt.runtime.run.drafting import draft_needs
-from hybridrt.runtime.sampling.sampler import SamplingTable
+from hybridrt.runtime.load.draft_needs import draft_needs
+from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_ROWS
 from hybridrt.runtime.step.prompt_logprobs import prompt_logprob_bytes
+from hybridrt.runtime.step.sampling_table import SamplingTable
 
 DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 EMBEDDED = ("embedded", "embedded_draft")
 ASSETS = Path(__file__).parents[2] / "assets"
-
-
-@dataclass(frozen=True)
-class Pools:
-    """The preallocated memory of a run."""
-
-    kv: KVPool
-    req_to_token: HybridReqToTokenPool
-
-
-@dataclass(frozen=True)
-class RunTarget:
-    """Where and in which numbers a model runs, and how its recurrent state is kept."""
-
-    model_config: ModelConfig
-    device: torch.device
-    dtype: torch.dtype
-    state_dtype: torch.dtype
-    state_mode: str
-    tp: TPGroup
-
-    @classmethod
-    def resolve(cls, config: EngineConfig, model_config: ModelConfig, tp: TPGroup) -> "RunTarget":
-        device = resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, model_config.dtype, device)
-        mode = resolve_state_mode(config, model_config.linear, device)
-        return cls(model_config, device, dtype, resolve_state_dtype(config.mamba_ssm_dtype, device), mode, tp)
 
 
 @dataclass(frozen=True)
@@ -99,28 +71,6 @@ class Runtime:
             composite=model.composite,
         )
         return cls(config, target, model, plan, pools, backend)
-
-
-def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: torch.device) -> str:
-    """The MambaPool mode: without speculation "classic" or "replay", with it "intermediate" or "replay".
-
-    Args:
-        kinds: the model's kinds of recurrent layer.
-
-    Raises:
-        ConfigError: "replay" was asked for, and a layer has none.
-    """
-    spec = config.speculative
-    asked = config.state_mode if spec is None else spec.state_mode
-    if asked == "replay":
-        check_replay(kinds)
-    if asked != "auto":
-        return asked
-    # Replay saves state writes; beside the overhead of plain torch they cost nothing, so kernels decide. Trees need
-    # every state.
-    if device.type == "cuda" and replay_pays(kinds) and (spec is None or spec.topk == 1):
-        return "replay"
-    return "classic" if spec is None else "intermediate"
 
 
 def resolve_model_path(name: str) -> Path:

@@ -1,11 +1,12 @@
 """What memory a device has left for a model. Checks, before any weight is read, whether the model fits there."""
 
 from hybridrt.base.config import EngineConfig
+from hybridrt.base.device import GPUFacts
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, gib
-from hybridrt.runtime.load.build import RunTarget, make_plan
+from hybridrt.runtime.load.build import make_plan
 from hybridrt.runtime.load.host_memory import free_host_memory
-from hybridrt.runtime.precompile.pretend_gpu import GPUFacts
+from hybridrt.runtime.load.target import RunTarget
 
 # Without memory_fraction: the share of a GPU that may be in use, and the part of the free main memory that pools take.
 GPU_SHARE, CPU_SHARE = 0.85, 4

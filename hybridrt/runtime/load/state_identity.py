@@ -6,8 +6,8 @@ from pathlib import Path
 from hybridrt.base.config import EngineConfig, ModelConfig, dtype_name
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import state_shape
-from hybridrt.runtime.load.build import RunTarget
 from hybridrt.runtime.load.digest import model_digest
+from hybridrt.runtime.load.target import RunTarget
 
 Identity = dict[str, int | str]
 

@@ -23,12 +23,12 @@ import torch
 
 from hybridrt.base.child_process import start_child
 from hybridrt.base.config import EngineConfig
+from hybridrt.base.device import GPUFacts
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.providers import is_installed
 from hybridrt.runtime.precompile.compile_mark import find_mark, has_marks, write_mark
 from hybridrt.runtime.precompile.compile_worker import LAUNCHER
-from hybridrt.runtime.precompile.pretend_gpu import GPUFacts
 from hybridrt.runtime.precompile.triton_key import TritonKey
 
 logger = logging.getLogger(__name__)

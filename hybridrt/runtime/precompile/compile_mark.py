@@ -12,9 +12,9 @@ import msgspec
 import torch
 
 from hybridrt.base.config import EngineConfig
+from hybridrt.base.device import GPUFacts
 from hybridrt.base.files import CONFIG_BYTES, read_bytes
 from hybridrt.base.version import __version__
-from hybridrt.runtime.precompile.pretend_gpu import GPUFacts
 
 _KERNELS = Path(__file__).parents[2] / "kernels"
 # What no kernel depends on: names of places, and memory that is free at the moment.

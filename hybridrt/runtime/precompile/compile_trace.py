@@ -19,25 +19,18 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from hybridrt.base.config import EngineConfig
+from hybridrt.base.device import GPUFacts
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.recurrent.backends import backend_class, resolve_attention_name, resolve_prefill_name
-from hybridrt.runtime.load.build import (
-    RunTarget,
-    Runtime,
-    empty_model,
-    keeps_prefixes,
-    kv_groups,
-    load_target,
-    weight_bytes,
-)
+from hybridrt.runtime.load.build import Runtime, empty_model, keeps_prefixes, kv_groups, load_target, weight_bytes
 from hybridrt.runtime.load.fit import plan_ahead
-from hybridrt.runtime.precompile.pretend_gpu import GPUFacts, pretended
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.precompile.pretend_gpu import pretended
 from hybridrt.runtime.replay.graph_runner import ClosureRecorder, CudaGraphRecorder
 from hybridrt.runtime.run.model_runner import probe
 from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.sampling.sampler import EVERY_DRAW
-from hybridrt.runtime.sampling.token_rules import make_rules
 from hybridrt.runtime.step.plan import (
     Admission,
     DecodeRow,
@@ -48,6 +41,7 @@ from hybridrt.runtime.step.plan import (
     Snapshot,
     StepPlan,
 )
+from hybridrt.runtime.step.token_rules import make_rules
 
 PROMPTS = (1, 15, 16, 100, 512)  # tokens: one, fewer than 16, divisible by 16 or not, few and many
 _SAVE = 16  # prefixes are saved at multiples of it

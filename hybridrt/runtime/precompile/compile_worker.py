@@ -24,8 +24,9 @@ from typing import Any, TextIO
 from unittest import mock
 
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.device import GPUFacts
 from hybridrt.runtime.precompile.no_dynamo import leave_out_dynamo
-from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver, GPUFacts
+from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver
 from hybridrt.runtime.precompile.triton_key import use_key
 
 LAUNCHER = ("triton", "launcher", "")  # the job of compiling what Triton launches kernels with

@@ -8,7 +8,7 @@ import torch
 
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, HostPlan, aligned
-from hybridrt.runtime.load.build import Pools
+from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.runtime.load.host_memory import free_host_memory
 from hybridrt.runtime.step.plan import HostCopy
 

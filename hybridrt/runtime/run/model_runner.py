@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -12,7 +14,6 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.load.build import (
-    RunTarget,
     Runtime,
     build_model,
     empty_model,
@@ -22,14 +23,23 @@ from hybridrt.runtime.load.build import (
     make_plan,
     weight_bytes,
 )
-from hybridrt.runtime.load.cuda_start import start_cuda
 from hybridrt.runtime.load.fit import plan_ahead, pool_budget
-from hybridrt.runtime.precompile.compile_ahead import KernelsAhead
+from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.replay.prompt_graphs import needed_buckets
 from hybridrt.runtime.run.host_copies import HostCopies
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.step.plan import Admission, ExtendRow, PageWrite, StepPlan, int32s
+
+
+class StartKernels(Protocol):
+    """What compiles the kernels of a start while the runner loads its model."""
+
+    def begin(self, device: torch.device, path: Path) -> None:
+        """The device is known, and the model's directory."""
+
+    def wait_for_start(self) -> None:
+        """Returns when the kernels that a start needs are compiled."""
 
 
 class ModelRunner(StepRunner):
@@ -41,6 +51,8 @@ class ModelRunner(StepRunner):
         budget_bytes: what the pools may take; None follows EngineConfig.memory_fraction.
         plan: what the pools hold; None makes a plan from the budget.
         progress: show a bar while loading.
+        kernels: told of the device, and waited for before anything is launched; None compiles kernels when they are
+            first launched.
 
     Raises:
         MemoryBudgetError: weights, pools or graphs do not fit the device; says which number to change.
@@ -59,28 +71,29 @@ class ModelRunner(StepRunner):
         budget_bytes: int | None = None,
         plan: MemoryPlan | None = None,
         progress: bool = False,
+        kernels: StartKernels | None = None,
     ) -> None:
         tp = tp or TPGroup()
-        start_cuda(config.device, tp)
-        with KernelsAhead(config, tp) as kernels:
-            self.model_path, target = load_target(config, tp)
+        self.model_path, target = load_target(config, tp)
+        if kernels is not None:
             kernels.begin(target.device, self.model_path)
-            if plan is None:
-                weights = weight_bytes(empty_model(config, target, torch.device("meta")))
-                plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
-            with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
-                model = build_model(config, target, self.model_path, progress)
+        if plan is None:
+            weights = weight_bytes(empty_model(config, target, torch.device("meta")))
+            plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
+        with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
+            model = build_model(config, target, self.model_path, progress)
+        if kernels is not None:
             kernels.wait_for_start()
-            with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
-                plan = plan or plan_pools(config, target, model, budget_bytes)
-                super().__init__(Runtime.allocate(config, target, model, plan))
-                if config.transfer_bytes:
-                    self.arena = StateArena(target, self.pools, config.transfer_bytes)
-                if plan.host:
-                    self.host = HostCopies(self.pools, plan.host, target.device)
-            if self.device.type == "cuda" and config.cuda_graph:
-                with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
-                    self.capture(progress)
+        with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
+            plan = plan or plan_pools(config, target, model, budget_bytes)
+            super().__init__(Runtime.allocate(config, target, model, plan))
+            if config.transfer_bytes:
+                self.arena = StateArena(target, self.pools, config.transfer_bytes)
+            if plan.host:
+                self.host = HostCopies(self.pools, plan.host, target.device)
+        if self.device.type == "cuda" and config.cuda_graph:
+            with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
+                self.capture(progress)
 
 
 def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_bytes: int | None) -> MemoryPlan:

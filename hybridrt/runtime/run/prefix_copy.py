@@ -10,7 +10,7 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.mamba_pool import Shapes
 
 if TYPE_CHECKING:
-    from hybridrt.runtime.load.build import Pools
+    from hybridrt.mem_cache.pools.pools import Pools
     from hybridrt.runtime.run.step_runner import StepRunner
 
 Tensors = Mapping[str, torch.Tensor]

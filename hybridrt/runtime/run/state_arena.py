@@ -10,8 +10,9 @@ import torch
 from hybridrt.base.errors import PoolError
 from hybridrt.kinds.registry import state_dtype, state_shape
 from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.state_slices import MambaSpec, Section, derive_mamba_conv_split
-from hybridrt.runtime.load.build import Pools, RunTarget
+from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.step.plan import StateCopy
 
 Part = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in an image

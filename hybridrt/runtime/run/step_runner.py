@@ -13,30 +13,24 @@ from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.kernels.state.row_tables import enter_tokens
 from hybridrt.mem_cache.pools.bounds import DEBUG
 from hybridrt.runtime.load.build import Runtime
+from hybridrt.runtime.load.draft_needs import DeviceDrafter, draft_needs
 from hybridrt.runtime.replay.cpu_decode import CPUDecode
 from hybridrt.runtime.replay.graph_runner import GraphRunner, split_page_writes
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
 from hybridrt.runtime.replay.recordings import Recordings
 from hybridrt.runtime.run.capture import capture_graphs
 from hybridrt.runtime.run.constrained_step import ConstrainedStep, LaunchSampling
-from hybridrt.runtime.run.drafting import DeviceDrafter, draft_needs
 from hybridrt.runtime.run.host_copies import HostCopies
 from hybridrt.runtime.run.prefix_copy import PrefixCopy, Tensors
 from hybridrt.runtime.run.state_arena import StateArena
-from hybridrt.runtime.sampling.sampler import (
-    Accepted,
-    RowRequirements,
-    SampledLines,
-    Sampler,
-    SamplingTable,
-    Verification,
-)
+from hybridrt.runtime.sampling.sampler import Accepted, RowRequirements, SampledLines, Sampler, Verification
 from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step.launched_step import JoinedSteps, LaunchedStep
 from hybridrt.runtime.step.pack import Columns, Sections, StagingRing, chunk_plans, pack_batch, pack_bookkeeping
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageCopy, PageWrite, Snapshot, StepHandle, StepPlan, int32s
 from hybridrt.runtime.step.prompt_logprobs import PromptRequirements, ScoredStep
+from hybridrt.runtime.step.sampling_table import SamplingTable
 from hybridrt.runtime.step.saved_states import pack_saves, saved_states
 from hybridrt.runtime.step.step_passes import extend_passes
 

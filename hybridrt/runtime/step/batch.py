@@ -9,10 +9,10 @@ from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.core.records import DecodeRowInputs, TokenInputs
 from hybridrt.kernels.sampling.draft_tree import tree_mask, tree_positions
 from hybridrt.kernels.state.decode_inputs import decode_inputs
+from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.load.build import Pools
-from hybridrt.runtime.sampling.sampler import SamplingTable
 from hybridrt.runtime.step.pack import Sections
+from hybridrt.runtime.step.sampling_table import SamplingTable
 
 
 def enter_tables(pools: Pools, sampling_table: SamplingTable, sections: Sections) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from hybridrt.kernels.core.chunk_plan import CHUNK_COLUMNS, ChunkPlan, chunk_columns, chunk_plan
-from hybridrt.runtime.sampling.sampler import SamplingTable
 from hybridrt.runtime.step.plan import NO_INTEGERS, DecodeRows, ExtendRow, StepPlan, int32s
+from hybridrt.runtime.step.sampling_table import SamplingTable
 
 # Each section starts on 16 bytes: Triton compiles a kernel anew for every combination of aligned and unaligned
 # arguments.

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from hybridrt.kernels.core.chunk_plan import most_chunks
-from hybridrt.runtime.sampling.sampler import SamplingTable
 from hybridrt.runtime.step.pack import chunk_names, cut, packed_size
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StepPlan
+from hybridrt.runtime.step.sampling_table import SamplingTable
 from hybridrt.runtime.step.saved_states import saved_state_lists
 from hybridrt.runtime.step.step_passes import RUN_COLUMNS, Run, in_pass, run_lists, runs_of
 
