@@ -119,7 +119,7 @@ class ForwardBatch:
             None: all start from their own. A row writes its own slot in any case.
         extend_passes: of a step that keeps states within its chunks; then chunk_plans and read_state_slots are not
             read. Empty: each chunk is computed at once.
-        saved_states: hybridrt.kernels.core.records.SavedStates of the extend rows by chunk size, where their backends save
+        saved_states: `kernels.core.records.SavedStates` of the extend rows by chunk size, where their backends save
             states without a pass of their own (`saves_at_chunks`).
         metadata: what each backend planned for this batch, by backend; `prepare` fills it. hybridrt.embedding keeps its
             rows here, too. A copy made by `dataclasses.replace` is a batch that nothing has planned.

@@ -1,7 +1,7 @@
 """One grammar for all that an answer must be: forced calls, strict arguments, a form. Reasoning before it, if its tags
 are tokens, is no part of the grammar (hybridrt.base.structured_outputs.Thinking).
 
-The grammars are llguidance's variant of Lark (hybridrt.base.structured_outputs). In them a tag that is a token is `<[ID]>`;
+The grammars are llguidance's variant of Lark (base/structured_outputs.py). In them a tag that is a token is `<[ID]>`;
 text holds no such token.
 """
 

@@ -98,7 +98,7 @@ class ExpertsMethod(Method, ABC):
 
 class LinearMethod(Method, ABC):
     """A weight [out, in] and the products with it. What a method does not fuse has a default. On a CPU, products
-    that are no operations of torch, and what reads numbers of a step, stand within `hybridrt.kernels.core.recording.live`.
+    that are no operations of torch, and what reads numbers of a step, are within `kernels.core.recording.live`.
 
     Attributes:
         experts: the class for stacks of experts, None if there is none.

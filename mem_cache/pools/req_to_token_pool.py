@@ -10,7 +10,7 @@ from hybridrt.mem_cache.pools.mamba_pool import LayerCache, MambaPool
 class HybridReqToTokenPool:
     """Rows of running requests. Row 0 is padding: its token slots are page 0 and its state slot is 0.
 
-    Who owns a row, a page or a slot is decided on the host (hybridrt.mem_cache.pools.allocator); this is the mirror of it
+    Who owns a row, a page or a slot is decided on the host (allocator.py); this is the mirror of it
     that kernels read.
 
     Attributes:

@@ -62,7 +62,7 @@ class LLM:
 
     Attributes:
         default_sampling_params: of requests without SamplingParams: what the checkpoint's generation_config.json sets,
-            else temperature 1 and the other defaults (hybridrt.engine.api.sampling_defaults). To change single fields of
+            else temperature 1 and the other defaults (sampling_defaults.py). To change single fields of
             them, pass `dataclasses.replace(llm.default_sampling_params, ...)`.
     """
 

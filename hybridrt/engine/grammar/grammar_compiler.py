@@ -56,7 +56,7 @@ class _Job(Future["Grammar | str"]):
 class GrammarCompiler:
     """Makes matchers of structured outputs. Any thread may call `matcher`.
 
-    A grammar is compiled in another process first (hybridrt.engine.grammar.compile_process), which ends once it has used up its
+    A grammar is compiled in another process first (compile_process.py), which ends once it has used up its
     CPU time or memory, and measures masks. What it refuses is never compiled here. Each grammar gets QUICK_CPU_SECONDS
     at once. One that needs more waits for its turn, LARGE of them at a time, while others go past it. A grammar that
     several samples follow is compiled again, up to once for each thread that computes masks (`Grammar.roots`), without

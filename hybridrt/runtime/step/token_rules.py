@@ -1,5 +1,5 @@
-"""Rules about single tokens (`hybridrt.kernels.sampling.token_rules`): made of a request's parameters on the host, packed at its
-admission into a table on the device."""
+"""Rules about single tokens (`kernels/sampling/token_rules.py`): made of a request's parameters on the host, packed at
+its admission into a table on the device."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
