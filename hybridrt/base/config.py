@@ -133,8 +133,9 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model as the runtime sees it, family spellings normalised (`read_model_config` makes it). `hf` keeps the fields of config.json, for the numbers that only one model file reads (multipliers, biases);
-    `mtp_layers` are those of its multi-token-prediction head, none without one; their ids count on after the model's
+    """A model as the runtime sees it, family spellings normalised (`read_model_config` makes it). `hf` keeps the
+    fields of config.json, for the numbers that only one model file reads (multipliers, biases). `mtp_layers` are those
+    of its multi-token-prediction head, none without one; their ids count on after the model's
     last. `attention` is that of the layers that bring none of their own. `image_tokens` are tokens in whose place
     images stand, with the names of their fields: a prompt that holds one is refused."""
 

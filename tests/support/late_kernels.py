@@ -2,8 +2,8 @@
 
     python -m tests.support.late_kernels MODEL [DRAFTS]    prints their names, and how many kernels the warm-up launched
 
-The engine runs on a GPU that is not there (runtime/precompile/pretend_gpu.py): kernels are noted, and what they would have
-computed is drawn at random.
+The engine runs on a GPU that is not there (runtime/precompile/pretend_gpu.py): kernels are noted, and what they would
+have computed is drawn at random.
 """
 
 import asyncio

@@ -52,7 +52,8 @@ class CacheDump:
     Attributes:
         pages, states: what it holds, of `pages_total` KV pages and `states_total` state slots of the engine.
         host_pages, host_states: what its tier in main memory holds, and how many it could hold.
-        asked, hit, without_state, without_kv, retokenised, fetched: `CacheCounts` of the prefix cache, in tokens; dropped: entries whose use gave logits that are not finite.
+        asked, hit, without_state, without_kv, retokenised, fetched: `CacheCounts` of the prefix cache, in
+            tokens; dropped: entries whose use gave logits that are not finite.
         nodes: parents first.
     """
 

@@ -10,8 +10,8 @@
 
 Where decays are fixed, one launch does everything (`scan_fixed_decay_triton.py`).
 
-With few tokens a launch takes longer than its work. Then there are two: `walk_states` in scan_few_tokens_triton.py does what
-1, 3 and 4 do, and `_outputs_kernel` computes the scores itself, for each head anew.
+With few tokens a launch takes longer than its work. Then there are two: `walk_states` (scan_few_tokens_triton.py)
+does what 1, 3 and 4 do, and `_outputs_kernel` computes the scores itself, for each head anew.
 """
 
 import torch
