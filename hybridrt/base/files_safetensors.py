@@ -174,7 +174,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(key: str, told: Any, first: int) -> Entry:
     """`first`: where the tensors begin in the file."""
-    dtype, shape, offsets = (told.get(name) if isinstance(told, dict) else None for name in _FIELDS)
+    fields: list[Any] = [told.get(name) if isinstance(told, dict) else None for name in _FIELDS]
+    dtype, shape, offsets = fields
     if not (isinstance(dtype, str) and _naturals(shape) and _naturals(offsets) and len(offsets) == 2):
         raise DamagedFileError(f"it is damaged: its header does not say where {key!r} is")
     if dtype not in DTYPES:

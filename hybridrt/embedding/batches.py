@@ -108,8 +108,9 @@ class Batches:
             PoolError: a row has lost its slot or a page; or a token has no page: it would be lost in the scratch page.
         """
         ends, starts = lens[: len(real)], (lens - new)[: len(real)]
-        whole = reads is not None and len(reads) == len(lens) - decodes  # the backend refuses another number
-        use = self.owners.use(real, starts, ends, decodes, verifies, reads if whole else _NO_READS)
+        if reads is None or len(reads) != len(lens) - decodes:  # the backend refuses another number
+            reads = _NO_READS
+        use = self.owners.use(real, starts, ends, decodes, verifies, reads)
         missing = use.writes.pages == 0
         if self.owners.pages.known and missing.any():
             missing &= ~np.isin(use.writes.lines, real[:padded])
