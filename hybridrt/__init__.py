@@ -6,9 +6,9 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrt.base import errors as _errors
-from hybridrt.base.errors import *  # noqa: F403  # every error is public
+from hybridrt import errors
 from hybridrt.base.version import __version__ as __version__
+from hybridrt.errors import *  # noqa: F403  # every error is public
 
 if TYPE_CHECKING:  # `as` tells type checkers that the names are public
     from hybridrt.base.config import EngineConfig as EngineConfig
@@ -43,7 +43,7 @@ _PUBLIC = {
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 if not TYPE_CHECKING:
-    __all__ = [*_HOME, *_errors.__all__]
+    __all__ = [*_HOME, *errors.__all__]
 
 # In a checkout models/ and mem_cache/ are next to this package, and a checkout on sys.path hides an installed package.
 # Those two are packages of hybridrt, and nothing else of the checkout is.
