@@ -42,8 +42,9 @@ _PUBLIC = {
     "hybridrt.base.structured_outputs": ("StructuredOutputs",),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+_ERRORS: list[str] = vars(errors)["__all__"]
 if not TYPE_CHECKING:
-    __all__ = [*_HOME, *errors.__all__]
+    __all__ = [*_HOME, *_ERRORS]
 
 # In a checkout models/ and mem_cache/ are next to this package, and a checkout on sys.path hides an installed package.
 # Those two are packages of hybridrt, and nothing else of the checkout is.
@@ -73,6 +74,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names, also those that are not imported yet, and what every module has."""
-    return sorted(
-        {"__version__", "errors", *_HOME, *errors.__all__, *(name for name in globals() if name.startswith("__"))}
-    )
+    return sorted({"__version__", "errors", *_HOME, *_ERRORS, *(name for name in globals() if name.startswith("__"))})
