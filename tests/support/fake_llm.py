@@ -47,7 +47,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tokenizer: Any = None, **config: Any) 
     def split(config: EngineConfig, **kwargs: Any) -> SimpleNamespace:
         return SimpleNamespace(runner=build(config, **kwargs), close=lambda: None)
 
-    monkeypatch.setattr(llm_module, "ModelRunner", build)
+    monkeypatch.setattr(llm_module, "build_runner", build)
     monkeypatch.setattr(llm_module, "TensorParallelExecutor", split)
     monkeypatch.setattr(llm_module, "load_tokenizer", lambda path: tokenizer)
     return LLM("somewhere", **config), runners[0]
