@@ -18,8 +18,8 @@ import torch
 from benchmarks.bench_offline import decode_ms, prefill_tokens_per_s
 from benchmarks.common import environment, save
 from hybridrt import LLM, SamplingParams
-from hybridrt.families.swa_ssm import SwaSsmConfig
-from hybridrt.layers.hybrid_attention import HISTORY_MODES
+from hybridrt.models.hybrid_attention import HISTORY_MODES
+from hybridrt.models.swa_ssm import SwaSsmConfig
 
 
 def model_config(args: argparse.Namespace, mode: str) -> SwaSsmConfig:

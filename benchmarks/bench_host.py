@@ -27,14 +27,14 @@ import torch
 
 from benchmarks.common import environment, save, settle
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.engine.answer_states import MOST
-from hybridrt.mem_cache.radix_cache import RadixCache
-from hybridrt.mem_cache.radix_node import StateKind
-from hybridrt.mem_cache.slots import Slot, Slots
-from hybridrt.runtime.build import ASSETS
-from hybridrt.runtime.graph_runner import GraphRunner
-from hybridrt.runtime.interrupts import Interrupts
-from hybridrt.runtime.sampler import Accepted, Verification
+from hybridrt.base.interrupts import Interrupts
+from hybridrt.engine.cache.answer_states import MOST
+from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
+from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
+from hybridrt.runtime.load.build import ASSETS
+from hybridrt.runtime.replay.graph_runner import GraphRunner
+from hybridrt.runtime.sampling.sampler import Accepted, Verification
 
 VOCAB, HIDDEN = 512, 16
 SHAPE = {

@@ -33,14 +33,14 @@ from hybridrt import LLM
 from hybridrt.bench.engine_load import run_engine
 from hybridrt.bench.timing import summary
 from hybridrt.bench.workload import WorkloadConfig, make_work
-from hybridrt.engine import engine_loop
-from hybridrt.engine.async_llm import AsyncLLM
-from hybridrt.engine.engine_loop import StepMessage
+from hybridrt.engine.api import engine_loop
+from hybridrt.engine.api.async_llm import AsyncLLM
+from hybridrt.engine.api.engine_loop import StepMessage
 from hybridrt.server.app import make_app
-from hybridrt.server.config import ServerConfig
-from hybridrt.server.metrics import Metrics
+from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.metrics import Metrics
+from hybridrt.server.core.service import Service
 from hybridrt.server.run import SWITCH_SECONDS, Server
-from hybridrt.server.service import Service
 
 
 class Device:

@@ -21,9 +21,9 @@ from benchmarks.common import environment, save
 from benchmarks.kernel_cases import DECODE, PREFILL, Case, Cases, Load
 from benchmarks.library_cases import Args
 from benchmarks.step_peers import register_peers
-from hybridrt.config import ModelConfig
-from hybridrt.hf_config import read_model_config
-from hybridrt.kernels import providers
+from hybridrt.base.config import ModelConfig
+from hybridrt.kernels.core import providers
+from hybridrt.models.config.read_config import read_model_config
 from tests.support.flat import flat
 
 LAUNCHES, REPEATS = 16, 7

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.common import PRODUCT_FLOPS_PER_S, environment, prefill_flops, prompts, save, settle, step_bytes
 from benchmarks.short_prompts import measure_short
 from hybridrt import LLM, SamplingParams
-from hybridrt.config import DTYPES, EngineConfig
+from hybridrt.base.config import DTYPES, EngineConfig
 
 FIRST, LAST = 16, 144
 

@@ -20,10 +20,10 @@ from benchmarks import prefix_bound, traces
 from benchmarks.bench_prefix import Player, Ran, recomputed
 from benchmarks.common import environment, save
 from benchmarks.traces import TRACES, Item, Shape
-from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.limits import EngineLimits
-from hybridrt.runtime.step import StepHandle, StepPlan, StepResult
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
 
 VOCAB, PAGE_SIZE, NUM_PAGES = 50_000, 16, 2**17
 TOKEN_SECONDS = 0.004  # of a prompt. A step takes a second beside

@@ -29,11 +29,11 @@ from benchmarks.common import environment, free, save, settle
 from benchmarks.prefix_bound import Served
 from benchmarks.traces import TRACES, Item, Shape
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.config import DTYPES
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.outputs import RequestMetrics
-from hybridrt.errors import ConfigError
-from hybridrt.mem_cache.radix_node import in_common
+from hybridrt.base.config import DTYPES
+from hybridrt.base.errors import ConfigError
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.request.outputs import RequestMetrics
+from hybridrt.mem_cache.prefix_tree.radix_node import in_common
 
 RUNS = ("saturated-off", "load-off", "alone", "saturated-on", "load-on")  # in this order
 

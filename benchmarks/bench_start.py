@@ -86,10 +86,10 @@ def _watch(clock: Clock) -> dict[str, list[float]]:
     """Times the parts of LLM(), and the kernels that this process compiles: by name, seconds of each."""
     import torch
 
-    import hybridrt.engine.llm as llm
-    import hybridrt.runtime.compile_ahead as compile_ahead
-    import hybridrt.runtime.model_runner as runner
-    from hybridrt.runtime.build import Runtime
+    import hybridrt.engine.api.llm as llm
+    import hybridrt.runtime.precompile.compile_ahead as compile_ahead
+    import hybridrt.runtime.run.model_runner as runner
+    from hybridrt.runtime.load.build import Runtime
 
     for module, name, part in (
         (runner, "load_target", "configuration"), (runner, "plan_ahead", "configuration"),
@@ -122,8 +122,8 @@ def _watch_graphs(clock: Clock) -> None:
     """Times what a bucket's graph takes: a first step, the recorded one, and torch's part around the second."""
     import torch
 
-    from hybridrt.runtime.graph_runner import GraphRunner
-    from hybridrt.runtime.prompt_graphs import PromptGraphs
+    from hybridrt.runtime.replay.graph_runner import GraphRunner
+    from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
 
     if torch.version.cuda is None:  # is_available would start CUDA here, outside of what is measured
         return

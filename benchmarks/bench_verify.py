@@ -23,16 +23,17 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common import environment, save
 from benchmarks.profile_step import kernel_table
 from hybridrt import EngineConfig, SpeculativeConfig
-from hybridrt.attention.registry import create_backend
-from hybridrt.config import DTYPES
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.kernels.acceptance import accept_chain
-from hybridrt.kernels.sampling import greedy
-from hybridrt.mem_cache.memory_plan import GIB, MemoryPlan
+from hybridrt.base.config import DTYPES
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.kernels.sampling.acceptance import accept_chain
+from hybridrt.kernels.sampling.sampling import greedy
+from hybridrt.mem_cache.pools.memory_plan import GIB, MemoryPlan
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.build import RunTarget, build_model, build_pools, load_target, make_plan, pool_spec
-from hybridrt.runtime.graph_runner import GraphRunner
-from hybridrt.runtime.step import DecodeRows, int32s
+from hybridrt.recurrent.backends import create_backend
+from hybridrt.runtime.load.build import build_model, build_pools, load_target, make_plan, pool_spec
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.replay.graph_runner import GraphRunner
+from hybridrt.runtime.step.plan import DecodeRows, int32s
 
 WARM, STEPS = 4, 30  # a ring of 16 folds about every fifteenth step
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from hybridrt.config import ModelConfig
-from hybridrt.families.base import routed_experts
+from hybridrt.base.config import ModelConfig
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_dtype, state_shape
-from hybridrt.mem_cache.mamba_pool import MambaPoolSpec, ring_width
+from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec, ring_width
+from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.build import Pools
+from hybridrt.models.config.family import routed_experts
 
 RESULTS = Path(__file__).parent / "results"
 HBM_BYTES_PER_S = 4.0e12  # the bandwidth that the floors of docs/performance.md are computed with

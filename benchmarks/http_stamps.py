@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from hybridrt.bench.timing import percentile
-from hybridrt.engine.async_llm import AsyncLLM, DeltaStream
-from hybridrt.engine.engine_loop import StepMessage
-from hybridrt.engine.outputs import Delta
+from hybridrt.engine.api.async_llm import AsyncLLM, DeltaStream
+from hybridrt.engine.api.engine_loop import StepMessage
+from hybridrt.engine.request.outputs import Delta
 
 POINTS = ("read", "delivered", "handed_out", "written")
 

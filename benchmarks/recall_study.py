@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.common import environment
 from benchmarks.swa_ssm_reference import SwaSsmReference
 from hybridrt import LLM, SamplingParams
-from hybridrt.families.swa_ssm import SwaSsmConfig
+from hybridrt.models.swa_ssm import SwaSsmConfig
 
 WINDOW, LAYERS = 16, 2
 NAMES = {"enabled": "window and history", "disabled": "window alone"}

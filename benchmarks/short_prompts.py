@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.common import HBM_BYTES_PER_S, PRODUCT_FLOPS_PER_S, prefill_flops, prompts, step_bytes
 from hybridrt import LLM, SamplingParams
+from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.build import Pools
 
 WARM, MIXED_STEPS = 3, 24
 

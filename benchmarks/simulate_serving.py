@@ -19,14 +19,14 @@ import torch
 
 from benchmarks.bench_policy import NUM_PAGES, PAGE_SIZE, VOCAB, SimulatedExecutor
 from benchmarks.bench_serving import LEAST_CONTEXT, measure, show, sizes, targets
-from hybridrt.config import EngineConfig
-from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.chunk_budget import ItlTarget
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.limits import EngineLimits
-from hybridrt.runtime.graph_runner import buckets
-from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS, Bucket, StateSaves, make_buckets
-from hybridrt.runtime.step import StepHandle, StepPlan, StepResult
+from hybridrt.base.config import EngineConfig
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.core.chunk_budget import ItlTarget
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.runtime.replay.graph_runner import buckets
+from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, Bucket, StateSaves, make_buckets
+from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
 
 _DECODE_GRAPHS = buckets(1024)
 TILE = 128
@@ -115,7 +115,7 @@ def simulate(
     device = SimulatedDevice(times, seed)
     args = argparse.Namespace(**vars(args), seed=seed, temperature=0.0)
     simulated = engine(device, times, chunk, target_ms, args.max_running)
-    with mock.patch("hybridrt.engine.request.time", device), mock.patch("benchmarks.bench_serving.show"):
+    with mock.patch("hybridrt.engine.request.sample_request.time", device), mock.patch("benchmarks.bench_serving.show"):
         found = measure(simulated, args, saturated, device)
     return [row | {"error": simulated.counters().step_cost_error or 0.0} for row in found]
 

@@ -6,11 +6,9 @@ kernel, and flashinfer's attention by its backend, which plans once for all laye
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.gated_delta_rule import recurrent_gated_delta_rule
-from hybridrt.kernels.libraries.common import refuse
-from hybridrt.kernels.paged_attention import attention_extend
-from hybridrt.kernels.providers import By, register
-from hybridrt.kernels.records import (
+from hybridrt.kernels.attention.paged_attention import attention_extend
+from hybridrt.kernels.core.providers import By, register
+from hybridrt.kernels.core.records import (
     AttentionPrompts,
     DeltaInputs,
     GateWeights,
@@ -19,8 +17,10 @@ from hybridrt.kernels.records import (
     SSMWeights,
     StateSlots,
 )
-from hybridrt.kernels.selective_state_update import selective_state_update
-from hybridrt.kernels.slots import pad_mask, read_rows, write_rows
+from hybridrt.kernels.core.slots import pad_mask, read_rows, write_rows
+from hybridrt.kernels.delta_rule.delta_rule import recurrent_gated_delta_rule
+from hybridrt.kernels.libraries.common import refuse
+from hybridrt.kernels.mamba.selective_state_update import selective_state_update
 
 
 def register_peers() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridrt.families.swa_ssm import SwaSsmConfig
+from hybridrt.models.swa_ssm import SwaSsmConfig
 
 
 class RMSNorm(nn.Module):

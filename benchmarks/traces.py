@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config_json import integer, list_of, number
-from hybridrt.errors import ConfigError
+from hybridrt.base.config_json import integer, list_of, number
+from hybridrt.base.errors import ConfigError
 
 BLOCK = 512  # tokens of one of Mooncake's hashes
 COUNT, SECONDS, TOKENS = integer(0, 2**31 - 1), number(0, 1e9), list_of(integer(0, 2**31 - 1))

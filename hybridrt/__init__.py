@@ -7,46 +7,46 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrt import errors
+from hybridrt.base.version import __version__ as __version__
 from hybridrt.errors import *  # noqa: F403  # every error is public
-from hybridrt.version import __version__ as __version__
 
 if TYPE_CHECKING:  # `as` tells type checkers that the names are public
+    from hybridrt.base.config import EngineConfig as EngineConfig
+    from hybridrt.base.config import SpeculativeConfig as SpeculativeConfig
+    from hybridrt.base.sampling_params import SamplingParams as SamplingParams
+    from hybridrt.base.structured_outputs import StructuredOutputs as StructuredOutputs
     from hybridrt.chat.events import ToolCall as ToolCall
-    from hybridrt.config import EngineConfig as EngineConfig
-    from hybridrt.config import SpeculativeConfig as SpeculativeConfig
-    from hybridrt.engine.async_llm import AsyncLLM as AsyncLLM
-    from hybridrt.engine.chats import ChatDelta as ChatDelta
-    from hybridrt.engine.chats import ChatOutput as ChatOutput
-    from hybridrt.engine.engine import Engine as Engine
-    from hybridrt.engine.llm import LLM as LLM
-    from hybridrt.engine.outputs import Delta as Delta
-    from hybridrt.engine.outputs import FinishReason as FinishReason
-    from hybridrt.engine.outputs import RequestMetrics as RequestMetrics
-    from hybridrt.engine.outputs import RequestOutput as RequestOutput
-    from hybridrt.engine.prompts import Prompt as Prompt
-    from hybridrt.engine.session_file import Session as Session
-    from hybridrt.sampling_params import SamplingParams as SamplingParams
-    from hybridrt.structured_outputs import StructuredOutputs as StructuredOutputs
+    from hybridrt.engine.api.async_llm import AsyncLLM as AsyncLLM
+    from hybridrt.engine.api.chats import ChatDelta as ChatDelta
+    from hybridrt.engine.api.chats import ChatOutput as ChatOutput
+    from hybridrt.engine.api.llm import LLM as LLM
+    from hybridrt.engine.cache.session_file import Session as Session
+    from hybridrt.engine.core.engine import Engine as Engine
+    from hybridrt.engine.request.outputs import Delta as Delta
+    from hybridrt.engine.request.outputs import FinishReason as FinishReason
+    from hybridrt.engine.request.outputs import RequestMetrics as RequestMetrics
+    from hybridrt.engine.request.outputs import RequestOutput as RequestOutput
+    from hybridrt.engine.text.prompts import Prompt as Prompt
 
 _PUBLIC = {
     "hybridrt.chat.events": ("ToolCall",),
-    "hybridrt.config": ("EngineConfig", "SpeculativeConfig"),
-    "hybridrt.engine.async_llm": ("AsyncLLM",),
-    "hybridrt.engine.chats": ("ChatDelta", "ChatOutput"),
-    "hybridrt.engine.engine": ("Engine",),
-    "hybridrt.engine.llm": ("LLM",),
-    "hybridrt.engine.outputs": ("Delta", "FinishReason", "RequestMetrics", "RequestOutput"),
-    "hybridrt.engine.prompts": ("Prompt",),
-    "hybridrt.engine.session_file": ("Session",),
-    "hybridrt.sampling_params": ("SamplingParams",),
-    "hybridrt.structured_outputs": ("StructuredOutputs",),
+    "hybridrt.base.config": ("EngineConfig", "SpeculativeConfig"),
+    "hybridrt.engine.api.async_llm": ("AsyncLLM",),
+    "hybridrt.engine.api.chats": ("ChatDelta", "ChatOutput"),
+    "hybridrt.engine.core.engine": ("Engine",),
+    "hybridrt.engine.api.llm": ("LLM",),
+    "hybridrt.engine.request.outputs": ("Delta", "FinishReason", "RequestMetrics", "RequestOutput"),
+    "hybridrt.engine.text.prompts": ("Prompt",),
+    "hybridrt.engine.cache.session_file": ("Session",),
+    "hybridrt.base.sampling_params": ("SamplingParams",),
+    "hybridrt.base.structured_outputs": ("StructuredOutputs",),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 _ERRORS: list[str] = vars(errors)["__all__"]
 if not TYPE_CHECKING:
     __all__ = [*_HOME, *_ERRORS]
 
-# In a checkout models/ and mem_cache/ stand beside this package, and a checkout on sys.path hides an installed package.
+# In a checkout models/ and mem_cache/ are next to this package, and a checkout on sys.path hides an installed package.
 # Those two are packages of hybridrt, and nothing else of the checkout is.
 _package = Path(__file__).parent
 

@@ -1,3 +1,3 @@
-"""The version of this package; its metadata is made of it, too."""
+"""The version of this package, as users import it."""
 
-__version__ = "0.1.0"
+from hybridrt.base.version import __version__ as __version__

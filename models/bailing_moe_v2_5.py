@@ -5,15 +5,88 @@
 Decays grow slower from layer to layer, down to almost none in the last one. So the vendor's training code, SGLang and
 vLLM count layers. modeling_bailing_moe_v2_5.py, which is published beside the weights, counts from one layer earlier:
 its decays are those of the layer before (Ant Group 2026).
+
+transformers has no class of them. Fields are those of Ling 3, and some of their own, which are documented in
+configuration_bailing_moe_v2_5.py of inclusionAI/Ring-V2.5. Options that no published checkpoint uses are refused.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
-from hybridrt.config import AttentionConfig
+from hybridrt.base.config import AttentionConfig, LayerSpec
+from hybridrt.base.config_fields import COUNT, OFF, ROPE, SIZE, FieldTypes
+from hybridrt.base.config_json import NULL, TRUE, check_fields, either, one_of
+from hybridrt.base.errors import ConfigError, shown
 from hybridrt.kinds.simple_gla import SimpleGLAConfig
-from hybridrt.layers.lightning import alibi_rates
-from hybridrt.layers.simple_gla import SimpleGLAMixer
-from hybridrt.models.bailing_hybrid import BailingHybridForCausalLM
+from hybridrt.models.bailing_hybrid import FAMILY as HYBRID
+from hybridrt.models.bailing_hybrid import BailingHybridForCausalLM, check_shared_experts
+from hybridrt.models.config.family import FamilyFields, ffns, interleaved, latent_attention
+from hybridrt.recurrent.lightning import alibi_rates
+from hybridrt.recurrent.simple_gla import SimpleGLAMixer
+
+FIELDS: FieldTypes = {
+    **HYBRID.fields,
+    "group_norm_size": SIZE,
+    "rotary_dim": either(NULL, SIZE),
+    "num_kv_heads_for_linear_attn": either(NULL, COUNT),
+    **dict.fromkeys(("use_qk_norm", "norm_topk_prob"), TRUE),
+    **dict.fromkeys(("linear_rope", "rope_interleave"), either(NULL, TRUE)),
+    **dict.fromkeys(("attention_bias", "linear_silu", "use_linear_silu"), OFF),
+    **dict.fromkeys(
+        (
+            "linear_attention", "gated_attention_proj_granularity_type", "expert_swiglu_limit_list",
+            "share_expert_swiglu_limit_list",
+        ),
+        NULL,
+    ),
+}  # fmt: skip
+# What the published class takes for fields that a file leaves out, where the class of Ling 3 takes something else.
+DEFAULTS: dict[str, Any] = {
+    "layer_group_size": 5, "group_norm_size": 4, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+    "use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_theta": 600000.0, "routed_scaling_factor": 1.0,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+
+
+def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    check_fields(raw, {"model_type": one_of("bailing_hybrid", "bailing_moe_v2_5", "bailing_moe_linear")}, file)
+    return {**DEFAULTS, **raw, "model_type": "bailing_hybrid"}
+
+
+def _linear(hf: Any) -> SimpleGLAConfig:
+    """Of the linear layers, whose heads are those of the model; a part of each is rotated."""
+    linear = SimpleGLAConfig(hf.linear_num_heads, hf.linear_head_dim)
+    heads, part = getattr(hf, "num_kv_heads_for_linear_attn", None), getattr(hf, "rotary_dim", None)
+    if heads not in (None, 0, linear.num_heads):
+        raise ConfigError(f"num_kv_heads_for_linear_attn is {heads}; hybridrt runs {linear.num_heads}, one a head")
+    factor = hf.rope_parameters.get("partial_rotary_factor")
+    rotated = int(linear.head_dim * (factor or 1)) if ROPE["partial_rotary_factor"].holds(factor) else 0
+    if rotated < 2 or rotated % 2:
+        raise ConfigError(
+            f"partial_rotary_factor is {shown(factor)}; of the {linear.head_dim} numbers of a head it must turn pairs"
+        )
+    if part not in (None, rotated):
+        raise ConfigError(f"rotary_dim is {part}; by head_dim and partial_rotary_factor it must be {rotated}")
+    return linear
+
+
+def _describe(hf: Any) -> FamilyFields:
+    check_shared_experts(hf)
+    count, group = hf.num_hidden_layers, hf.layer_group_size
+    full = [(i + 1) % group == 0 or i >= count // group * group for i in range(count)]
+    layers = interleaved(hf, _linear(hf), latent_attention(hf, rotary=True), ffns(hf), full)
+    return layers | {"mtp_layers": (LayerSpec(True, None, "moe"),) if hf.num_mtp_layers == 1 else ()}
+
+
+FAMILY = replace(
+    HYBRID,
+    model="hybridrt.models.bailing_moe_v2_5:BailingMoeV2_5ForCausalLM",
+    fields=FIELDS,
+    describe=_describe,
+    rewrite=_rewrite,
+)
 
 
 class BailingMoeV2_5ForCausalLM(BailingHybridForCausalLM):

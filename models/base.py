@@ -8,10 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hybridrt.attention.hybrid_linear import HybridLinearAttnBackend
-from hybridrt.config import AttentionConfig, ModelConfig
-from hybridrt.families.base import routed_experts
-from hybridrt.forward_batch import ForwardBatch
+from hybridrt.base.config import AttentionConfig, ModelConfig
+from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.embedding import VocabParallelEmbedding
 from hybridrt.layers.linear import RowLinear, Segment
@@ -20,6 +18,8 @@ from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.rotary import rotary_table
 from hybridrt.layers.stack import ResidualPart, ResidualStack
 from hybridrt.layers.weights import Build, CheckpointMap, TensorPart, Transform
+from hybridrt.models.config.family import routed_experts
+from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
 
 MTP_KEYS = r"mtp\..*"
 # Spellings of the matrices of SwiGLU that several families use.

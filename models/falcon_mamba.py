@@ -1,9 +1,20 @@
 """Falcon-Mamba: a stack of Mamba-1 blocks, as Mamba, whose dt, B and C are RMS-normed without weights (TII 2024,
 arXiv:2410.05355)."""
 
+from hybridrt.base.config_fields import EPSILON
 from hybridrt.kinds.mamba1 import Mamba1Config
-from hybridrt.layers.mamba1 import Mamba1Mixer
-from hybridrt.models.mamba import PureMamba
+from hybridrt.models.config.family import Family
+from hybridrt.models.mamba import DEFAULTS, FIELDS, PureMamba, derive, describe
+from hybridrt.recurrent.mamba1 import Mamba1Mixer
+
+FAMILY = Family(
+    model="hybridrt.models.falcon_mamba:FalconMambaForCausalLM",
+    model_type="falcon_mamba",
+    fields={**FIELDS, "mixer_rms_eps": EPSILON},
+    defaults={**DEFAULTS, "mixer_rms_eps": 1e-06},
+    derive=derive,
+    describe=describe,
+)
 
 
 class FalconMambaForCausalLM(PureMamba):

@@ -8,13 +8,102 @@ Queries and keys are normed head by head before they are rotated (Liquid AI 2025
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from hybridrt.base.config_fields import (
+    ATTENTION,
+    COMMON,
+    COUNT,
+    EPSILON,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MULTIPLIER,
+    SIZE,
+    TAPS,
+    FieldTypes,
+)
+from hybridrt.base.config_json import FLAG, NULL, either, integer, list_of, number, one_of
 from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
-from hybridrt.layers.short_conv import ShortConvMixer
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.models.base import SWIGLU, CausalLM
+from hybridrt.models.config.family import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
+from hybridrt.recurrent.short_conv import ShortConvMixer
+
+SHARED: FieldTypes = {
+    **COMMON,
+    **ATTENTION,
+    "conv_L_cache": TAPS,
+    "conv_bias": FLAG,
+    "full_attn_idxs": either(NULL, list_of(integer(0, MAX_LAYERS))),
+    "layer_types": list_of(one_of("conv", "full_attention")),
+    "norm_eps": EPSILON,
+    "rope_parameters": FULL_ROPE,
+}
+DENSE: FieldTypes = {
+    **SHARED,
+    "block_auto_adjust_ff_dim": FLAG,
+    "block_ffn_dim_multiplier": number(1e-3, 1e3),
+    "block_multiple_of": SIZE,
+}
+MOE: FieldTypes = {
+    **SHARED,
+    "num_dense_layers": COUNT,
+    "num_experts": integer(2, MAX_EXPERTS),
+    "num_experts_per_tok": COUNT,
+    "moe_intermediate_size": SIZE,
+    "routed_scaling_factor": MULTIPLIER,
+    **dict.fromkeys(("norm_topk_prob", "use_expert_bias"), FLAG),
+}
+COMMON_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 65536, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 128000, "norm_eps": 1e-05, "tie_word_embeddings": True, "rope_parameters": None,
+    "rope_theta": 1000000.0, "conv_bias": False, "conv_L_cache": 3, "layer_types": None,
+}  # fmt: skip
+DENSE_DEFAULTS: dict[str, Any] = {
+    **COMMON_DEFAULTS,
+    "hidden_size": 2560, "intermediate_size": 12288, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True, "full_attn_idxs": None,
+}  # fmt: skip
+MOE_DEFAULTS: dict[str, Any] = {
+    **COMMON_DEFAULTS,
+    "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792, "num_dense_layers": 2,
+    "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+}  # fmt: skip
+OLDER = {"tie_embedding": "tie_word_embeddings"}
+
+
+def _derive(fields: dict[str, Any]) -> None:
+    if fields["layer_types"] is None:
+        count, full = fields["num_hidden_layers"], fields["full_attn_idxs"]
+        fields["layer_types"] = ["full_attention" if full is None or i in full else "conv" for i in range(count)]
+
+
+def _describe(hf: Any) -> FamilyFields:
+    dense = getattr(hf, "num_dense_layers", len(hf.layer_types))  # experts are in the layers behind them
+    ffns = ["mlp" if i < dense else "moe" for i in range(len(hf.layer_types))]
+    conv = ShortConvConfig(hf.hidden_size, hf.conv_L_cache)
+    return interleaved(hf, conv, attention_config(hf), ffns)
+
+
+FAMILY = Family(
+    model="hybridrt.models.lfm2:Lfm2ForCausalLM",
+    model_type="lfm2",
+    fields=DENSE,
+    defaults=DENSE_DEFAULTS,
+    older={**OLDER, "block_ff_dim": "intermediate_size"},
+    derive=_derive,
+    describe=_describe,
+)
+MOE_FAMILY = Family(
+    model="hybridrt.models.lfm2:Lfm2MoeForCausalLM",
+    model_type="lfm2_moe",
+    fields=MOE,
+    defaults=MOE_DEFAULTS,
+    older=OLDER,
+    describe=_describe,
+)
 
 
 class Lfm2ForCausalLM(CausalLM):

@@ -5,17 +5,119 @@
 Positions come from the recurrent layers: attention rotates nothing (NVIDIA 2025, arXiv:2504.03624).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from hybridrt.base.config import LayerSpec
+from hybridrt.base.config_fields import (
+    ATTENTION,
+    CHUNK,
+    COMMON,
+    COUNT,
+    EPSILON,
+    MAX_EXPERTS,
+    MULTIPLIER,
+    SIZE,
+    STATE,
+    TAPS,
+    FieldTypes,
+)
+from hybridrt.base.config_json import FLAG, NULL, FieldType, check_fields, either, integer, list_of, one_of
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.mamba2 import Mamba2Block
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, Latent, MoE, SigmoidGroupRouter
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import CheckpointMap
 from hybridrt.models.base import CausalLM, MTPHead
+from hybridrt.models.config.family import Family, FamilyFields, attention_config
+from hybridrt.recurrent.mamba2 import Mamba2Block
+
+BLOCKS = {
+    "linear_attention": LayerSpec(False, "mamba2", None),
+    "full_attention": LayerSpec(True, None, None),
+    "mlp": LayerSpec(False, None, "mlp"),
+    "moe": LayerSpec(False, None, "moe"),
+}
+FIELDS: FieldTypes = {
+    **COMMON,
+    **ATTENTION,
+    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "n_groups"), SIZE),
+    "ssm_state_size": STATE,
+    "conv_kernel": TAPS,
+    "chunk_size": CHUNK,
+    **dict.fromkeys(("layers_block_type", "mtp_layers_block_type"), list_of(one_of(*BLOCKS))),
+    "num_nextn_predict_layers": COUNT,
+    **dict.fromkeys(("n_routed_experts", "num_experts_per_tok"), COUNT),
+    **dict.fromkeys(("n_group", "topk_group"), integer(1, MAX_EXPERTS)),
+    **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), SIZE),
+    "moe_latent_size": either(NULL, SIZE),
+    "routed_scaling_factor": MULTIPLIER,
+    "layer_norm_epsilon": EPSILON,
+    **dict.fromkeys(("use_bias", "use_conv_bias", "mlp_bias", "norm_topk_prob"), FLAG),
+}
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 131072, "hidden_size": 4096, "num_hidden_layers": None, "layers_block_type": None,
+    "tie_word_embeddings": False, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 4096, "intermediate_size": 21504, "mlp_bias": False, "ssm_state_size": 128,
+    "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True,
+    "chunk_size": 128, "n_routed_experts": 8, "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688, "moe_latent_size": None, "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0, "mtp_layers_block_type": None, "use_bias": False, "layer_norm_epsilon": 1e-05,
+}  # fmt: skip
+OLDER = {
+    "layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size",
+}  # fmt: skip
+# Kinds of blocks by the letters of hybrid_override_pattern.
+LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+MTP_KINDS = ["full_attention", "moe"]
+PATTERN = FieldType(f"a string of {' '.join(LETTERS)}", lambda v: isinstance(v, str) and set(v) <= LETTERS.keys())
+
+
+def _derive(fields: dict[str, Any]) -> None:
+    """The lists of blocks, which files spell as letters as well; num_hidden_layers means nothing beside them, nor do
+    letters beside a list."""
+    if fields["layers_block_type"] is None:
+        fields["layers_block_type"] = _spelled(fields, "hybrid_override_pattern", "ME*-")
+    fields["num_hidden_layers"] = len(fields["layers_block_type"])
+    if fields["mtp_layers_block_type"] in (None, MTP_KINDS):
+        fields["mtp_layers_block_type"] = _spelled(fields, "mtp_hybrid_override_pattern", "*E")
+
+
+def _spelled(fields: dict[str, Any], name: str, default: str) -> list[str]:
+    """The kinds of a field's letters."""
+    check_fields(fields, {name: PATTERN}, "a pattern of blocks")
+    return [LETTERS[letter] for letter in fields.get(name, default)]
+
+
+def _describe(hf: Any) -> FamilyFields:
+    mamba = Mamba2Config(
+        hf.mamba_num_heads, hf.mamba_head_dim, hf.ssm_state_size, hf.n_groups, hf.conv_kernel, hf.chunk_size,
+        # transformers raises time steps to time_step_min in prefill, and not in decode. The fused path of the published
+        # code raises them in neither, nor does vLLM.
+        dt_limit=(0.0, math.inf),
+    )  # fmt: skip
+    layers = tuple(BLOCKS[k] for k in hf.layers_block_type)
+    head = tuple(BLOCKS[k] for k in hf.mtp_layers_block_type) if hf.num_nextn_predict_layers == 1 else ()
+    # Nemotron-H rotates nothing: its attention layers take positions from the recurrent layers around them.
+    attention = attention_config(hf, rotary=False)
+    return {"layers": layers, "linear": {"mamba2": mamba}, "attention": attention, "mtp_layers": head}
+
+
+FAMILY = Family(
+    model="hybridrt.models.nemotron_h:NemotronHForCausalLM",
+    model_type="nemotron_h",
+    fields=FIELDS,
+    defaults=DEFAULTS,
+    older=OLDER,
+    derive=_derive,
+    describe=_describe,
+    mtp_head="hybridrt.models.nemotron_h:NemotronHMTP",
+)
+
 
 MOE_KEYS = {
     "router": "gate",

@@ -5,11 +5,95 @@
 Checkpoints that see images hold the text part under `model.language_model`; the rest is skipped (Qwen team 2026).
 """
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
-from hybridrt.layers.gdn import GDNKeys
+from hybridrt.base.config import LayerSpec
+from hybridrt.base.config_fields import ATTENTION, COMMON, COUNT, EPSILON, OUTPUT_GATES, PERIOD, SIZE, FieldTypes
+from hybridrt.base.config_json import FLAG, NULL, OBJECT, either
 from hybridrt.models.base import MTP_KEYS
+from hybridrt.models.config.family import (
+    GDN,
+    GDN_DEFAULTS,
+    Family,
+    FamilyFields,
+    attention_config,
+    derive_gdn,
+    gdn_config,
+    interleaved,
+)
 from hybridrt.models.qwen3_next import Qwen3NextForCausalLM
+from hybridrt.recurrent.gdn import GDNKeys
+
+FIELDS: FieldTypes = {
+    **COMMON,
+    **ATTENTION,
+    **OUTPUT_GATES,
+    **GDN,
+    "mtp_num_hidden_layers": either(NULL, COUNT),
+    "mtp_use_dedicated_embeddings": either(NULL, FLAG),
+    "full_attention_interval": PERIOD,
+    "rms_norm_eps": EPSILON,
+    "rope_parameters": OBJECT,
+    "attention_bias": FLAG,
+}
+MOE_FIELDS: FieldTypes = {
+    **{name: kind for name, kind in FIELDS.items() if name != "intermediate_size"},
+    **dict.fromkeys(("num_experts", "num_experts_per_tok"), COUNT),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), SIZE),
+}
+DEFAULTS: dict[str, Any] = {
+    **GDN_DEFAULTS,
+    "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06, "tie_word_embeddings": False, "rope_parameters": None, "partial_rotary_factor": 0.25,
+    "attention_bias": False,
+}  # fmt: skip
+MOE_DEFAULTS: dict[str, Any] = {
+    **DEFAULTS,
+    "hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8, "num_experts": 256,
+}  # fmt: skip
+
+
+def _describe(hf: Any, ffn: str) -> FamilyFields:
+    # Only a head that shares the model's embedding is implemented.
+    one_head = getattr(hf, "mtp_num_hidden_layers", 0) == 1 and not getattr(hf, "mtp_use_dedicated_embeddings", False)
+    # In text all three positions of its rotary embedding (mrope_section) are the token's own: it is the plain one.
+    head = (LayerSpec(True, None, ffn),) if one_head else ()
+    return interleaved(hf, gdn_config(hf), attention_config(hf), ffn) | {"mtp_layers": head}
+
+
+DENSE = Family(
+    model="hybridrt.models.qwen3_5:Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    fields=FIELDS,
+    defaults=DEFAULTS,
+    derive=derive_gdn,
+    describe=lambda hf: _describe(hf, "mlp"),
+    mtp_head="hybridrt.models.qwen3_next:Qwen3NextMTP",
+)
+MOE = replace(
+    DENSE,
+    model="hybridrt.models.qwen3_5:Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    fields=MOE_FIELDS,
+    defaults=MOE_DEFAULTS,
+    describe=lambda hf: _describe(hf, "moe"),
+)
+IMAGES = ("image_token_id", "video_token_id")
+SEEING = replace(
+    DENSE,
+    model="hybridrt.models.qwen3_5:Qwen3_5ForConditionalGeneration",
+    section="text_config",
+    image_tokens=IMAGES,
+)
+SEEING_MOE = replace(
+    MOE,
+    model="hybridrt.models.qwen3_5:Qwen3_5MoeForConditionalGeneration",
+    section="text_config",
+    image_tokens=IMAGES,
+)
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):

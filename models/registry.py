@@ -1,10 +1,10 @@
 """The class that builds a model, and its prediction head, by the family of its config.json."""
 
-from hybridrt.config import ModelConfig
-from hybridrt.errors import ConfigError
-from hybridrt.families.registry import family_of
+from hybridrt.base.config import ModelConfig
+from hybridrt.base.errors import ConfigError
+from hybridrt.base.plugins import load_object
 from hybridrt.models.base import CausalLM, MTPHead
-from hybridrt.plugins import load_object
+from hybridrt.models.config.family_registry import family_of
 
 
 def model_class(architecture: str) -> type[CausalLM]:

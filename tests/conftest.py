@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 
 import triton
 
-from hybridrt.kernels import providers
+from hybridrt.kernels.core import providers
 from tests.support import interpreter, ties
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.config import (
+from hybridrt.base.config import (
     EngineConfig,
     LayerSpec,
     SpeculativeConfig,
@@ -18,15 +18,16 @@ from hybridrt.config import (
     resolve_dtype,
     resolve_state_dtype,
 )
-from hybridrt.errors import ConfigError, DeviceError, HybridrtError, UnsupportedModelError
-from hybridrt.hf_config import read_model_config
+from hybridrt.base.errors import ConfigError, DeviceError, HybridrtError, UnsupportedModelError
 from hybridrt.kinds.base import next_power_of_two
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
 from hybridrt.kinds.short_conv import ShortConvConfig
-from hybridrt.runtime.build import resolve_model_path, resolve_state_mode
+from hybridrt.models.config.read_config import read_model_config
+from hybridrt.runtime.load.build import resolve_model_path
+from hybridrt.runtime.load.target import resolve_state_mode
 from tests.support.checkpoints import CheckpointStore
 from tests.support.session import Session
 

@@ -14,7 +14,7 @@ import torch
 import typer
 
 from hybridrt.cli.app import app
-from hybridrt.distributed.conv_transfer import MambaSpec, derive_mamba_conv_split
+from hybridrt.mem_cache.pools.state_slices import MambaSpec, derive_mamba_conv_split
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

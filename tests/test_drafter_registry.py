@@ -7,15 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridrt import LLM, SamplingParams, SpeculativeConfig, plugins
-from hybridrt.config import EngineConfig
-from hybridrt.errors import BackendError, ConfigError
-from hybridrt.plugins import load_object
-from hybridrt.runtime.drafting import DraftMethod, DraftRow, DraftTask, draft_method
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.speculative import registry
+from hybridrt import LLM, SamplingParams, SpeculativeConfig
+from hybridrt.base import draft_methods as registry
+from hybridrt.base import plugins
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.draft_methods import BUILT_IN, DRAFTERS, load_method
+from hybridrt.base.errors import BackendError, ConfigError
+from hybridrt.base.plugins import load_object
+from hybridrt.runtime.load.draft_needs import DraftRow
+from hybridrt.runtime.run.draft_task import DraftTask
+from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.speculative.drafter import AdaptiveDrafter
-from hybridrt.speculative.registry import BUILT_IN, DRAFTERS, load_method
+from hybridrt.speculative.method import DraftMethod, draft_method
 from tests.support.checkpoints import CheckpointStore
 from tests.support.outside_drafter import OUTSIDE, FirstFollowers
 
@@ -53,7 +56,7 @@ def test_a_name_that_leads_to_no_method_is_refused_at_once(method: str, error: t
 
 def test_a_record_that_is_no_whole_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     half = registry.DraftMethodBase()
-    monkeypatch.setattr("hybridrt.runtime.drafting.load_method", lambda name: half)
+    monkeypatch.setattr("hybridrt.runtime.run.draft_task.load_method", lambda name: half)
     with pytest.raises(BackendError, match="must be a DraftMethod"):
         draft_method(SpeculativeConfig("first"))
 

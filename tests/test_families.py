@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridrt import LLM, SamplingParams, plugins
-from hybridrt.errors import BackendError, UnsupportedModelError
-from hybridrt.families.registry import all_families, family_of
+from hybridrt import LLM, SamplingParams
+from hybridrt.base import plugins
+from hybridrt.base.errors import BackendError, UnsupportedModelError
+from hybridrt.models.config.family_registry import KNOWN_FAMILIES, family_of
 from hybridrt.models.registry import model_class
 from tests.support.checkpoints import jamba
 from tests.support.outside_family import ARCHITECTURE, FAMILY, OutsideForCausalLM
@@ -31,7 +32,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     family_of.cache_clear()
 
 
-@pytest.mark.parametrize("architecture", all_families().names())
+@pytest.mark.parametrize("architecture", KNOWN_FAMILIES.names())
 def test_a_record_names_what_there_is(architecture: str) -> None:
     family = family_of(architecture)
     assert family.architecture == architecture == model_class(architecture).__name__

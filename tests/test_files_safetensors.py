@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save, save_file
 
 from hybridrt import SessionError
-from hybridrt.config_json import read_object
-from hybridrt.engine.tokenizer import load_tokenizer
-from hybridrt.errors import CheckpointError, ConfigError
-from hybridrt.files import CONFIG_BYTES, INDEX_BYTES, SESSION_HEADER_BYTES, TOKENIZER_BYTES, WEIGHTS_HEADER_BYTES
-from hybridrt.files_safetensors import DTYPES, DamagedFileError, TensorFile
-from hybridrt.models.weight_files import equal_tensors, keys_of, tensors_of
-from hybridrt.models.weight_reader import staged_tensors
+from hybridrt.base.config_json import read_object
+from hybridrt.base.errors import CheckpointError, ConfigError
+from hybridrt.base.files import CONFIG_BYTES, INDEX_BYTES, SESSION_HEADER_BYTES, TOKENIZER_BYTES, WEIGHTS_HEADER_BYTES
+from hybridrt.base.files_safetensors import DTYPES, DamagedFileError, TensorFile
+from hybridrt.engine.text.tokenizer import load_tokenizer
+from hybridrt.models.loading.weight_files import equal_tensors, keys_of, tensors_of
+from hybridrt.models.loading.weight_reader import staged_tensors
 from tests.engine.test_sessions import TEXT, ask, build
 from tests.models.test_loader import load as load_model
 from tests.models.test_odd_files import image

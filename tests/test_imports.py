@@ -22,9 +22,9 @@ saw = {{}}
 def look(after, *names): saw[after] = [name for name in names if name in sys.modules]
 import hybridrt, hybridrt.cli.app
 look("command", *{HEAVY})
-import hybridrt.engine.async_llm
+import hybridrt.engine.api.async_llm
 look("engine", *{SERVERS})
-from hybridrt.kernels.providers import report
+from hybridrt.kernels.core.providers import report
 rows = report()
 look("report", *{KERNELS})
 for module in {[module for module in SOURCES if not NEEDS_ONE.search(module)]}: importlib.import_module(module)
@@ -35,7 +35,7 @@ print(json.dumps([saw, [row.op for row in rows], [row.picked for row in rows if 
 # A first start, with the modules of the child that finds kernels; its argument: a checkpoint without a tokenizer.
 START = """
 import sys
-import hybridrt.runtime.compile_trace
+import hybridrt.runtime.precompile.compile_trace
 from hybridrt import LLM, SamplingParams
 with LLM(sys.argv[1], device="cpu", load_format="dummy", max_model_len=64) as llm:
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
@@ -71,7 +71,7 @@ def test_a_start_without_text_does_not_import_transformers(tmp_path: Path) -> No
 # What a process that finds kernels does on "meta", then what another package may ask of torch's compiler.
 META = """
 import sys, torch
-from hybridrt.runtime.no_dynamo import leave_out_dynamo
+from hybridrt.runtime.precompile.no_dynamo import leave_out_dynamo
 leave_out_dynamo()
 x = torch.empty(4, 6, device="meta")
 (x[1:] - 3).index_fill_(0, torch.zeros(1, dtype=torch.long, device="meta"), 1)

@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridrt import plugins
-from hybridrt.attention.linear import MambaAttnBackendBase
-from hybridrt.attention.registry import create_backend
+from hybridrt.base import plugins
+from hybridrt.base.config import AttentionConfig, EngineConfig, LayerSpec, LinearConfig, ModelConfig, SpeculativeConfig
+from hybridrt.base.errors import BackendError, ConfigError, UnsupportedLayerError
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.plugins import load_object
 from hybridrt.cli.inspect import _symbol
-from hybridrt.config import AttentionConfig, EngineConfig, LayerSpec, LinearConfig, ModelConfig, SpeculativeConfig
-from hybridrt.distributed.conv_transfer import MambaSpec, derive_mamba_conv_split
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import BackendError, ConfigError, UnsupportedLayerError
-from hybridrt.forward_batch import ForwardBatch
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.kinds.base import LinearKind
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.kda import KDAConfig
@@ -28,14 +26,17 @@ from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import check_replay, kind_names, linear_kind, state_dtype, state_shape
 from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.kinds.simple_gla import SimpleGLAConfig
-from hybridrt.layers.gdn import GDNKeys
-from hybridrt.layers.lightning import decay_rates
-from hybridrt.layers.mamba2 import mamba2_segments
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build
-from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
-from hybridrt.plugins import load_object
-from hybridrt.runtime.build import RunTarget, build_pools
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts
+from hybridrt.mem_cache.pools.state_slices import MambaSpec, derive_mamba_conv_split
+from hybridrt.recurrent.backend import MambaAttnBackendBase
+from hybridrt.recurrent.backends import create_backend
+from hybridrt.recurrent.gdn import GDNKeys
+from hybridrt.recurrent.lightning import decay_rates
+from hybridrt.recurrent.mamba2 import mamba2_segments
+from hybridrt.runtime.load.build import build_pools
+from hybridrt.runtime.load.target import RunTarget
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.outside_kind import OUTSIDE, OutsideConfig
 from tests.support.session import spoil
@@ -314,6 +315,6 @@ def test_rings_have_the_shapes_of_the_record(monkeypatch: pytest.MonkeyPatch) ->
         }
 
     kind: LinearKind = replace(linear_kind("gdn"), ring_shapes=per_channel)
-    monkeypatch.setattr("hybridrt.mem_cache.mamba_pool.linear_kind", lambda name: kind)
+    monkeypatch.setattr("hybridrt.mem_cache.pools.mamba_pool.linear_kind", lambda name: kind)
     stack = Stack(make_layers("gdn"), torch.zeros(3, HIDDEN), "replay")
     assert stack.mamba.layer_cache(0).ring_gates.shape == (ROWS + 1, 4, 16, 6)  # type: ignore[union-attr]

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.engine.request import derive_seed
-from hybridrt.errors import EngineError
-from hybridrt.runtime.build import Pools
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import EngineError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.request.sample_request import derive_seed
+from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.support.checkpoints import VOCAB, falcon, falcon_mamba, jamba, lfm2_moe, nemotron, qwen, swa_ssm, write

@@ -194,7 +194,7 @@ def python(site: Path, cwd: Path, *arguments: str) -> str:
     return result.stdout
 
 
-WHERE = "import hybridrt.models.registry as m, hybridrt.mem_cache.allocator as c; print(m.__file__, c.__file__)"
+WHERE = "import hybridrt.models.registry as m, hybridrt.mem_cache.pools.allocator as c; print(m.__file__, c.__file__)"
 
 
 def test_the_installed_package_needs_no_checkout(installed: Path, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_the_installed_package_needs_no_checkout(installed: Path, tmp_path: Path
 
 def test_checkout_hides_an_installed_package_whole(installed: Path) -> None:
     files = python(installed, ROOT, "-c", WHERE).split()
-    assert files == [str(ROOT / "models" / "registry.py"), str(ROOT / "mem_cache" / "allocator.py")]
+    assert files == [str(ROOT / "models" / "registry.py"), str(ROOT / "mem_cache" / "pools" / "allocator.py")]
 
 
 def test_nothing_else_of_a_checkout_is_part_of_the_package(installed: Path) -> None:

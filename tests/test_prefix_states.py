@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine import answer_states, host_fetches
-from hybridrt.mem_cache.prefix_cache import CacheCounts
-from hybridrt.runtime.step import Snapshot, StepPlan
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.cache import answer_states, host_fetches
+from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheCounts
+from hybridrt.runtime.step.plan import Snapshot, StepPlan
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.cache_ledger import check_cache

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
 from tests.models.test_models_parity import prompts
 from tests.support.checkpoints import CheckpointStore
 from tests.support.levels import drawn, sweep

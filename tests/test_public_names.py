@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 import hybridrt
-from hybridrt import errors
-from hybridrt.engine import llm
+from hybridrt.base import errors
+from hybridrt.engine.api import llm
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,7 +23,7 @@ def test_dir_lists_every_public_name_and_each_can_be_had() -> None:
     assert set(hybridrt.__all__) <= listed
     for name in hybridrt.__all__:
         found = getattr(hybridrt, name)
-        home = hybridrt._HOME.get(name, "hybridrt.errors")
+        home = hybridrt._HOME.get(name, "hybridrt.base.errors")
         assert found is getattr(importlib.import_module(home), name)
     with pytest.raises(AttributeError, match="no_such_name"):
         hybridrt.no_such_name  # noqa: B018

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.config_json import check_fields, read_object
-from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family, routed_experts
-from hybridrt.families.reading import read_fields
-from hybridrt.families.registry import all_families, family_of
-from hybridrt.hf_config import read_model_config
+from hybridrt.base.config_json import check_fields, read_object
+from hybridrt.base.errors import ConfigError
 from hybridrt.layers.rotary import rotary_table
+from hybridrt.models.config.family import Family, routed_experts
+from hybridrt.models.config.family_registry import KNOWN_FAMILIES, family_of
+from hybridrt.models.config.read_config import read_model_config
+from hybridrt.models.config.read_fields import read_fields
 from tests.models.test_odd_files import FAMILIES, fields_of
 from tests.support.config_oracle import compared, same_fields, their_fields, their_frequencies
 from tests.support.odd_configs import write_fields
 
 FILE = Path("config.json")
-READ = [name for name in all_families().names() if family_of(name).model_type]
+READ = [name for name in KNOWN_FAMILIES.names() if family_of(name).model_type]
 LAYOUTS = [name for name in FAMILIES if name != "swa_ssm"]
 # Ways in which files say how they rotate.
 ROPES: list[dict[str, Any]] = [

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridrt.errors import HybridrtError, RequestError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import HybridrtError, RequestError
+from hybridrt.base.sampling_params import SamplingParams
 
 BAD: list[tuple[str, Any]] = [
     *(("max_tokens", v) for v in (0, -3, 1.5, True, "9")),

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from hybridrt import RequestError, SamplingParams, StructuredOutputs
-from hybridrt.runtime.messages import decode, encode
-from hybridrt.runtime.step import Admission, StepPlan
-from hybridrt.structured_outputs import MAX_CHARACTERS, MAX_CHOICES
+from hybridrt.base.structured_outputs import MAX_CHARACTERS, MAX_CHOICES
+from hybridrt.parallel.messages import decode, encode
+from hybridrt.runtime.step.plan import Admission, StepPlan
 
 DEEP: list[Any] = []
 for _ in range(100_000):

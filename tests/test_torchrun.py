@@ -7,11 +7,11 @@ from torch import distributed
 from typer.testing import CliRunner
 
 from hybridrt import LLM
+from hybridrt.base.errors import ConfigError, RankError
 from hybridrt.cli.app import app
-from hybridrt.errors import ConfigError, RankError
-from hybridrt.runtime import rank_start
-from hybridrt.runtime.ranks import Ranks
-from hybridrt.runtime.torchrun import World, world
+from hybridrt.parallel import rank_start
+from hybridrt.parallel.ranks import Ranks
+from hybridrt.parallel.torchrun import World, world
 
 WHOLE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 

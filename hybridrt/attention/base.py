@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.branch import Branch
-from hybridrt.config import AttentionSpec
-from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
-from hybridrt.kernels.records import Rope
-from hybridrt.kernels.rotary import qk_norm_rotary
+from hybridrt.base.config import AttentionSpec
+from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
+from hybridrt.kernels.attention.rotary import qk_norm_rotary
+from hybridrt.kernels.core.records import Rope
 
 
 class QKV(NamedTuple):
@@ -83,7 +83,7 @@ class AttentionBackend(ABC):
 
     def recording_key(self, batch: ForwardBatch) -> Hashable:
         """Of a prepared plain decode step on a CPU whose tensors are kept: steps of equal keys are the same operations
-        on the same tensors, so one can be recorded for all (hybridrt.kernels.recording). None: it cannot be."""
+        on the same tensors, so one can be recorded for all (hybridrt.kernels.core.recording). None: it cannot be."""
         return None
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027  # decode rows need none of it
@@ -104,7 +104,7 @@ class AttentionBackend(ABC):
 
         On a GPU its kernels may read the batch's tensors and the page table before the kernel in front of them has
         ended. A model launches something of PyTorch, its embedding or a product, behind what writes them
-        (hybridrt.kernels.pdl_triton).
+        (hybridrt.kernels.core.pdl_triton).
 
         Args:
             q, k, v: [T, heads * head_dim] of the new tokens; None for recurrent layers, which pass their own inputs as
@@ -281,9 +281,9 @@ class SegmentedAttnBackend(AttentionBackend):
     """A softmax-attention backend that runs the decode and the extend segment of a batch each with its own method.
 
     Attributes:
-        provider: whose kernels it runs, a name of hybridrt.kernels.providers; None for its own.
+        provider: whose kernels it runs, a name of hybridrt.kernels.core.providers; None for its own.
         auto_decode, auto_prefill: types of device on which "auto" may choose it for this. Of several the first in
-            hybridrt.attention.registry is chosen.
+            hybridrt.recurrent.backends is chosen.
         branch: runs the decode segment of a captured step beside the other one. Without a device of its own it does
             not.
     """

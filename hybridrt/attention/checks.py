@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView
-from hybridrt.mem_cache.bounds import DEBUG, may_look
+from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView
+from hybridrt.mem_cache.pools.bounds import DEBUG, may_look
 
 _GRAPH_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 

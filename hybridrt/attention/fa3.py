@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.paged import PagedAttnBackend, PagedMetadata
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.mem_cache.kv_pool import KVPool
-from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 
 class Fa3AttnBackend(PagedAttnBackend):

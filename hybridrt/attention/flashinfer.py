@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.paged import PagedKVBackend
-from hybridrt.config import AttentionSpec
-from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, GraphView
-from hybridrt.mem_cache.kv_pool import KVPool
-from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.base.config import AttentionSpec
+from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import ForwardBatch, GraphView
+from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 if TYPE_CHECKING:
     from hybridrt.kernels.libraries.flashinfer import GraphBuffers, HeadLayout, PagedAttention

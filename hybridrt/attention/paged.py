@@ -10,17 +10,17 @@ from torch import Tensor
 from hybridrt.attention.base import SegmentedAttnBackend
 from hybridrt.attention.branch import Branch
 from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own, check_written_places
-from hybridrt.config import AttentionSpec
-from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, GraphView
-from hybridrt.kernels.latent_attention import from_latent, into_latent
-from hybridrt.kernels.providers import objection, require, select
-from hybridrt.kernels.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
-from hybridrt.kernels.state_commit import move_kv
-from hybridrt.kernels.views import by_head
-from hybridrt.mem_cache.bounds import check_range
-from hybridrt.mem_cache.kv_pool import KVPool
-from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.base.config import AttentionSpec
+from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import ForwardBatch, GraphView
+from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
+from hybridrt.kernels.core.providers import objection, require, select
+from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
+from hybridrt.kernels.core.views import by_head
+from hybridrt.kernels.state.state_commit import move_kv
+from hybridrt.mem_cache.pools.bounds import check_range
+from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 
 @dataclass
@@ -44,7 +44,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         kv_pool, req_to_token_pool: where keys, values and their slots live.
 
     Attributes:
-        provider: whose kernels attend (hybridrt.kernels.providers).
+        provider: whose kernels attend (hybridrt.kernels.core.providers).
         serves_latent: whether it has kernels for layers of variant "mla".
         head_dims, architectures: of a library whose kernels take a KV cache of 16 bits alone: the widths of heads that
             they are compiled for, and the major numbers of the compute capability. Empty: any dtype, width and GPU.

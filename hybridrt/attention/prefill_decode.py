@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from hybridrt.attention.base import SegmentedAttnBackend
-from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView
-from hybridrt.kernels.records import Rope
+from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView
+from hybridrt.kernels.core.records import Rope
 
 _SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 

@@ -8,13 +8,20 @@ from typing import Any
 from torch import Tensor
 
 from hybridrt.attention.paged import PagedAttnBackend, PagedMetadata
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.paged_attention import CellPlaces, RowContext, attend, cell_places, row_context, store_at
-from hybridrt.kernels.recording import live
-from hybridrt.kernels.records import PagedKV, Rope
-from hybridrt.kernels.rotary import turned, turns
-from hybridrt.mem_cache.kv_pool import KVPool
-from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.attention.paged_attention import (
+    CellPlaces,
+    RowContext,
+    attend,
+    cell_places,
+    row_context,
+    store_at,
+)
+from hybridrt.kernels.attention.rotary import turned, turns
+from hybridrt.kernels.core.recording import live
+from hybridrt.kernels.core.records import PagedKV, Rope
+from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 
 @dataclass

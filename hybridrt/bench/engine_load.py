@@ -4,11 +4,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from hybridrt.base.errors import HybridrtError
+from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.bench.timing import Timing
 from hybridrt.bench.workload import Work
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import HybridrtError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.engine.api.llm import LLM
 
 
 def run_engine(llm: LLM, work: Sequence[Work], concurrency: int | None, **params: Any) -> list[Timing]:

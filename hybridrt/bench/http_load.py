@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from hybridrt.base.errors import ConfigError
 from hybridrt.bench.timing import Timing
 from hybridrt.bench.workload import Work
-from hybridrt.errors import ConfigError
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")  # JSON holds no line end
 _DONE_BYTES = 16

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridrt.errors import ConfigError, ProviderNotInstalledError
+from hybridrt.base.errors import ConfigError, ProviderNotInstalledError
 
 PERCENTILES = (50, 90, 95, 99)
 

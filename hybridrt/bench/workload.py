@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from hybridrt.errors import ConfigError, shown
-from hybridrt.files import read_lines
+from hybridrt.base.errors import ConfigError, shown
+from hybridrt.base.files import read_lines
 
 _BLOCK = 512  # tokens of one hash in a trace
 _FIRST_ID = 3  # ids below are often special

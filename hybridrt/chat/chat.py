@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from hybridrt.base.errors import CheckpointError, RequestError
+from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.answer_parser import AnswerParser
 from hybridrt.chat.answer_reader import AnswerReader, TokenTags
 from hybridrt.chat.constraints import Constraints, forces_calls
@@ -23,14 +25,12 @@ from hybridrt.chat.sizes import is_large
 from hybridrt.chat.template_traits import TemplateTraits, find_traits, fitted, fitted_tool
 from hybridrt.chat.tool_parser import ToolParser
 from hybridrt.chat.tool_parsers.forced import ForcedCalls
-from hybridrt.errors import CheckpointError, RequestError
-from hybridrt.sampling_params import SamplingParams
 
 _KNOWN_STARTS = 32
 
 
 class ChatTokenizer(Protocol):
-    """What the core needs of hybridrt.engine.tokenizer.HFTokenizer."""
+    """What the core needs of hybridrt.engine.text.tokenizer.HFTokenizer."""
 
     hf: Any
 

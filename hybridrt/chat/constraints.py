@@ -1,7 +1,7 @@
 """One grammar for all that an answer must be: forced calls, strict arguments, a form. Reasoning before it, if its tags
-are tokens, is no part of the grammar (hybridrt.structured_outputs.Thinking).
+are tokens, is no part of the grammar (hybridrt.base.structured_outputs.Thinking).
 
-The grammars are llguidance's variant of Lark (hybridrt.structured_outputs). In them a tag that is a token is `<[ID]>`;
+The grammars are llguidance's variant of Lark (base/structured_outputs.py). In them a tag that is a token is `<[ID]>`;
 text holds no such token.
 """
 
@@ -9,12 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hybridrt.base.errors import RequestError
+from hybridrt.base.structured_outputs import WHITESPACE, StructuredOutputs, Thinking
 from hybridrt.chat.conversation import Conversation, NamedTool, Tool
 from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.schemas import calls, json_text, one_call
 from hybridrt.chat.tool_parser import ToolParser
-from hybridrt.errors import RequestError
-from hybridrt.structured_outputs import WHITESPACE, StructuredOutputs, Thinking
 
 # What an expression between slashes cannot hold as it is. A character behind a backslash is escaped already.
 _MARKS = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}

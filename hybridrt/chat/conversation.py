@@ -8,10 +8,10 @@ from typing import Any, Literal, TypedDict
 
 import msgspec
 
+from hybridrt.base.errors import RequestError, shown
+from hybridrt.base.errors_foreign import CALLS, refuse
 from hybridrt.chat.efforts import EFFORTS
 from hybridrt.chat.sizes import check_sizes
-from hybridrt.errors import RequestError, shown
-from hybridrt.errors_foreign import CALLS, refuse
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARACTERS = 256

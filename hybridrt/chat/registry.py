@@ -4,10 +4,10 @@ points."""
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from hybridrt.base.errors import ConfigError
+from hybridrt.base.plugins import Plugins
 from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.tool_parser import ToolParser
-from hybridrt.errors import ConfigError
-from hybridrt.plugins import Plugins
 
 # "module:object" by name. Packages add theirs with entry points, "name = module:object": of the first group a class
 # below ToolParser, of the second a ReasoningTags.

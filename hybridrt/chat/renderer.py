@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from hybridrt.errors import CheckpointError, RequestError
+from hybridrt.base.errors import CheckpointError, RequestError
 
 TIMEOUT_S = 10.0
 START_TIMEOUT_S = 120.0

@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hybridrt.base.errors import RequestError, shown
+from hybridrt.base.structured_outputs import MAX_CHARACTERS
 from hybridrt.chat.conversation import Tool
 from hybridrt.chat.values import MAX_NAME
-from hybridrt.errors import RequestError, shown
-from hybridrt.structured_outputs import MAX_CHARACTERS
 
 # White space that llguidance allows between the tokens of a JSON text: models write calls in one or few lines.
 LITTLE_SPACE = {"whitespace_pattern": r"[\x20\x0A]{1,2}"}

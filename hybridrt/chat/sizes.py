@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from hybridrt.errors import RequestError
+from hybridrt.base.errors import RequestError
 
 # Of a whole conversation. Reading, passing on and rendering take microseconds for each.
 MAX_PARTS = 2**15  # of all messages' contents

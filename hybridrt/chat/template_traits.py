@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridrt.base.errors import CheckpointError
 from hybridrt.chat.efforts import supported_efforts
 from hybridrt.chat.renderer import RENDERER
-from hybridrt.errors import CheckpointError
 
 MAX_SECONDS = 10.0  # for all trials of a template together; a trial that has begun then ends by the renderer's limit
 ROLES = ("system", "user", "assistant", "tool")

@@ -9,8 +9,8 @@ import math
 import re
 from collections.abc import Callable
 
+from hybridrt.base.errors import is_text
 from hybridrt.chat.scanner import Malformed, Scanner, Step
-from hybridrt.errors import is_text
 
 MAX_DEPTH = 64
 MAX_WORD = 512  # characters of a number or a constant

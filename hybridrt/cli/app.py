@@ -12,6 +12,7 @@ from typer.completion import install_callback, show_callback
 from typer.core import TyperCommand, TyperGroup
 
 import hybridrt
+from hybridrt.base.errors import EngineError, HybridrtError, PoolError, ServerError, TransferError
 from hybridrt.cli import bench
 from hybridrt.cli.chat import chat
 from hybridrt.cli.compile import compile
@@ -22,7 +23,6 @@ from hybridrt.cli.option_names import in_options
 from hybridrt.cli.options import with_options
 from hybridrt.cli.serve import serve
 from hybridrt.cli.terminal import discard_output, open_streams
-from hybridrt.errors import EngineError, HybridrtError, PoolError, ServerError, TransferError
 
 RUNTIME_FAILURES = (EngineError, PoolError, ServerError, TransferError)
 COMPLETION = {"--install-completion": install_callback, "--show-completion": show_callback}

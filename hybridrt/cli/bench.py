@@ -11,11 +11,11 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
+from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.bench.timing import Goal, Timing, check_picture, plot, summary
 from hybridrt.bench.workload import WorkloadConfig, make_work
 from hybridrt.cli.options import EMBEDDED, EngineOptions, ModelOption, Overrides, SpeculativeOptions, option, setting
 from hybridrt.cli.tables import console, print_table
-from hybridrt.errors import ConfigError, EngineError
 
 _BUSY = 0.7  # a client that computes for this share of the time stamps tokens late
 _KINDS = ("time_to_first_token_ms", "inter_token_latency_ms", "time_per_output_token_ms", "end_to_end_latency_ms")
@@ -172,8 +172,8 @@ def offline(
 ) -> None:
     """Load an engine in this process, without a server."""
     from hybridrt.bench.engine_load import run_engine
-    from hybridrt.engine.llm import LLM
-    from hybridrt.runtime.build import resolve_model_path
+    from hybridrt.engine.api.llm import LLM
+    from hybridrt.runtime.load.build import resolve_model_path
 
     model = model or EMBEDDED
     results.check()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from html import escape
 
-from hybridrt.engine.cache_dump import CacheDump, DumpedNode
+from hybridrt.engine.cache.cache_dump import CacheDump, DumpedNode
 
 _ROW, _INDENT, _WIDTH, _BAR = 18, 14, 960, 360
 _TEXT = 48  # characters of an edge's text that are shown

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybridrt.base.errors import ConfigError
 from hybridrt.cli.options import (
     EMBEDDED,
     EngineOptions,
@@ -16,7 +17,6 @@ from hybridrt.cli.options import (
     read_text,
     setting,
 )
-from hybridrt.errors import ConfigError
 
 if TYPE_CHECKING:
     from hybridrt.cli.conversation import ChatModel
@@ -114,11 +114,11 @@ def _local(
 ) -> "ChatModel":
     from hybridrt.chat.chat import Chat
     from hybridrt.cli.local_model import LocalModel
-    from hybridrt.engine.llm import LLM
-    from hybridrt.engine.sampling_defaults import default_sampling_params
-    from hybridrt.engine.tokenizer import load_tokenizer
-    from hybridrt.hf_config import read_model_config
-    from hybridrt.runtime.build import resolve_model_path
+    from hybridrt.engine.api.llm import LLM
+    from hybridrt.engine.api.sampling_defaults import default_sampling_params
+    from hybridrt.engine.text.tokenizer import load_tokenizer
+    from hybridrt.models.config.read_config import read_model_config
+    from hybridrt.runtime.load.build import resolve_model_path
 
     path = resolve_model_path(model)
     params = replace(default_sampling_params(path), **{"max_tokens": None, **sampling})

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybridrt.base.errors import ConfigError, DeviceError, EngineError
 from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, ModelArgument, SpeculativeOptions
-from hybridrt.errors import ConfigError, DeviceError, EngineError
 
 if TYPE_CHECKING:
-    from hybridrt.config import EngineConfig
-    from hybridrt.runtime.compile_ahead import CompileReport
-    from hybridrt.runtime.pretend_gpu import GPUFacts
+    from hybridrt.base.config import EngineConfig
+    from hybridrt.base.device import GPUFacts
+    from hybridrt.runtime.precompile.compile_ahead import CompileReport
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def compile(
     Needs a C compiler, and with --gpu no GPU. Reads config.json alone. The options are those of the later run: others
     may need other kernels. The cache works only at the path where it was filled.
     """
-    from hybridrt.config import EngineConfig
+    from hybridrt.base.config import EngineConfig
 
     config = EngineConfig(model, **engine.given(), **speculation.given(model))
     made = compile_model(config, gpu, cache_dir, workers)
@@ -66,11 +66,11 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
         ProviderNotInstalledError: Triton is not installed.
         EngineError: a kernel is missing in the cache.
     """
-    from hybridrt.hf_config import read_model_config
-    from hybridrt.kernels.providers import require
-    from hybridrt.runtime.build import resolve_model_path
-    from hybridrt.runtime.compile_ahead import CompileAhead, default_workers
-    from hybridrt.runtime.triton_key import TritonKey
+    from hybridrt.kernels.core.providers import require
+    from hybridrt.models.config.read_config import read_model_config
+    from hybridrt.runtime.load.build import resolve_model_path
+    from hybridrt.runtime.precompile.compile_ahead import CompileAhead, default_workers
+    from hybridrt.runtime.precompile.triton_key import TritonKey
 
     require("triton", "hybridrt compile")
     if config.device not in ("auto", "cuda") and not config.device.startswith("cuda:"):
@@ -100,8 +100,8 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
 def _gpu(config: "EngineConfig", name: str | None) -> "GPUFacts":
     import torch
 
-    from hybridrt.config import resolve_device
-    from hybridrt.runtime.pretend_gpu import GPUFacts, known_gpu
+    from hybridrt.base.config import resolve_device
+    from hybridrt.base.device import GPUFacts, known_gpu
 
     if name is not None:
         return known_gpu(name)

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from hybridrt.errors import RequestError, is_text
+from hybridrt.base.errors import RequestError, is_text
 
 MAX_FILE_BYTES = 64 * 2**20
 

@@ -12,7 +12,7 @@ import typer
 from hybridrt.cli.options import JsonOption
 
 if TYPE_CHECKING:
-    from hybridrt.kernels.providers import ReportRow
+    from hybridrt.kernels.core.providers import ReportRow
 
 PACKAGES = (
     "hybridrt", "torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy",
@@ -62,8 +62,8 @@ def examine() -> DoctorReport:
     Raises:
         ConfigError: HYBRIDRT_PROVIDERS names what does not exist.
     """
-    from hybridrt.attention.registry import attention_backend_names
-    from hybridrt.kernels.providers import PROVIDERS, report
+    from hybridrt.kernels.core.providers import PROVIDERS, report
+    from hybridrt.recurrent.backends import attention_backend_names
 
     devices = _devices()
     distributions = [p.distribution for p in PROVIDERS.values() if p.distribution]
@@ -103,7 +103,7 @@ def untested(versions: dict[str, str | None], requirements: list[str]) -> list[s
 def _devices() -> list[DeviceReport]:
     import torch
 
-    from hybridrt.runtime.host_memory import free_host_memory, total_host_memory
+    from hybridrt.runtime.load.host_memory import free_host_memory, total_host_memory
 
     total = total_host_memory()
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores in use"

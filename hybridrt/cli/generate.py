@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybridrt.base.errors import RankError, RequestError, shown
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.structured_outputs import StructuredOutputs
 from hybridrt.cli.options import (
     EMBEDDED,
     MAX_CHARS,
@@ -24,15 +27,12 @@ from hybridrt.cli.options import (
     read_text,
     setting,
 )
-from hybridrt.engine.sampling_defaults import default_sampling_params
-from hybridrt.errors import RankError, RequestError, shown
-from hybridrt.runtime.torchrun import world
-from hybridrt.sampling_params import SamplingParams
-from hybridrt.structured_outputs import StructuredOutputs
+from hybridrt.engine.api.sampling_defaults import default_sampling_params
+from hybridrt.parallel.torchrun import world
 
 if TYPE_CHECKING:
-    from hybridrt.engine.llm import LLM
-    from hybridrt.engine.outputs import Delta, RequestMetrics
+    from hybridrt.engine.api.llm import LLM
+    from hybridrt.engine.request.outputs import Delta, RequestMetrics
 
 LABEL_WIDTH = 60
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -88,9 +88,9 @@ def generate(
     torchrun = world()
     # Under torchrun all ranks share standard input, and rank 0 reads it.
     typed = prompts or ([""] if torchrun and torchrun.rank else [_read_stdin()])
-    from hybridrt.engine.llm import LLM
-    from hybridrt.engine.tokenizer import check_text
-    from hybridrt.runtime.build import resolve_model_path
+    from hybridrt.engine.api.llm import LLM
+    from hybridrt.engine.text.tokenizer import check_text
+    from hybridrt.runtime.load.build import resolve_model_path
 
     for text in typed:
         check_text(text)  # before the model is downloaded
@@ -183,9 +183,9 @@ def _as_engine_takes_them(
         CheckpointError, ConfigError: --chat, and the model has no template that works.
     """
     from hybridrt.chat.conversation import read_conversation
-    from hybridrt.engine.chats import Chats
-    from hybridrt.engine.tokenizer import load_tokenizer
-    from hybridrt.hf_config import read_model_config
+    from hybridrt.engine.api.chats import Chats
+    from hybridrt.engine.text.tokenizer import load_tokenizer
+    from hybridrt.models.config.read_config import read_model_config
 
     if token_ids:
         return [_token_ids(text) for text in typed]

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.cli.options import EMBEDDED, EngineOptions, JsonOption, ModelArgument, SpeculativeOptions
-from hybridrt.errors import MemoryBudgetError
 
 if TYPE_CHECKING:
-    from hybridrt.config import EngineConfig, LayerSpec
+    from hybridrt.base.config import EngineConfig, LayerSpec
     from hybridrt.kinds.base import StateShape
-    from hybridrt.mem_cache.memory_plan import MemoryPlan
-    from hybridrt.runtime.build import RunTarget
+    from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+    from hybridrt.runtime.load.target import RunTarget
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def inspect(
 
     Reads config.json alone.
     """
-    from hybridrt.config import EngineConfig
+    from hybridrt.base.config import EngineConfig
 
     if cache is not None or svg is not None:
         return _draw_cache(cache, svg, as_json)
@@ -87,9 +87,9 @@ def inspect(
 
 
 def _draw_cache(cache: str | None, svg: str | None, as_json: bool) -> None:
+    from hybridrt.base.errors import ConfigError
     from hybridrt.cli.cache_picture import as_svg, as_text
-    from hybridrt.engine.cache_dump import read_dump
-    from hybridrt.errors import ConfigError
+    from hybridrt.engine.cache.cache_dump import read_dump
 
     if cache is None:
         raise ConfigError("--svg goes with --cache DUMP")
@@ -108,10 +108,10 @@ def describe_model(config: "EngineConfig") -> ModelReport:
     """
     import torch
 
-    from hybridrt.config import dtype_name
-    from hybridrt.distributed.groups import TPGroup
-    from hybridrt.runtime.build import empty_model, load_target, weight_bytes
-    from hybridrt.runtime.fit import free_bytes, plan_ahead
+    from hybridrt.base.config import dtype_name
+    from hybridrt.collectives.groups import TPGroup
+    from hybridrt.runtime.load.build import empty_model, load_target, weight_bytes
+    from hybridrt.runtime.load.fit import free_bytes, plan_ahead
 
     path, target = load_target(config, TPGroup(size=config.tp_size))
     model = empty_model(config, target, torch.device("meta"))
@@ -144,7 +144,7 @@ def describe_model(config: "EngineConfig") -> ModelReport:
 
 def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport]:
     from hybridrt.kinds.registry import state_shape
-    from hybridrt.runtime.build import kv_groups, pool_spec
+    from hybridrt.runtime.load.build import kv_groups, pool_spec
 
     mc, spec = target.model_config, pool_spec(config, target)
     attention = _attention_backends(config, target)
@@ -159,8 +159,8 @@ def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport
 
 def _attention_backends(config: "EngineConfig", target: "RunTarget") -> str:
     """Name of the backend that decodes, and after a slash of the one that prefills if that is another."""
-    from hybridrt.attention.registry import load_attention_backend, resolve_attention_name, resolve_prefill_name
-    from hybridrt.runtime.build import kv_groups
+    from hybridrt.recurrent.backends import load_attention_backend, resolve_attention_name, resolve_prefill_name
+    from hybridrt.runtime.load.build import kv_groups
 
     names = [
         resolve_attention_name(config.attention_backend, target.device),

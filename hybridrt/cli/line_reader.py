@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from hybridrt.base.errors import RequestError
+from hybridrt.base.files import check_file
 from hybridrt.cli.options import MAX_CHARS
-from hybridrt.errors import RequestError
-from hybridrt.files import check_file
 
 PROMPT, CONTINUED = "> ", ". "
 

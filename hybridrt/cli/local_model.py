@@ -6,15 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hybridrt.base.errors import RequestError
+from hybridrt.base.interrupts import Interrupts
+from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.chat.events import Content, Reasoning
 from hybridrt.cli.conversation import Piece, Totals, Turn, decoded, encoded
 from hybridrt.cli.generate import timings
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import RequestError
-from hybridrt.runtime.interrupts import Interrupts
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.engine.api.llm import LLM
 
 
 class LocalModel:

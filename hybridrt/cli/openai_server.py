@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from hybridrt.base.errors import ConfigError, RequestError, ServerError, shown
 from hybridrt.cli.conversation import Piece, Totals, Turn
-from hybridrt.errors import ConfigError, RequestError, ServerError, shown
 
 _CONNECT_SECONDS = 10.0
 _MAX_BYTES = 2**24  # of a line of a stream, and of an answer that is no stream

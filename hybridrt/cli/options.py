@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 
-from hybridrt import files
-from hybridrt.errors import ConfigError
-from hybridrt.speculative.registry import BUILT_IN, load_method
+from hybridrt.base import files
+from hybridrt.base.draft_methods import BUILT_IN, load_method
+from hybridrt.base.errors import ConfigError
 
 EMBEDDED, EMBEDDED_DRAFT = "embedded", "embedded_draft"
 MAX_CHARS = 1 << 24  # of a prompt or a message that standard input brings
@@ -111,7 +111,7 @@ class SpeculativeOptions:
             return {}
         if model == EMBEDDED and load_method(self.speculative).takes_model:
             fields.setdefault("draft_model", EMBEDDED_DRAFT)
-        from hybridrt.config import SpeculativeConfig
+        from hybridrt.base.config import SpeculativeConfig
 
         return {"speculative": SpeculativeConfig(method=self.speculative, **fields)}  # type: ignore[arg-type]
 

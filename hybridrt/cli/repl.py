@@ -9,10 +9,10 @@ from pathlib import Path
 
 import typer
 
+from hybridrt.base.errors import HybridrtError, RequestError, is_text
+from hybridrt.base.interrupts import Interrupts
 from hybridrt.cli.conversation import ChatModel, Piece, Totals, Turn, load, save
 from hybridrt.cli.line_reader import LineReader
-from hybridrt.errors import HybridrtError, RequestError, is_text
-from hybridrt.runtime.interrupts import Interrupts
 
 COMMANDS = {
     "/help": "list the commands",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
+from hybridrt.base.errors import ProviderNotInstalledError
 from hybridrt.cli.options import (
     EMBEDDED,
     ITL_TARGET,
@@ -14,7 +15,6 @@ from hybridrt.cli.options import (
     read_text,
     setting,
 )
-from hybridrt.errors import ProviderNotInstalledError
 
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -61,7 +61,7 @@ class ServerOptions(Overrides):
         Raises:
             ConfigError: a file cannot be read.
         """
-        from hybridrt.server.config import read_api_keys
+        from hybridrt.server.core.config import read_api_keys
 
         values = super().given()
         values["api_keys"] = read_api_keys(values.pop("api_keys", None), values.pop("api_key_file", None))
@@ -93,13 +93,13 @@ def serve(
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
         raise ProviderNotInstalledError(f"{', '.join(missing)} is not installed: pip install '.[serve]'")
-    from hybridrt.server.config import ServerConfig
+    from hybridrt.server.core.config import ServerConfig
 
     given = server.given()
     given.setdefault("served_model_names", (model,))
     config = ServerConfig(**given)
-    from hybridrt.engine.llm import LLM
-    from hybridrt.runtime.build import resolve_model_path
+    from hybridrt.engine.api.llm import LLM
+    from hybridrt.runtime.load.build import resolve_model_path
     from hybridrt.server.run import bind
     from hybridrt.server.run import serve as run
 

@@ -7,12 +7,12 @@
 `EmbeddedRuntime` runs steps over memory that the host engine hands out. docs/embedding.md has the rules and examples.
 """
 
-from hybridrt.config import EngineConfig
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.embedding.loading import LoadedModel, build, load, plan_memory
 from hybridrt.embedding.numbers import Array, Numbers, Places, Scratch
 from hybridrt.embedding.runtime import DecodeGraphs, EmbeddedRuntime
-from hybridrt.forward_batch import ForwardBatch, SpecInfo
-from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 
 __all__ = [
     "Array", "DecodeGraphs", "EmbeddedRuntime", "EngineConfig", "ForwardBatch", "LoadedModel", "MemoryPlan", "Numbers",

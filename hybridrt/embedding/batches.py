@@ -3,19 +3,19 @@
 import numpy as np
 import torch
 
+from hybridrt.base.errors import BackendError, PoolError
+from hybridrt.base.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_within, host_integers
 from hybridrt.embedding.owners import Owners, StepUse
 from hybridrt.embedding.page_owners import PageOwners, Places
 from hybridrt.embedding.positions import Positions
-from hybridrt.errors import BackendError, PoolError
-from hybridrt.forward_batch import ForwardBatch, SpecInfo
-from hybridrt.kernels.draft_tree import tree_positions
-from hybridrt.kernels.records import TokenInputs
-from hybridrt.mem_cache.bounds import may_look
-from hybridrt.mem_cache.page_demand import PageDemand
-from hybridrt.runtime.build import Runtime
-from hybridrt.runtime.step_batch import make_batch
-from hybridrt.runtime.step_inputs import Columns, Sections, StagingRing, chunk_plans, pack_chunks
+from hybridrt.kernels.core.records import TokenInputs
+from hybridrt.kernels.sampling.draft_tree import tree_positions
+from hybridrt.mem_cache.pools.bounds import may_look
+from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.runtime.load.build import Runtime
+from hybridrt.runtime.step.batch import make_batch
+from hybridrt.runtime.step.pack import Columns, Sections, StagingRing, chunk_plans, pack_chunks
 
 _NO_READS = np.zeros(0, np.int32)
 

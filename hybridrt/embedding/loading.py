@@ -2,25 +2,18 @@
 
 from dataclasses import dataclass
 
-from hybridrt.config import EngineConfig
-from hybridrt.config_json import check_fields, integer
-from hybridrt.distributed.groups import TPGroup
+from hybridrt.base.ambient import in_undisturbed
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.config_json import check_fields, integer
+from hybridrt.base.errors import ConfigError, shown
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.embedding.numbers import Numbers, Scratch
 from hybridrt.embedding.runtime import EmbeddedRuntime
-from hybridrt.engine.tokenizer import HFTokenizer, load_tokenizer
-from hybridrt.errors import ConfigError, shown
-from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.ambient import in_undisturbed
-from hybridrt.runtime.build import (
-    RunTarget,
-    Runtime,
-    build_model,
-    load_target,
-    make_plan,
-    resolve_model_path,
-    weight_bytes,
-)
+from hybridrt.runtime.load.build import Runtime, build_model, load_target, make_plan, resolve_model_path, weight_bytes
+from hybridrt.runtime.load.target import RunTarget
 
 
 @dataclass(frozen=True)

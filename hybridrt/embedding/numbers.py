@@ -11,8 +11,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from hybridrt.errors import BackendError, PoolError, shown
-from hybridrt.mem_cache.memory_plan import MemoryPlan
+from hybridrt.base.errors import BackendError, PoolError, shown
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 
 Array = Sequence[int] | np.ndarray | torch.Tensor
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)

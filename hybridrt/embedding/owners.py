@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybridrt.base.errors import BackendError, PoolError
+from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.embedding.numbers import Numbers
 from hybridrt.embedding.page_owners import PageOwners, Places
-from hybridrt.errors import BackendError, PoolError
-from hybridrt.forward_batch import ForwardBatch
 
 NOT_ADMITTED = -1
 

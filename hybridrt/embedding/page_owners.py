@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybridrt.base.errors import PoolError
 from hybridrt.embedding.numbers import Numbers
-from hybridrt.errors import PoolError
-from hybridrt.mem_cache.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_demand import PageDemand
 
 _NONE = np.zeros(0, np.int32)
 

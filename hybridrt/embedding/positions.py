@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.embedding.numbers import Array, Places, host_integers
-from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,19 +5,19 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hybridrt.config_json import check_fields, integer
+from hybridrt.base.ambient import in_undisturbed
+from hybridrt.base.config_json import check_fields, integer
+from hybridrt.base.errors import BackendError, PoolError
+from hybridrt.base.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.embedding.batches import Batches
 from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_on_device, check_within, host_integers
 from hybridrt.embedding.positions import StepRows
-from hybridrt.errors import BackendError, PoolError
-from hybridrt.forward_batch import ForwardBatch, SpecInfo
-from hybridrt.mem_cache.bounds import check_range, may_look
-from hybridrt.mem_cache.mamba_pool import MambaPool
-from hybridrt.runtime.ambient import in_undisturbed
-from hybridrt.runtime.build import Runtime
-from hybridrt.runtime.graph_runner import GraphRunner
-from hybridrt.runtime.step import DecodeRows
-from hybridrt.runtime.step_inputs import Columns, Sections
+from hybridrt.mem_cache.pools.bounds import check_range, may_look
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.runtime.load.build import Runtime
+from hybridrt.runtime.replay.graph_runner import GraphRunner
+from hybridrt.runtime.step.pack import Columns, Sections
+from hybridrt.runtime.step.plan import DecodeRows
 
 
 class EmbeddedRuntime:

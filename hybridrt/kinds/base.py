@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hybridrt.config import LinearConfig
-from hybridrt.errors import ConfigError
+from hybridrt.base.config import LinearConfig
+from hybridrt.base.errors import ConfigError
 
 
 @dataclass(frozen=True)

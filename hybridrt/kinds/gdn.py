@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from hybridrt.config import LinearConfig
+from hybridrt.base.config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape, check_divides, gated_ring, split_over
 
 
 @dataclass(frozen=True)
 class GDNConfig(LinearConfig):
-    """Gated Delta Net mixer, before sharding. `beta_scale` as in hybridrt.kernels.records.GateWeights."""
+    """Gated Delta Net mixer, before sharding. `beta_scale` as in hybridrt.kernels.core.records.GateWeights."""
 
     kind = "gdn"
     num_k_heads: int
@@ -37,8 +37,8 @@ KIND = LinearKind(
     letter="G",
     config=GDNConfig,
     shape=_shape,
-    backend="hybridrt.attention.gdn:GDNAttnBackend",
-    mixer="hybridrt.layers.gdn:GDNMixer",
+    backend="hybridrt.recurrent.gdn:GDNAttnBackend",
+    mixer="hybridrt.recurrent.gdn:GDNMixer",
     conv_parts={"q": True, "k": True, "v": False},
     temporal_dims=("heads", "head_dim", "state_dim"),
     ring_shapes=gated_ring,

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from hybridrt.config import LinearConfig
-from hybridrt.errors import ConfigError
+from hybridrt.base.config import LinearConfig
+from hybridrt.base.errors import ConfigError
 from hybridrt.kinds.base import LinearKind, StateShape, gated_ring, split_over
 
 
@@ -13,7 +13,7 @@ class KDAConfig(LinearConfig):
 
     Attributes:
         gate_rank: rank of the projections of the decay and of the output's gate; None where they are of full rank.
-        lower_bound: of the log of the decay, as in hybridrt.kernels.records.GateWeights.
+        lower_bound: of the log of the decay, as in hybridrt.kernels.core.records.GateWeights.
     """
 
     kind = "kda"
@@ -48,8 +48,8 @@ KIND = LinearKind(
     letter="K",
     config=KDAConfig,
     shape=_shape,
-    backend="hybridrt.attention.kda:KDAAttnBackend",
-    mixer="hybridrt.layers.kda:KDAMixer",
+    backend="hybridrt.recurrent.kda:KDAAttnBackend",
+    mixer="hybridrt.recurrent.kda:KDAMixer",
     conv_parts={"q": False, "k": False, "v": False},
     temporal_dims=("heads", "head_dim", "state_dim"),
     ring_shapes=_ring,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrt.config import LinearConfig
+from hybridrt.base.config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape, gated_ring, split_over
 
 
@@ -26,8 +26,8 @@ KIND = LinearKind(
     letter="L",
     config=LightningConfig,
     shape=_shape,
-    backend="hybridrt.attention.lightning:LightningAttnBackend",
-    mixer="hybridrt.layers.lightning:LightningMixer",
+    backend="hybridrt.recurrent.lightning:LightningAttnBackend",
+    mixer="hybridrt.recurrent.lightning:LightningMixer",
     conv_parts={},
     temporal_dims=("heads", "head_dim", "state_dim"),
     ring_shapes=gated_ring,

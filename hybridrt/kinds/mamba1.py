@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrt.config import LinearConfig
+from hybridrt.base.config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape, split_over
 
 
@@ -29,8 +29,8 @@ KIND = LinearKind(
     letter="M",
     config=Mamba1Config,
     shape=_shape,
-    backend="hybridrt.attention.mamba1:Mamba1AttnBackend",
-    mixer="hybridrt.layers.mamba1:Mamba1Mixer",
+    backend="hybridrt.recurrent.mamba1:Mamba1AttnBackend",
+    mixer="hybridrt.recurrent.mamba1:Mamba1Mixer",
     conv_parts={"x": False},
     temporal_dims=("channels", "states"),
 )

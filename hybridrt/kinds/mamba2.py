@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrt.config import LinearConfig
+from hybridrt.base.config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape, check_divides, gated_ring, split_over
 
 
@@ -41,8 +41,8 @@ KIND = LinearKind(
     letter="M",
     config=Mamba2Config,
     shape=_shape,
-    backend="hybridrt.attention.mamba2:Mamba2AttnBackend",
-    mixer="hybridrt.layers.mamba2:Mamba2Mixer",
+    backend="hybridrt.recurrent.mamba2:Mamba2AttnBackend",
+    mixer="hybridrt.recurrent.mamba2:Mamba2Mixer",
     conv_parts={"x": False, "B": True, "C": True},
     temporal_dims=("heads", "head_dim", "state_dim"),
     ring_shapes=gated_ring,

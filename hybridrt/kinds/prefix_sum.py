@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrt.config import LinearConfig
+from hybridrt.base.config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape
 
 
@@ -26,8 +26,8 @@ KIND = LinearKind(
     letter="S",
     config=PrefixSumConfig,
     shape=_shape,
-    backend="hybridrt.attention.prefix_sum:PrefixSumAttnBackend",
-    mixer="hybridrt.layers.prefix_sum:PrefixSumMixer",
+    backend="hybridrt.recurrent.prefix_sum:PrefixSumAttnBackend",
+    mixer="hybridrt.recurrent.prefix_sum:PrefixSumMixer",
     conv_parts={},
     temporal_dims=("hidden",),
     cut_state=False,

@@ -7,10 +7,10 @@ from pkgutil import iter_modules
 import torch
 
 from hybridrt import kinds
-from hybridrt.config import LinearConfig
-from hybridrt.errors import BackendError, ConfigError, UnsupportedLayerError
+from hybridrt.base.config import LinearConfig
+from hybridrt.base.errors import BackendError, ConfigError, UnsupportedLayerError
+from hybridrt.base.plugins import Plugins
 from hybridrt.kinds.base import LinearKind, StateShape
-from hybridrt.plugins import Plugins
 
 # The other modules of this package each hold the KIND of their name.
 _NAMES = {module.name for module in iter_modules(kinds.__path__)} - {"base", "registry"}

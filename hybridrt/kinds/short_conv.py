@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrt.config import LinearConfig
+from hybridrt.base.config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape, split_over
 
 
@@ -31,8 +31,8 @@ KIND = LinearKind(
     letter="C",
     config=ShortConvConfig,
     shape=_shape,
-    backend="hybridrt.attention.short_conv:ShortConvAttnBackend",
-    mixer="hybridrt.layers.short_conv:ShortConvMixer",
+    backend="hybridrt.recurrent.short_conv:ShortConvAttnBackend",
+    mixer="hybridrt.recurrent.short_conv:ShortConvMixer",
     conv_parts={"x": False},
     temporal_dims=(),
     ring_shapes=_ring,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybridrt.config import LinearConfig
+from hybridrt.base.config import LinearConfig
 from hybridrt.kinds.base import LinearKind, StateShape, split_over
 
 
@@ -27,8 +27,8 @@ KIND = LinearKind(
     letter="L",
     config=SimpleGLAConfig,
     shape=_shape,
-    backend="hybridrt.attention.simple_gla:SimpleGLAAttnBackend",
-    mixer="hybridrt.layers.simple_gla:SimpleGLAMixer",
+    backend="hybridrt.recurrent.simple_gla:SimpleGLAAttnBackend",
+    mixer="hybridrt.recurrent.simple_gla:SimpleGLAMixer",
     conv_parts={},
     temporal_dims=("heads", "head_dim", "state_dim"),
 )

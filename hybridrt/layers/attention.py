@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from hybridrt.config import AttentionConfig, AttentionSpec
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.activation import sigmoid_mul
-from hybridrt.kernels.records import Rope
+from hybridrt.base.config import AttentionConfig, AttentionSpec
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.kernels.core.records import Rope
+from hybridrt.kernels.dense.activation import sigmoid_mul
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, unchanged

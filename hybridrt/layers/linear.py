@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.kernels.skinny_linear import Activation
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.kernels.dense.skinny_linear import Activation
 from hybridrt.layers.methods import Part
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter, unchanged

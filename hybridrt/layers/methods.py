@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import nn
 
-from hybridrt.errors import BackendError
-from hybridrt.kernels.linear import add_linear, linear, stands_by_columns
-from hybridrt.kernels.moe import ExpertStack, fused_experts
-from hybridrt.kernels.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
+from hybridrt.base.errors import BackendError
+from hybridrt.base.plugins import Plugins
+from hybridrt.kernels.dense.linear import add_linear, linear, stands_by_columns
+from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
+from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
 from hybridrt.layers.weights import CheckpointMap, Piece, Transform, parameter
-from hybridrt.plugins import Plugins
 
 if TYPE_CHECKING:
     from hybridrt.layers.norm import RMSNorm
@@ -98,7 +98,7 @@ class ExpertsMethod(Method, ABC):
 
 class LinearMethod(Method, ABC):
     """A weight [out, in] and the products with it. What a method does not fuse has a default. On a CPU, products
-    that are no operations of torch, and what reads numbers of a step, stand within `hybridrt.kernels.recording.live`.
+    that are no operations of torch, and what reads numbers of a step, are within `kernels.core.recording.live`.
 
     Attributes:
         experts: the class for stacks of experts, None if there is none.

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from hybridrt.config import AttentionConfig, LatentConfig
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.records import LatentWeights, Rope
+from hybridrt.base.config import AttentionConfig, LatentConfig
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.records import LatentWeights, Rope
 from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm

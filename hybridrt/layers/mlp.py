@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.activation import clamped_silu_and_mul
-from hybridrt.kernels.skinny_linear import Activation
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.dense.activation import clamped_silu_and_mul
+from hybridrt.kernels.dense.skinny_linear import Activation
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget

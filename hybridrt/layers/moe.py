@@ -7,8 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.moe import GroupedChoice, SoftmaxChoice, router_product, router_sigmoid_grouped, router_softmax
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.dense.moe import (
+    GroupedChoice,
+    SoftmaxChoice,
+    router_product,
+    router_sigmoid_grouped,
+    router_softmax,
+)
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
 from hybridrt.layers.methods import DenseMethod, ExpertPart
 from hybridrt.layers.mlp import MLP

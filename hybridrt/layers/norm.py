@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hybridrt.kernels.gated_norm import GATE_ACTIVATIONS, GateActivation, gated_rms_norm
-from hybridrt.kernels.rms_norm import add_rms_norm, rms_norm
+from hybridrt.kernels.dense.gated_norm import GATE_ACTIVATIONS, GateActivation, gated_rms_norm
+from hybridrt.kernels.dense.rms_norm import add_rms_norm, rms_norm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, whole
 
 

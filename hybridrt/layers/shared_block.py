@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hybridrt.config import AttentionConfig
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.records import Rope
+from hybridrt.base.config import AttentionConfig
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.records import Rope
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import RMSNorm

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import CheckpointError
+from hybridrt.base.errors import CheckpointError
+from hybridrt.collectives.groups import TPGroup
 
 if TYPE_CHECKING:
     from hybridrt.layers.methods import ExpertsMethod, LinearMethod

@@ -9,24 +9,30 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from hybridrt.errors import HybridrtError
-from hybridrt.server.bodies import route_class
-from hybridrt.server.chat import CHAT_NAMES, conversation_of, start_chat
-from hybridrt.server.completions import start_completions
-from hybridrt.server.errors import APIError, as_api_error, error_response
-from hybridrt.server.guard import Guard
-from hybridrt.server.message_protocol import CountRequest, MessageRequest
-from hybridrt.server.messages import MESSAGE_NAMES, count_tokens, start_message
-from hybridrt.server.metrics import CONTENT_TYPE, Metrics
-from hybridrt.server.protocol import AbortRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from hybridrt.server.respond import made_by, respond
-from hybridrt.server.response_protocol import ResponseRequest
-from hybridrt.server.responses import RESPONSE_NAMES, start_response
-from hybridrt.server.service import ID_PREFIXES, Service, refuse_fields
-from hybridrt.server.sse import SLICE, Slices, pieces
-from hybridrt.server.structured import own_names
-from hybridrt.server.tracing import Tracing
-from hybridrt.version import __version__
+from hybridrt.base.errors import HybridrtError
+from hybridrt.base.version import __version__
+from hybridrt.server.anthropic.message_protocol import CountRequest, MessageRequest
+from hybridrt.server.anthropic.messages import MESSAGE_NAMES, count_tokens, start_message
+from hybridrt.server.core.bodies import route_class
+from hybridrt.server.core.guard import Guard
+from hybridrt.server.core.metrics import CONTENT_TYPE, Metrics
+from hybridrt.server.core.protocol import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from hybridrt.server.core.respond import made_by, respond
+from hybridrt.server.core.service import ID_PREFIXES, Service, refuse_fields
+from hybridrt.server.core.structured import own_names
+from hybridrt.server.core.tracing import Tracing
+from hybridrt.server.openai.chat import CHAT_NAMES, conversation_of, start_chat
+from hybridrt.server.openai.completions import start_completions
+from hybridrt.server.openai.response_protocol import ResponseRequest
+from hybridrt.server.openai.responses import RESPONSE_NAMES, start_response
+from hybridrt.server.wire.errors import APIError, as_api_error, error_response
+from hybridrt.server.wire.sse import SLICE, Slices, pieces
 
 # For the OpenAPI document. FastAPI would list 422 instead, which this server does not send.
 _ERROR = {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": {}}}}}

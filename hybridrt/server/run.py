@@ -15,14 +15,14 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from hybridrt.engine.async_llm import AsyncLLM
-from hybridrt.engine.llm import LLM
+from hybridrt.engine.api.async_llm import AsyncLLM
+from hybridrt.engine.api.llm import LLM
 from hybridrt.server.app import make_app
-from hybridrt.server.config import ServerConfig
-from hybridrt.server.http_limits import LimitedHttp
-from hybridrt.server.metrics import Metrics
-from hybridrt.server.service import Service
+from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.metrics import Metrics
+from hybridrt.server.core.service import Service
 from hybridrt.server.warm_up import warm_up
+from hybridrt.server.wire.http_limits import LimitedHttp
 
 log = logging.getLogger("hybridrt.server")
 KEEP_ALIVE_SECONDS = 30

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from hybridrt.engine.async_llm import AsyncLLM
-from hybridrt.engine.outputs import RequestOutput
-from hybridrt.errors import RequestError
-from hybridrt.runtime.sampler import EVERY_DRAW
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import RequestError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.structured_outputs import StructuredOutputs
+from hybridrt.engine.api.async_llm import AsyncLLM
+from hybridrt.engine.request.outputs import RequestOutput
+from hybridrt.runtime.sampling.sampler import EVERY_DRAW
 from hybridrt.speculative.drafter import AdaptiveDrafter
-from hybridrt.structured_outputs import StructuredOutputs
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from hybridrt.config import EngineConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import ConfigError
-from hybridrt.mem_cache.memory_plan import MemoryPlan
-from hybridrt.mem_cache.radix_node import in_common
-from hybridrt.runtime.build import (
-    RunTarget,
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import ConfigError
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.prefix_tree.radix_node import in_common
+from hybridrt.runtime.load.build import (
     empty_model,
     graph_bytes,
     load_target,
@@ -31,13 +30,24 @@ from hybridrt.runtime.build import (
     row_bytes,
     weight_bytes,
 )
-from hybridrt.runtime.drafting import DraftMethod, Everywhere
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.prompt_columns import PROMPT_ROWS
-from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan, int32s
-from hybridrt.runtime.step_runner import StepRunner
+from hybridrt.runtime.load.draft_needs import DraftTarget
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.precompile.build_runner import build_runner
+from hybridrt.runtime.run.draft_task import Everywhere
+from hybridrt.runtime.step.pack_padded import PROMPT_ROWS
+from hybridrt.runtime.step.plan import (
+    Admission,
+    DecodeRow,
+    DecodeRows,
+    ExtendRow,
+    PageWrite,
+    StepHandle,
+    StepPlan,
+    int32s,
+)
+from hybridrt.runtime.step.sampling_table import SamplingTable
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
+from hybridrt.speculative.method import DraftMethod
 from hybridrt.speculative.tree import with_siblings
 
 LATE_TOKENS = 512  # last tokens of a cached prompt that the draft model reads if no free row has more of it
@@ -89,7 +99,7 @@ class DraftModelDrafter(Drafter):
     def __init__(self, config: EngineConfig, plan: MemoryPlan, vocab_size: int) -> None:
         assert config.speculative is not None
         self._topk, own_plan = config.speculative.topk, draft_plan(plan, config.speculative.num_draft_tokens)
-        self.runner = ModelRunner(replace(draft_config(config), max_running_requests=plan.num_rows), plan=own_plan)
+        self.runner = build_runner(replace(draft_config(config), max_running_requests=plan.num_rows), plan=own_plan)
         attends = bool(self.runner.model_config.full_attention_layer_ids)
         self._pages = own_plan.num_pages // plan.num_rows if attends else 0  # of a row
         if self.runner.model_config.vocab_size != vocab_size:
@@ -260,7 +270,7 @@ class DraftModelMethod(DraftMethod):
         _, own = load_target(draft, TPGroup())
         return weight_bytes(empty_model(draft, own, torch.device("meta"))) + graph_bytes(draft, own)
 
-    def drafter(self, runner: StepRunner, everywhere: Everywhere) -> Drafter:
+    def drafter(self, runner: DraftTarget, everywhere: Everywhere) -> Drafter:
         return DraftModelDrafter(runner.config, runner.memory_plan, runner.model_config.vocab_size)
 
 

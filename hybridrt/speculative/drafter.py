@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hybridrt.errors import EngineError
-from hybridrt.kernels.token_rules import TokenRules
-from hybridrt.mem_cache.slots import Slot
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import EngineError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.sampling.token_rules import TokenRules
+from hybridrt.mem_cache.pools.slots import Slot
 
 
 class DraftRequest(Protocol):

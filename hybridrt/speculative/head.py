@@ -12,18 +12,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from hybridrt.attention.registry import create_backend
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.kernels.records import TokenInputs
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.drafting import DraftRow
-from hybridrt.runtime.graph_runner import GraphRunner
-from hybridrt.runtime.launched_step import LaunchedStep
-from hybridrt.runtime.sampler import Accepted, used_parts
-from hybridrt.runtime.step import DecodeRow, DecodeRows, StepHandle
-from hybridrt.runtime.step_batch import make_batch
-from hybridrt.runtime.step_inputs import Sections, StagingRing
-from hybridrt.runtime.step_runner import StepRunner
+from hybridrt.recurrent.backends import create_backend
+from hybridrt.runtime.load.draft_needs import DraftRow, DraftTarget
+from hybridrt.runtime.replay.graph_runner import GraphRunner
+from hybridrt.runtime.sampling.sampler import Accepted, used_parts
+from hybridrt.runtime.step.batch import make_batch
+from hybridrt.runtime.step.launched_step import LaunchedStep
+from hybridrt.runtime.step.pack import Sections, StagingRing
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, StepHandle
 
 AHEAD = 0  # no step has rows of so many tokens
 
@@ -60,7 +59,7 @@ class HeadRunner:
         hidden: [R + 1, hidden], the head's last hidden state of each row, from which its first draft is drawn.
     """
 
-    def __init__(self, runner: StepRunner, own_pages: int) -> None:
+    def __init__(self, runner: DraftTarget, own_pages: int) -> None:
         self.model, self.table, self.sampler = runner.model, runner.pools.req_to_token, runner.sampler
         self.backend = create_backend(
             runner.config, runner.model_config, layers={}, kv_pool=runner.pools.kv, req_to_token_pool=self.table,

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 
-from hybridrt.config import EngineConfig, ModelConfig
+from hybridrt.base.config import EngineConfig, ModelConfig
 from hybridrt.models.base import CausalLM
 from hybridrt.models.registry import make_mtp_head
-from hybridrt.runtime.build import RunTarget, graph_rows, step_widths
-from hybridrt.runtime.drafting import DraftMethod, DraftRow, DraftTask, Everywhere
-from hybridrt.runtime.step_runner import StepRunner
+from hybridrt.runtime.load.build import graph_rows, step_widths
+from hybridrt.runtime.load.draft_needs import DraftRow, DraftTarget
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.run.draft_task import DraftTask, Everywhere
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from hybridrt.speculative.head import HeadRunner
+from hybridrt.speculative.method import DraftMethod
 from hybridrt.speculative.tree import with_siblings
 
 
@@ -70,10 +72,10 @@ class MTPMethod(DraftMethod):
         numbers = sum(step_widths(config)) * target.model_config.hidden_size + target.model_config.vocab_size
         return graph_rows(config, target) * numbers * target.dtype.itemsize
 
-    def device_drafter(self, runner: StepRunner) -> HeadRunner:
+    def device_drafter(self, runner: DraftTarget) -> HeadRunner:
         return HeadRunner(runner, self.row_pages(runner.config))
 
-    def drafter(self, runner: StepRunner, everywhere: Everywhere) -> Drafter:
+    def drafter(self, runner: DraftTarget, everywhere: Everywhere) -> Drafter:
         spec = runner.config.speculative
         assert spec is not None
         return MTPDrafter(everywhere, spec.num_draft_tokens, spec.topk)

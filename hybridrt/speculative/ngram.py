@@ -3,9 +3,10 @@
 from array import array
 from collections.abc import Sequence
 
-from hybridrt.runtime.drafting import DraftMethod, Everywhere
-from hybridrt.runtime.step_runner import StepRunner
+from hybridrt.runtime.load.draft_needs import DraftTarget
+from hybridrt.runtime.run.draft_task import Everywhere
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
+from hybridrt.speculative.method import DraftMethod
 from hybridrt.speculative.tree import merge
 
 
@@ -93,7 +94,7 @@ def _continue(request: DraftRequest, after: int, max_drafts: int) -> list[int]:
 class NgramMethod(DraftMethod):
     """On the host alone."""
 
-    def drafter(self, runner: StepRunner, everywhere: Everywhere) -> Drafter:
+    def drafter(self, runner: DraftTarget, everywhere: Everywhere) -> Drafter:
         assert runner.config.speculative is not None
         return NgramDrafter(topk=runner.config.speculative.topk)
 

@@ -9,11 +9,11 @@ from itertools import count
 
 import numpy as np
 
-from hybridrt.distributed.channel import TIMEOUT_S, SocketChannel
-from hybridrt.distributed.channel_codec import Message, pack, unpack
-from hybridrt.errors import MessageError, OutOfSlotsError, PeerGoneError, TransferError
-from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.runtime.step import int32s
+from hybridrt.base.errors import MessageError, OutOfSlotsError, PeerGoneError, TransferError
+from hybridrt.channel.channel import TIMEOUT_S, SocketChannel
+from hybridrt.channel.codec import Message, pack, unpack
+from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
+from hybridrt.runtime.step.plan import int32s
 from hybridrt.transfer.handshake import check_handshake
 from hybridrt.transfer.messages import (
     MAX_JOBS,

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from hybridrt.config import EngineConfig
-from hybridrt.errors import HandshakeError
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import HandshakeError
 from hybridrt.kinds.registry import state_shape
-from hybridrt.mem_cache.mamba_pool import ring_width
-from hybridrt.runtime.build import RunTarget
-from hybridrt.runtime.state_identity import Identity, first_difference, state_identity
+from hybridrt.mem_cache.pools.mamba_pool import ring_width
+from hybridrt.runtime.load.state_identity import Identity, first_difference, state_identity
+from hybridrt.runtime.load.target import RunTarget
 
 VERSION = 4
 

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from hybridrt.distributed.channel_auth import check_key
-from hybridrt.errors import ConfigError
-from hybridrt.files import read_text
+from hybridrt.base.errors import ConfigError
+from hybridrt.base.files import read_text
+from hybridrt.channel.auth import check_key
 
 VARIABLE = "HYBRIDRT_TRANSFER_KEY"
 

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from hybridrt.distributed.channel_codec import Message
-from hybridrt.sampling_params import MAX_SALT_CHARACTERS
+from hybridrt.base.sampling_params import MAX_SALT_CHARACTERS
+from hybridrt.channel.codec import Message
 
 MAX_JOBS = 1024  # prompts that one decode worker may have under way at one prefill worker
 MAX_TEXT = 1 << 10  # characters

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from hybridrt.distributed.conv_transfer import RangeRead
-from hybridrt.errors import ConfigError, ProviderNotInstalledError, TransferError
+from hybridrt.base.errors import ConfigError, ProviderNotInstalledError, TransferError
+from hybridrt.mem_cache.pools.state_slices import RangeRead
 
 # The metadata of an agent, then of its arena the address, the device, and the kind of memory.
 _Description = tuple[bytes, int, int, Literal["DRAM", "VRAM"]]

@@ -5,13 +5,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hybridrt.distributed.channel import SocketChannel
-from hybridrt.distributed.channel_codec import Message, pack, unpack
-from hybridrt.distributed.channel_listener import Listener
-from hybridrt.engine.limits import PreparedPrompt
-from hybridrt.engine.outputs import Delta
-from hybridrt.errors import HandshakeError, HybridrtError, MessageError, OutOfSlotsError, PeerGoneError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import HandshakeError, HybridrtError, MessageError, OutOfSlotsError, PeerGoneError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.channel.channel import SocketChannel
+from hybridrt.channel.codec import Message, pack, unpack
+from hybridrt.channel.listener import Listener
+from hybridrt.engine.request.intake import PreparedPrompt
+from hybridrt.engine.request.outputs import Delta
 from hybridrt.transfer.handshake import check_handshake
 from hybridrt.transfer.messages import (
     MAX_JOBS,

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from hybridrt.distributed.channel import SocketChannel
-from hybridrt.distributed.channel_codec import Message, pack, unpack
-from hybridrt.distributed.channel_listener import Listener
-from hybridrt.errors import PeerGoneError, RankError, TransferError
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
+from hybridrt.base.errors import PeerGoneError, RankError, TransferError
+from hybridrt.channel.channel import SocketChannel
+from hybridrt.channel.codec import Message, pack, unpack
+from hybridrt.channel.listener import Listener
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
+from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.transfer.messages import Connect, Connected, Disconnect, Ended, FromRank, Joined, Order, ToRank, shortened
 from hybridrt.transfer.nixl_transport import NixlTransport
 from hybridrt.transfer.reader import ImageReader

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybridrt.distributed.conv_transfer import RangeRead
-from hybridrt.errors import TransferError
-from hybridrt.runtime.state_arena import ImageLayout
+from hybridrt.base.errors import TransferError
+from hybridrt.mem_cache.pools.state_slices import RangeRead
+from hybridrt.runtime.run.state_arena import ImageLayout
 from hybridrt.transfer.messages import Order
 from hybridrt.transfer.nixl_transport import NixlRead, NixlTransport
 from hybridrt.transfer.reads import image_reads

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from hybridrt.distributed.conv_transfer import RangeRead, Section, section_reads
-from hybridrt.errors import TransferError
+from hybridrt.base.errors import TransferError
+from hybridrt.mem_cache.pools.state_slices import RangeRead, Section, section_reads
 
 
 def tp_ratio(decode_tp: int, prefill_tp: int) -> int:

@@ -1,6 +1,6 @@
 """Who owns which bytes of an arena: host integers, first fit."""
 
-from hybridrt.errors import OutOfSlotsError, PoolError
+from hybridrt.base.errors import OutOfSlotsError, PoolError
 
 
 class RegionAllocator:

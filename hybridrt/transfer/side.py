@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import ConfigError
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.state_arena import ImageLayout
-from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
+from hybridrt.base.errors import ConfigError
+from hybridrt.engine.api.llm import LLM
+from hybridrt.engine.core.engine import Engine
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.run.state_arena import ImageLayout
 from hybridrt.transfer.handshake import Handshake, handshake_of
 
 

@@ -5,10 +5,10 @@ import os
 import secrets
 from collections.abc import Iterable, Sequence
 
-from hybridrt.distributed.channel import TIMEOUT_S, SocketChannel
-from hybridrt.distributed.channel_listener import Listener
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import ConfigError
+from hybridrt.base.errors import ConfigError
+from hybridrt.channel.channel import TIMEOUT_S, SocketChannel
+from hybridrt.channel.listener import Listener
+from hybridrt.engine.api.llm import LLM
 from hybridrt.transfer.decode import DecodeWorker
 from hybridrt.transfer.keys import VARIABLE, Key, find_key
 from hybridrt.transfer.prefill import TIMEOUT_S as FETCH_S

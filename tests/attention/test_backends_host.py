@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrt.attention.paged import PagedMetadata
 from hybridrt.attention.torch_native import TorchNativeAttnBackend
-from hybridrt.mem_cache.kv_pool import KVPool
+from hybridrt.mem_cache.pools.kv_pool import KVPool
 from tests.runtime.test_graph_runner import inputs_of, runner_of
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.forward_batch import ForwardMode, SpecInfo
-from hybridrt.kernels.chunk_plan import plan_chunks
+from hybridrt.base.forward_batch import ForwardMode, SpecInfo
+from hybridrt.kernels.core.chunk_plan import plan_chunks
 from tests.attention.test_backends_verify import MODELS, oracle, random_tokens
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import CheckpointStore, has_replay

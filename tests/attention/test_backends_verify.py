@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.errors import BackendError
+from hybridrt.base.errors import BackendError
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import VOCAB, Checkpoint, CheckpointStore, has_replay
 from tests.support.levels import drawn, sweep

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hybridrt.attention import checks
-from hybridrt.errors import BackendError, PoolError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import BackendError, PoolError
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.base.sampling_params import SamplingParams
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
 from tests.support.speculation import Ask, Rig

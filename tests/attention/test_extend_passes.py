@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrt.errors import BackendError
-from hybridrt.runtime.saved_states import pack_saves, saved_states
-from hybridrt.runtime.step import ExtendRow
-from hybridrt.runtime.step_inputs import chunk_plans
-from hybridrt.runtime.step_passes import extend_passes, pack_passes
+from hybridrt.base.errors import BackendError
+from hybridrt.runtime.step.pack import chunk_plans
+from hybridrt.runtime.step.plan import ExtendRow
+from hybridrt.runtime.step.saved_states import pack_saves, saved_states
+from hybridrt.runtime.step.step_passes import extend_passes, pack_passes
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import CheckpointStore

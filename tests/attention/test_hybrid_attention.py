@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridrt.attention.base import QKV, AttentionBackend
-from hybridrt.attention.window_history import WindowHistoryBackend
-from hybridrt.config import EngineConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import BackendError, ConfigError
-from hybridrt.families.swa_ssm import SwaSsmConfig
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import BackendError, ConfigError
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.hybrid_attention import HISTORY_MODES, HybridSSMAdapter
 from hybridrt.layers.weights import Build
-from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec
-from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.models.loader import fill_dummy
-from hybridrt.runtime.build import load_target
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.models.hybrid_attention import HISTORY_MODES, HybridSSMAdapter
+from hybridrt.models.loading.loader import fill_dummy
+from hybridrt.models.swa_ssm import SwaSsmConfig
+from hybridrt.models.window_history import WindowHistoryBackend
+from hybridrt.runtime.load.build import load_target
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore, swa_ssm, write
 

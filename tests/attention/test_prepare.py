@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrt.attention import linear
-from hybridrt.attention.gdn import GDNAttnBackend
-from hybridrt.errors import BackendError
-from hybridrt.forward_batch import ForwardBatch, GraphView
+from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import ForwardBatch, GraphView
+from hybridrt.recurrent import backend as linear
+from hybridrt.recurrent.gdn import GDNAttnBackend
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import CheckpointStore
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt import plugins
-from hybridrt.attention import paged, registry
+from hybridrt.attention import paged
 from hybridrt.attention.fa3 import Fa3AttnBackend
 from hybridrt.attention.torch_native import TorchNativeAttnBackend
-from hybridrt.config import AttentionSpec, EngineConfig
-from hybridrt.errors import BackendError, ProviderNotInstalledError
-from hybridrt.hf_config import read_model_config
+from hybridrt.base import plugins
+from hybridrt.base.config import AttentionSpec, EngineConfig
+from hybridrt.base.errors import BackendError, ProviderNotInstalledError
+from hybridrt.models.config.read_config import read_model_config
+from hybridrt.recurrent import backends as registry
 from tests.support.checkpoints import CheckpointStore
 from tests.support.outside_attention import OutsideAttnBackend
 from tests.support.session import Session

@@ -16,15 +16,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from hybridrt.base.errors import ConfigError
 from hybridrt.bench import http_load
 from hybridrt.bench.http_load import Received, Target, _Dechunker, run_load
 from hybridrt.bench.timing import Goal, Timing, percentile, plot, summary
 from hybridrt.bench.workload import Work, WorkloadConfig, make_work
 from hybridrt.cli import bench
 from hybridrt.cli.app import app
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import ConfigError
+from hybridrt.engine.api.llm import LLM
+from hybridrt.engine.core.engine import Engine
 from tests.support.http_server import Served, serving
 
 PLOTS = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -36,7 +36,7 @@ SMALL = ["--requests", "6", "--prompt-tokens", "8", "--output-tokens", "5", "--j
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    from hybridrt.runtime.build import resolve_model_path
+    from hybridrt.runtime.load.build import resolve_model_path
 
     with (
         LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=8, max_model_len=128) as llm,

@@ -11,8 +11,8 @@ import pytest
 from benchmarks import attack_clients, attacks
 from benchmarks.attack_cases import COUNTER, Attack, cases, read_cases, request
 from benchmarks.attack_clients import STREAM_TOKENS, Neighbour, attack
-from hybridrt.engine.llm import LLM
-from hybridrt.runtime.build import resolve_model_path
+from hybridrt.engine.api.llm import LLM
+from hybridrt.runtime.load.build import resolve_model_path
 from tests.support.http_server import Served, serving
 
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.bench_policy import VOCAB, Case, measure
 from benchmarks.bench_prefix import recomputed
 from benchmarks.traces import Shape
-from hybridrt.engine.prefix_store import GRID
+from hybridrt.engine.cache.prefix_store import GRID
 
 
 @pytest.mark.parametrize(("trace", "least"), [("chat", 0.85), ("branching", 0.9), ("agents", 0.93), ("shared", 0.99)])

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import bench_prefix, traces
 from benchmarks.traces import TRACES, Item, Piece, Shape, read, write
-from hybridrt.errors import ConfigError
+from hybridrt.base.errors import ConfigError
 from tests.support.tiny import write_tiny
 
 SHAPE = Shape(units=3, turns=3, prompt=12, output=6, vocab=50, seed=1)

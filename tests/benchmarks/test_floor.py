@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.common import state_bytes
 from hybridrt.kinds.base import StateShape
-from hybridrt.mem_cache.mamba_pool import MambaPoolSpec
+from hybridrt.mem_cache.pools.mamba_pool import MambaPoolSpec
 
 MAMBA2 = StateShape("mamba2", (("x", 8), ("B", 4), ("C", 4)), 4, (2, 4, 4), 1)
 SHORT_CONV = StateShape("short_conv", (("x", 8),), 3, (0,), 1)

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from benchmarks.http_stamps import POINTS, Stamps
-from hybridrt.engine.async_llm import AsyncLLM, DeltaStream
-from hybridrt.engine.outputs import Delta
+from hybridrt.engine.api.async_llm import AsyncLLM, DeltaStream
+from hybridrt.engine.request.outputs import Delta
 from tests.support.fake_llm import FIVE, make
 
 

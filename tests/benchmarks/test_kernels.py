@@ -11,8 +11,8 @@ from benchmarks.bench_kernels import callables
 from benchmarks.kernel_cases import DECODE, PREFILL, Case, Load, linears
 from benchmarks.library_cases import Args, beside
 from benchmarks.timeline import Span, draw
-from hybridrt.hf_config import read_model_config
-from hybridrt.kernels import providers
+from hybridrt.kernels.core import providers
+from hybridrt.models.config.read_config import read_model_config
 from tests.support.checkpoints import falcon, jamba, nemotron, qwen
 from tests.support.newer_checkpoints import ling, minimax
 from tests.support.tiny import write_tiny

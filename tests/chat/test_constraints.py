@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
+from hybridrt.base.errors import GrammarError, RequestError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.structured_outputs import StructuredOutputs
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.chat.tool_parser import ToolParser
 from hybridrt.chat.tool_parsers.kimi_k2 import KimiK2
-from hybridrt.engine.grammar import Matcher
-from hybridrt.engine.grammar_compiler import GrammarCompiler
-from hybridrt.engine.tokenizer import HFTokenizer
-from hybridrt.errors import GrammarError, RequestError
-from hybridrt.sampling_params import SamplingParams
-from hybridrt.structured_outputs import StructuredOutputs
+from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
+from hybridrt.engine.grammar.matcher import Matcher
+from hybridrt.engine.text.tokenizer import HFTokenizer
 from tests.support.chat_samples import TOOLS
 from tests.support.scripted_llm import END, byte_tokenizer
 

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridrt.config import SpeculativeConfig
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.grammar import MaskedRow, Matcher
-from hybridrt.engine.grammar_compiler import GrammarCompiler
-from hybridrt.engine.grammar_masks import fill_masks
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import GrammarError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.errors import GrammarError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.structured_outputs import StructuredOutputs, Thinking
+from hybridrt.engine.api.llm import LLM
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.core.grammar_masks import fill_masks
+from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
+from hybridrt.engine.grammar.matcher import MaskedRow, Matcher
 from hybridrt.speculative.drafter import Draft
-from hybridrt.structured_outputs import StructuredOutputs, Thinking
 from tests.support.checkpoints import falcon
 from tests.support.scripted_llm import END, TEMPLATE, byte_tokenizer
 from tests.support.tiny import write_tiny

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.answer_parser import AnswerParser
 from hybridrt.chat.answer_reader import AnswerReader, TokenTags
 from hybridrt.chat.chat import Chat
@@ -13,8 +14,7 @@ from hybridrt.chat.events import ChatMessage
 from hybridrt.chat.reasoning import THINK
 from hybridrt.chat.registry import TOOL_PARSERS
 from hybridrt.chat.scanner import Scanner
-from hybridrt.engine.grammar_compiler import GrammarCompiler
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from tests.support.scripted_llm import END, byte_tokenizer
 from tests.support.tool_calls import ARGUMENTS, GLM, HERMES, KIMI, PYTHON, QWEN, TOOLS, objects, read, read_everywhere
 

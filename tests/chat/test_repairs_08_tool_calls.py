@@ -11,7 +11,7 @@ import pytest
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.registry import TOOL_PARSERS, choose
 from hybridrt.chat.schemas import types_of
-from hybridrt.families.registry import all_families
+from hybridrt.models.config.family_registry import all_families
 from tests.support.scripted_llm import byte_tokenizer
 from tests.support.tool_calls import (
     ARGUMENTS,

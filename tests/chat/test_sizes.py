@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from hybridrt.base.errors import PromptTooLongError, RequestError
 from hybridrt.chat import chat as chat_module
 from hybridrt.chat import sizes
 from hybridrt.chat.conversation import read_conversation
-from hybridrt.engine.async_llm import AsyncLLM
-from hybridrt.engine.lanes import THREADS, Lane
-from hybridrt.errors import PromptTooLongError, RequestError
+from hybridrt.engine.api.async_llm import AsyncLLM
+from hybridrt.engine.api.lanes import THREADS, Lane
 from tests.support.scripted_llm import Scripted, scripted
 
 WAIT = 60  # seconds after which a test gives up

@@ -8,14 +8,14 @@ import jsonschema
 import numpy as np
 import pytest
 
+from hybridrt.base.structured_outputs import StructuredOutputs
 from hybridrt.chat.answer_parser import AnswerParser
 from hybridrt.chat.constraints import _RULES, Constraints
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.chat.events import ChatMessage
 from hybridrt.chat.registry import TOOL_PARSERS
-from hybridrt.engine.grammar import Matcher
-from hybridrt.engine.grammar_compiler import GrammarCompiler
-from hybridrt.structured_outputs import StructuredOutputs
+from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
+from hybridrt.engine.grammar.matcher import Matcher
 from tests.support.scripted_llm import END, byte_tokenizer
 
 USER = {"role": "user", "content": "Hi"}

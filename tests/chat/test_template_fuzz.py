@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hybridrt.base.errors import CheckpointError
 from hybridrt.chat.renderer import Renderer
-from hybridrt.errors import CheckpointError
 from tests.chat.test_chat import USER
 
 SECRET = "not for templates"

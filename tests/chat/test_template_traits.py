@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from hybridrt.base.errors import CheckpointError
+from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat import template_traits
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.chat.efforts import EFFORTS
 from hybridrt.chat.renderer import RENDERER
 from hybridrt.chat.template_traits import find_traits
-from hybridrt.errors import CheckpointError
-from hybridrt.sampling_params import SamplingParams
 from tests.support.scripted_llm import byte_tokenizer
 
 USER = {"role": "user", "content": "Hi"}

@@ -21,14 +21,14 @@ import pytest
 from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner, Result
 
+from hybridrt.base.errors import RequestError
+from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.cli import conversation, line_reader
 from hybridrt.cli.app import app
 from hybridrt.cli.conversation import Piece, Totals, Turn, load
 from hybridrt.cli.local_model import LocalModel
 from hybridrt.cli.openai_server import RemoteModel
 from hybridrt.cli.repl import Repl, Screen
-from hybridrt.errors import RequestError
-from hybridrt.sampling_params import SamplingParams
 from tests.cli.test_terminal import shell
 from tests.support.http_server import serving
 from tests.support.scripted_llm import scripted

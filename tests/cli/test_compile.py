@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from hybridrt.base.device import KNOWN, GPUFacts
 from hybridrt.cli.app import app
-from hybridrt.runtime import compile_ahead
-from hybridrt.runtime.compile_ahead import CompileReport
-from hybridrt.runtime.pretend_gpu import KNOWN, GPUFacts
+from hybridrt.runtime.precompile import compile_ahead
+from hybridrt.runtime.precompile.compile_ahead import CompileReport
 from tests.support.tiny import write_tiny
 
 

@@ -13,12 +13,13 @@ import pytest
 from prompt_toolkit.history import InMemoryHistory
 from typer.testing import CliRunner
 
-from hybridrt import ConfigError, files
+from hybridrt import ConfigError
+from hybridrt.base import files
+from hybridrt.base.errors import RequestError, SessionError
 from hybridrt.bench.workload import WorkloadConfig, make_work
 from hybridrt.cli import conversation, line_reader
 from hybridrt.cli.app import app
-from hybridrt.engine.session_file import SessionReader
-from hybridrt.errors import RequestError, SessionError
+from hybridrt.engine.cache.session_file import SessionReader
 from hybridrt.transfer.keys import find_key
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
 

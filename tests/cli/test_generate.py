@@ -13,14 +13,14 @@ from typer.testing import CliRunner, Result
 
 import hybridrt
 from hybridrt import LLM, EngineConfig, SamplingParams
+from hybridrt.base.errors import EngineError, RankError
 from hybridrt.cli.app import app
 from hybridrt.cli.generate import PromptSampling
 from hybridrt.cli.options import EngineOptions
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.outputs import Delta, RequestOutput
-from hybridrt.errors import EngineError, RankError
-from hybridrt.runtime import build
-from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.request.outputs import Delta, RequestOutput
+from hybridrt.runtime.load import build
+from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
 
 TINY_ENGINE = ("--load-format", "dummy", "--device", "cpu", "--max-running-requests", "4")

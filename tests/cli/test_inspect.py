@@ -17,11 +17,11 @@ from hybridrt.cli import tables
 from hybridrt.cli.app import app
 from hybridrt.cli.inspect import describe_model
 from hybridrt.cli.tables import bytes_text, count_text, ranges_text
-from hybridrt.hf_config import read_model_config
-from hybridrt.kernels import providers
+from hybridrt.kernels.core import providers
 from hybridrt.kinds.registry import can_replay
-from hybridrt.runtime import build, fit
-from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.models.config.read_config import read_model_config
+from hybridrt.runtime.load import build, fit
+from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.support.checkpoints import (
     Make,
     falcon,
@@ -194,7 +194,7 @@ def test_tables_break_no_word(arguments: tuple[str, ...], width: int, monkeypatc
 
 
 def test_two_attention_backends_are_both_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridrt.attention import registry
+    from hybridrt.recurrent import backends as registry
 
     built_in: Any = registry.BACKENDS.built_in
     monkeypatch.setitem(built_in, "other", built_in["torch"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridrt import LLM, CacheDumpError, SamplingParams
 from hybridrt.cli.cache_picture import as_svg, as_text, label
-from hybridrt.engine.cache_dump import DumpedNode, read_dump
+from hybridrt.engine.cache.cache_dump import DumpedNode, read_dump
 from tests.cli.test_inspect import run
 from tests.engine.test_prefix_states import TEXT, rig_with_cache
 from tests.support.tiny import write_tiny

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from hybridrt.chat import renderer
 from hybridrt.cli import app as app_module
 from hybridrt.cli.app import app
-from hybridrt.engine.llm import LLM
+from hybridrt.engine.api.llm import LLM
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
 
 COMMAND = f'{sys.executable} -c "from hybridrt.cli import main; main()"'

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridrt.distributed import channel as channel_module
-from hybridrt.distributed import channel_listener
-from hybridrt.distributed.channel import SocketChannel
-from hybridrt.distributed.channel_auth import ANSWER_BYTES, NONCE_BYTES, TAG_BYTES, check_key
-from hybridrt.distributed.channel_codec import Message, pack, unpack
-from hybridrt.distributed.channel_listener import Listener
-from hybridrt.errors import AuthenticationError, ConfigError, MessageError, PeerGoneError
+from hybridrt.base.errors import AuthenticationError, ConfigError, MessageError, PeerGoneError
+from hybridrt.channel import channel as channel_module
+from hybridrt.channel import listener as channel_listener
+from hybridrt.channel.auth import ANSWER_BYTES, NONCE_BYTES, TAG_BYTES, check_key
+from hybridrt.channel.channel import SocketChannel
+from hybridrt.channel.codec import Message, pack, unpack
+from hybridrt.channel.listener import Listener
 from tests.support.in_process import QueueChannel
 
 KEY = b"a key of the tests, long enough"

@@ -10,8 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.config import LinearConfig
-from hybridrt.distributed.conv_transfer import (
+from hybridrt.base.config import LinearConfig
+from hybridrt.base.errors import ConfigError, UnsupportedLayerError
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.kinds.base import StateShape
+from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.kda import KDAConfig
+from hybridrt.kinds.mamba2 import Mamba2Config
+from hybridrt.kinds.registry import state_shape
+from hybridrt.mem_cache.pools.state_slices import (
     MambaConvSplitInfo,
     MambaSpec,
     Section,
@@ -19,13 +26,6 @@ from hybridrt.distributed.conv_transfer import (
     derive_mamba_conv_split,
     section_reads,
 )
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import ConfigError, UnsupportedLayerError
-from hybridrt.kinds.base import StateShape
-from hybridrt.kinds.gdn import GDNConfig
-from hybridrt.kinds.kda import KDAConfig
-from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.kinds.registry import state_shape
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors" / "conv_transfer.json").read_text())[
     "cases"

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridrt.base.errors import HybridrtError
 from hybridrt.embedding.numbers import Numbers, Places
 from hybridrt.embedding.owners import Owners, StepUse
 from hybridrt.embedding.page_owners import PageOwners
-from hybridrt.errors import HybridrtError
-from hybridrt.mem_cache.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_demand import PageDemand
 
 ROWS, SLOTS, PAGES, SIZE, LENGTH = 3, 4, 7, 2, 8
 SOME = st.integers(0, 2**31 - 1)

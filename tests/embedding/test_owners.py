@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from hybridrt.base.errors import BackendError, HybridrtError, PoolError
 from hybridrt.embedding import EmbeddedRuntime
-from hybridrt.errors import BackendError, HybridrtError, PoolError
 from tests.embedding.test_surface import attention_alone
 from tests.support.embedded import Models, decode, make, run, start
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrt.config import SpeculativeConfig
+from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.errors import PoolError
 from hybridrt.embedding import EmbeddedRuntime, ForwardBatch, Scratch, SpecInfo
-from hybridrt.errors import PoolError
 from tests.support.checkpoints import Make, falcon_mamba, nemotron
 from tests.support.embedded import PAGE, PROMPT, ROWS, Models, continuation, decode, make, run, start
 

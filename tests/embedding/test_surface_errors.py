@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.config import SpeculativeConfig
-from hybridrt.distributed.groups import TPGroup
+from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.errors import BackendError, ConfigError, HybridrtError, MemoryBudgetError, PoolError
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.embedding import EmbeddedRuntime, EngineConfig, Scratch, SpecInfo, load, plan_memory
-from hybridrt.errors import BackendError, ConfigError, HybridrtError, MemoryBudgetError, PoolError
 from tests.support.embedded import LENGTH, ROWS, Models, decode, make, run, start
 
 GOOD: dict[str, Any] = {"input_ids": [1, 2, 3, 4], "rows": [0, 1], "seq_lens": [6, 3], "query_lens": [1, 3],

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine import answer_states
-from hybridrt.engine.answer_states import AT_ONCE, MOST
-from hybridrt.engine.host_tier import HostTier
-from hybridrt.mem_cache.radix_node import StateKind
-from hybridrt.mem_cache.slots import Slot
-from hybridrt.runtime.step import Snapshot, StepPlan
+from hybridrt.engine.cache import answer_states
+from hybridrt.engine.cache.answer_states import AT_ONCE, MOST
+from hybridrt.engine.cache.host_tier import HostTier
+from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
+from hybridrt.runtime.step.plan import Snapshot, StepPlan
 from tests.engine.test_prefix_states import rig_with_cache
 from tests.support.cache_ledger import check_cache
 from tests.support.engine_harness import VOCAB, Rig

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hybridrt.engine.async_llm import AsyncLLM
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import EngineError, QueueFullError, RequestError, UnavailableError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import EngineError, QueueFullError, RequestError, UnavailableError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.api.async_llm import AsyncLLM
+from hybridrt.engine.api.llm import LLM
 from tests.engine.test_engine_loop import in_step, params
 from tests.engine.test_threads import WAIT, in_threads
 from tests.support.engine_harness import ByteTokenizer

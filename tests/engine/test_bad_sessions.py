@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hybridrt import LLM, SamplingParams, SessionError, SpeculativeConfig
-from hybridrt.engine.outputs import Delta
-from hybridrt.engine.session_file import NOTE
+from hybridrt.engine.cache.session_file import NOTE
+from hybridrt.engine.request.outputs import Delta
 from tests.engine.test_sessions import TEXT, ask, build, rewrite
 from tests.models.test_models_parity import prompts
 from tests.support.cache_ledger import check_cache

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt import LLM, AsyncLLM, EngineConfig, SamplingParams
-from hybridrt.engine.chunk_budget import LEAST_TOKENS, LONG_EVERY, MAX_LONG, ChunkBudget, ItlTarget
-from hybridrt.engine.scheduler import ScheduledStep, Scheduler
-from hybridrt.engine.step_cost import StepCost, StepWork
-from hybridrt.errors import ConfigError
-from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS, Bucket, make_buckets
-from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
-from hybridrt.server.metrics import Metrics
+from hybridrt.base.errors import ConfigError
+from hybridrt.engine.core.chunk_budget import LEAST_TOKENS, LONG_EVERY, MAX_LONG, ChunkBudget, ItlTarget
+from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.core.step_cost import StepCost, StepWork
+from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, Bucket, make_buckets
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from hybridrt.server.core.metrics import Metrics
 from hybridrt.server.warm_up import warm_up
 from tests.engine.test_scheduler import Bench, request
 from tests.support.checkpoints import falcon

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.mem_cache.radix_cache import RadixCache
+from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from tests.support.engine_harness import Rig
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridrt.engine.detokenizer import Detokenizer
-from hybridrt.engine.stop_strings import StopStrings
-from hybridrt.engine.tokenizer import HFTokenizer, load_tokenizer
-from hybridrt.errors import CheckpointError
-from hybridrt.runtime.build import ASSETS
+from hybridrt.base.errors import CheckpointError
+from hybridrt.engine.text.detokenizer import Detokenizer
+from hybridrt.engine.text.stop_strings import StopStrings
+from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from hybridrt.runtime.load.build import ASSETS
 from tests.support.engine_harness import ByteTokenizer
 
 TEXT = "a ba\N{GREEK SMALL LETTER PI} \N{EURO SIGN}\N{GRINNING FACE}b"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hybridrt.engine import host_fetches
-from hybridrt.engine.outputs import FinishReason
-from hybridrt.engine.request import NOT_FINITE, NotFinite, Request
+from hybridrt.engine.cache import host_fetches
+from hybridrt.engine.request.outputs import FinishReason
+from hybridrt.engine.request.sample_request import NOT_FINITE, NotFinite, Request
 from tests.engine.test_prefix_soak import Talks
 
 

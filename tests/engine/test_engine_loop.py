@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.engine.chunk_budget import ItlTarget
-from hybridrt.engine.engine_loop import EngineLoop, StepMessage
-from hybridrt.engine.outputs import Delta
-from hybridrt.errors import EngineError, QueueFullError, RankError, RequestError, UnavailableError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import EngineError, QueueFullError, RankError, RequestError, UnavailableError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.api.engine_loop import EngineLoop, StepMessage
+from hybridrt.engine.core.chunk_budget import ItlTarget
+from hybridrt.engine.request.outputs import Delta
 from tests.engine.test_threads import WAIT, before_launch, in_threads
 from tests.support.engine_harness import Rig
 from tests.support.fake_llm import FIVE, VOCAB, assert_clean, make
@@ -66,8 +66,8 @@ def test_requests_get_their_own_tokens_a_message_a_step() -> None:
 
 
 def test_the_next_step_is_launched_when_tokens_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SECONDS", float(WAIT))
-    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SHARE", 1e9)  # steps take no time here
+    monkeypatch.setattr("hybridrt.engine.api.engine_loop.HAND_OUT_SECONDS", float(WAIT))
+    monkeypatch.setattr("hybridrt.engine.api.engine_loop.HAND_OUT_SHARE", 1e9)  # steps take no time here
     rig, reader, launches, threads = Rig(late=1), Reader(), list[int](), list[threading.Thread]()
 
     def note_launches(message: StepMessage) -> None:
@@ -92,7 +92,7 @@ def test_the_next_step_is_launched_when_tokens_are_handed_out(monkeypatch: pytes
 
 
 def test_short_steps_wait_for_readers_a_share_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SECONDS", 2.0 * WAIT)
+    monkeypatch.setattr("hybridrt.engine.api.engine_loop.HAND_OUT_SECONDS", 2.0 * WAIT)
     rig, reader = Rig(late=1), Reader()  # whose messages are never handed out
     loop = EngineLoop(rig.engine, reader, max_samples=100)
     loop.submit(rig.engine.prepare([1], FIVE), "one")
@@ -101,8 +101,8 @@ def test_short_steps_wait_for_readers_a_share_of_their_time(monkeypatch: pytest.
 
 
 def test_a_device_that_is_idle_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SECONDS", 2.0 * WAIT)
-    monkeypatch.setattr("hybridrt.engine.engine_loop.HAND_OUT_SHARE", 1e9)
+    monkeypatch.setattr("hybridrt.engine.api.engine_loop.HAND_OUT_SECONDS", 2.0 * WAIT)
+    monkeypatch.setattr("hybridrt.engine.api.engine_loop.HAND_OUT_SHARE", 1e9)
     rig, reader = Rig(late=0), Reader()  # whose messages are never handed out
     loop = EngineLoop(rig.engine, reader, max_samples=100)
     loop.submit(rig.engine.prepare([1], FIVE), "one")

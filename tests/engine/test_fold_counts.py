@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt import LLM, SpeculativeConfig
-from hybridrt.engine.fold_counts import FoldCounts
-from hybridrt.kernels.state_ring import advance_ring
-from hybridrt.mem_cache.mamba_pool import MambaPool
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, StepPlan
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.core.fold_counts import FoldCounts
+from hybridrt.kernels.state.state_ring import advance_ring
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, StepPlan
 from tests.support.checkpoints import CheckpointStore
 from tests.support.session import greedy
 

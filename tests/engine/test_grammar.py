@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from hybridrt.engine import grammar_compiler
-from hybridrt.engine.grammar import MaskedRow, Matcher
-from hybridrt.engine.grammar_compiler import KEPT, GrammarCompiler
-from hybridrt.engine.grammar_masks import fill_masks
-from hybridrt.engine.grammar_text import grammar_text
-from hybridrt.engine.tokenizer import load_tokenizer
-from hybridrt.errors import EngineError, QueueFullError, RequestError
-from hybridrt.runtime.build import resolve_model_path
+from hybridrt.base.errors import EngineError, QueueFullError, RequestError
+from hybridrt.base.structured_outputs import MAX_CHOICES, StructuredOutputs
+from hybridrt.engine.core.grammar_masks import fill_masks
+from hybridrt.engine.grammar import grammar_compiler
+from hybridrt.engine.grammar.grammar_compiler import KEPT, GrammarCompiler
+from hybridrt.engine.grammar.grammar_text import grammar_text
+from hybridrt.engine.grammar.matcher import MaskedRow, Matcher
+from hybridrt.engine.text.tokenizer import load_tokenizer
+from hybridrt.runtime.load.build import resolve_model_path
 from hybridrt.speculative.drafter import Draft
-from hybridrt.structured_outputs import MAX_CHOICES, StructuredOutputs
 from tests.support.schemas import SCHEMAS
 
 EMBEDDED = resolve_model_path("embedded")

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.kernels import mamba2_scan_triton, providers
-from hybridrt.runtime import prompt_columns
-from hybridrt.runtime.prompt_columns import Bucket
-from hybridrt.runtime.step import StepPlan
+from hybridrt.kernels.core import providers
+from hybridrt.kernels.mamba import mamba2_scan_triton
+from hybridrt.runtime.step import pack_padded as prompt_columns
+from hybridrt.runtime.step.pack_padded import Bucket
+from hybridrt.runtime.step.plan import StepPlan
 from tests.support.checkpoints import Checkpoint, CheckpointStore, has_replay
 from tests.support.prompt_steps import capture_prompts
 from tests.support.session import Sample, Session, check_sample, greedy

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hybridrt.engine import limits
-from hybridrt.engine.async_llm import AsyncLLM
-from hybridrt.engine.lanes import INLINE, LONG_CHARACTERS, in_parts, lane_of, size_of
-from hybridrt.engine.tokenizer import _AT_CUT, _USUAL, encode_prompt
-from hybridrt.errors import PromptTooLongError
+from hybridrt.base.errors import PromptTooLongError
+from hybridrt.engine.api.async_llm import AsyncLLM
+from hybridrt.engine.api.lanes import INLINE, LONG_CHARACTERS, in_parts, lane_of, size_of
+from hybridrt.engine.request import intake as limits
+from hybridrt.engine.text.tokenizer import _AT_CUT, _USUAL, encode_prompt
 from tests.support.engine_harness import ByteTokenizer
 from tests.support.fake_llm import FIVE, make
 

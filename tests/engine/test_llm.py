@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.config import EngineConfig
-from hybridrt.engine import llm as llm_module
-from hybridrt.engine.limits import Intake
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import EngineError, HybridrtError, MemoryBudgetError, RequestError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import EngineError, HybridrtError, MemoryBudgetError, RequestError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.api import llm as llm_module
+from hybridrt.engine.api.llm import LLM
+from hybridrt.engine.request.intake import Intake
 from tests.support.engine_harness import ByteTokenizer
 from tests.support.fake_llm import FIVE, VOCAB, FakeRunner, assert_clean, make
 from tests.support.mock_executor import tokens_alone

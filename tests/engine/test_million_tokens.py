@@ -8,12 +8,12 @@ import pytest
 
 from benchmarks.bench_policy import PAGE_SIZE, VOCAB, SimulatedExecutor
 from hybridrt import LLM, SamplingParams
-from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.chunk_budget import ItlTarget
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.limits import EngineLimits
-from hybridrt.errors import MemoryBudgetError
-from hybridrt.runtime.step import StepHandle, StepPlan
+from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.core.chunk_budget import ItlTarget
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.runtime.step.plan import StepHandle, StepPlan
 from tests.support.checkpoints import falcon, mamba2, write
 from tests.support.tiny import write_tiny
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from hybridrt.engine.detokenizer import Detokenizer
-from hybridrt.engine.stop_strings import StopStrings
-from hybridrt.errors import PromptTooLongError, RequestError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import PromptTooLongError, RequestError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.text.detokenizer import Detokenizer
+from hybridrt.engine.text.stop_strings import StopStrings
 from tests.support.engine_harness import ByteTokenizer, Rig, expected
 
 VOCAB = 300  # bytes, and special tokens behind them

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine.request import derive_seed
-from hybridrt.errors import RequestError, TransferError
-from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import RequestError, TransferError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.request.sample_request import derive_seed
+from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from tests.support.engine_harness import VOCAB, Rig, expected
 from tests.support.mock_executor import tokens_alone
 

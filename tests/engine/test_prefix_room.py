@@ -1,6 +1,6 @@
 """A hit never keeps a request from running that would run without it."""
 
-from hybridrt.runtime.step import int32s
+from hybridrt.runtime.step.plan import int32s
 from tests.engine.test_prefix_states import TEXT, rig_with_cache
 from tests.support.engine_harness import VOCAB
 from tests.support.mock_executor import tokens_alone

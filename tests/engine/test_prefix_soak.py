@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from hybridrt.engine import host_fetches
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.cache import host_fetches
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.mock_executor import tokens_alone
 

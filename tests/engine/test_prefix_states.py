@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrt.engine import host_fetches
-from hybridrt.engine.request import Request
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.cache import host_fetches
+from hybridrt.engine.request.sample_request import Request
 from tests.engine.test_schedules import Abort, Add, Step, run_history, schedules
 from tests.mem_cache.test_radix_cache import text_of
 from tests.support.engine_harness import VOCAB, ByteTokenizer, Rig

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridrt import LLM, RequestError, SamplingParams
-from hybridrt.engine.tokenizer import HFTokenizer, encode_prompt
+from hybridrt.engine.text.tokenizer import HFTokenizer, encode_prompt
 from tests.support.engine_harness import ByteTokenizer, Rig
 from tests.support.tiny import write_tiny
 

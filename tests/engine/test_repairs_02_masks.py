@@ -6,16 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridrt.engine import compile_child, grammar_masks
-from hybridrt.engine.grammar import MaskedRow, Matcher
-from hybridrt.engine.grammar_compiler import GrammarCompiler
-from hybridrt.engine.grammar_masks import fill_masks
-from hybridrt.engine.mask_time import BURST_SECONDS, STEP_SECONDS, WATCHED_STEPS, Allowance
-from hybridrt.engine.tokenizer import load_tokenizer
-from hybridrt.errors import GrammarError, RequestError
-from hybridrt.runtime.build import resolve_model_path
+from hybridrt.base.errors import GrammarError, RequestError
+from hybridrt.base.structured_outputs import MAX_TEXT, StructuredOutputs
+from hybridrt.engine.core import grammar_masks
+from hybridrt.engine.core.grammar_masks import fill_masks
+from hybridrt.engine.grammar import compile_child
+from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
+from hybridrt.engine.grammar.mask_time import BURST_SECONDS, STEP_SECONDS, WATCHED_STEPS, Allowance
+from hybridrt.engine.grammar.matcher import MaskedRow, Matcher
+from hybridrt.engine.text.tokenizer import load_tokenizer
+from hybridrt.runtime.load.build import resolve_model_path
 from hybridrt.speculative.drafter import Draft
-from hybridrt.structured_outputs import MAX_TEXT, StructuredOutputs
 
 LONG = "a" * MAX_TEXT
 EOS = (0, 2)

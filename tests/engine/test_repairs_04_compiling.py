@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from hybridrt.engine import compile_process, grammar_compiler
-from hybridrt.engine.compile_process import CompileProcess, Verdict
-from hybridrt.engine.grammar_compiler import GrammarCompiler
-from hybridrt.engine.tokenizer import load_tokenizer
-from hybridrt.errors import QueueFullError, RequestError
-from hybridrt.runtime.build import resolve_model_path
-from hybridrt.structured_outputs import StructuredOutputs
+from hybridrt.base.errors import QueueFullError, RequestError
+from hybridrt.base.structured_outputs import StructuredOutputs
+from hybridrt.engine.grammar import compile_process, grammar_compiler
+from hybridrt.engine.grammar.compile_process import CompileProcess, Verdict
+from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
+from hybridrt.engine.text.tokenizer import load_tokenizer
+from hybridrt.runtime.load.build import resolve_model_path
 
 SMALL = StructuredOutputs(regex="[ab]c")
 

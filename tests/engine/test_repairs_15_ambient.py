@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hybridrt import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
+from hybridrt.base import ambient
+from hybridrt.base.ambient import undisturbed
 from hybridrt.embedding import EngineConfig, build, load, plan_memory
-from hybridrt.runtime import ambient
-from hybridrt.runtime.ambient import undisturbed
 from tests.support.checkpoints import CASES
 from tests.support.levels import sweep
 from tests.support.tiny import write_tiny

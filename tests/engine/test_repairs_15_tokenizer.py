@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hybridrt import LLM, AsyncLLM, CheckpointError, EngineError, SamplingParams
-from hybridrt.engine.tokenizer import HFTokenizer, load_tokenizer
-from hybridrt.errors import is_failure
-from hybridrt.server.token_text import TokenText
+from hybridrt.base.errors import is_failure
+from hybridrt.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from hybridrt.server.core.token_text import TokenText
 from tests.support.tiny import write_tiny
 
 PATTERN = "(?=(a+)+c)"  # Oniguruma gives it up at 41 characters, and its binding panics

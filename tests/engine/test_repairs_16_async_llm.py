@@ -12,7 +12,7 @@ import pytest
 
 import hybridrt
 from hybridrt import LLM, AsyncLLM, ConfigError, EngineError, SamplingParams, UnavailableError
-from hybridrt.engine import async_llm
+from hybridrt.engine.api import async_llm
 from tests.engine.test_threads import WAIT
 from tests.support.fake_llm import FIVE, VOCAB, make
 from tests.support.mock_executor import tokens_alone
@@ -223,8 +223,8 @@ def test_the_interpreter_ends_while_requests_run() -> None:
 def test_the_end_of_the_interpreter_joins_the_engines_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `atexit` calls, without the end: the thread has ended after it, and `close` takes the callback back."""
     noted: list[Any] = []
-    monkeypatch.setattr("hybridrt.engine.engine_loop.atexit.register", noted.append)
-    monkeypatch.setattr("hybridrt.engine.engine_loop.atexit.unregister", noted.remove)
+    monkeypatch.setattr("hybridrt.engine.api.engine_loop.atexit.register", noted.append)
+    monkeypatch.setattr("hybridrt.engine.api.engine_loop.atexit.unregister", noted.remove)
     llm, _ = make(monkeypatch)
     served = AsyncLLM(llm)
     (leave,) = noted

@@ -12,7 +12,7 @@ import torch
 
 from hybridrt import LLM, AsyncLLM, SamplingParams, SpeculativeConfig
 from hybridrt.embedding import EngineConfig, build, load, plan_memory
-from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.support.checkpoints import CASES, Make, swa_ssm
 from tests.support.levels import sweep
 from tests.support.tiny import write_tiny

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from hybridrt.engine.delta_queue import DeltaQueue
-from hybridrt.engine.outputs import Delta
-from hybridrt.engine.request import derive_seed
-from hybridrt.errors import EngineError, MemoryBudgetError, RequestError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import EngineError, MemoryBudgetError, RequestError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.request.delta_queue import DeltaQueue
+from hybridrt.engine.request.outputs import Delta
+from hybridrt.engine.request.sample_request import derive_seed
 from tests.support.engine_harness import EOS, VOCAB, ByteTokenizer, Rig
 from tests.support.mock_executor import MockHandle, tokens_alone
 from tests.support.samples import Samples

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hybridrt import LLM, CheckpointError, SamplingParams
 from hybridrt.cli.app import app
-from hybridrt.engine.sampling_defaults import default_sampling_params
+from hybridrt.engine.api.sampling_defaults import default_sampling_params
 from tests.support.tiny import write_tiny
 
 PROMPT = "def f():"
@@ -104,6 +104,6 @@ def test_options_override_single_fields_alone(tmp_path: Path) -> None:
 
 def test_the_built_in_model_samples() -> None:
     """Its greedy text repeats itself (docs/embedded-model.md)."""
-    from hybridrt.runtime.build import ASSETS
+    from hybridrt.runtime.load.build import ASSETS
 
     assert default_sampling_params(ASSETS / "embedded") == SamplingParams(temperature=0.8, top_p=0.95)

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.outputs import RequestMetrics
-from hybridrt.engine.request import Request
-from hybridrt.engine.scheduler import ScheduledStep, Scheduler
-from hybridrt.errors import PoolError
-from hybridrt.mem_cache.page_demand import PageDemand
-from hybridrt.runtime.step import StepPlan
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import PoolError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.request.outputs import RequestMetrics
+from hybridrt.engine.request.sample_request import Request
+from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.runtime.step.plan import StepPlan
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from tests.support.engine_harness import Rig, set_computed
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine.request import derive_seed
-from hybridrt.errors import MemoryBudgetError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.request.sample_request import derive_seed
 from tests.support.engine_harness import VOCAB, Rig, expected
 
 MAX_MODEL_LEN = 40

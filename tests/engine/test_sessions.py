@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hybridrt import LLM, RequestOutput, SamplingParams, Session, SessionError, SpeculativeConfig
-from hybridrt.engine import session_file
+from hybridrt.engine.cache import session_file
 from tests.models.test_models_parity import prompts
 from tests.speculative.test_schedules import MAKERS
 from tests.support.cache_ledger import check_cache

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine.step_cost import StepCost, StepWork, _nonnegative_costs
-from hybridrt.runtime.prompt_columns import DECODE_ROWS, PROMPT_TOKENS, make_buckets
-from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from hybridrt.engine.core.step_cost import StepCost, StepWork, _nonnegative_costs
+from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_TOKENS, make_buckets
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
 
 BUCKETS = sorted(make_buckets(DECODE_ROWS, PROMPT_TOKENS), key=sum)
 Truth = Callable[[StepWork], float]

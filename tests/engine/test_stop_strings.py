@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt import RequestError, SamplingParams
-from hybridrt.engine.stop_strings import StopStrings
-from hybridrt.sampling_params import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from hybridrt.base.sampling_params import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from hybridrt.engine.text.stop_strings import StopStrings
 
 PIECES = st.lists(st.text("abc", max_size=6), max_size=8)
 STRINGS = st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=5)

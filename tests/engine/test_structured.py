@@ -11,17 +11,17 @@ from typing import Any
 import jsonschema
 import pytest
 
-from hybridrt.config import SpeculativeConfig
-from hybridrt.engine import engine as engine_module
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import EngineError, GrammarError, NoTokenLeftError, RequestError
-from hybridrt.kernels.operation import Operation
-from hybridrt.runtime import constrained_step
-from hybridrt.runtime.launched_step import LaunchedStep
-from hybridrt.runtime.step import StepPlan
-from hybridrt.runtime.tensor_parallel import _WatchedStep
-from hybridrt.sampling_params import SamplingParams
-from hybridrt.structured_outputs import StructuredOutputs
+from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.errors import EngineError, GrammarError, NoTokenLeftError, RequestError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.structured_outputs import StructuredOutputs
+from hybridrt.engine.api.llm import LLM
+from hybridrt.engine.core import engine as engine_module
+from hybridrt.kernels.core.operation import Operation
+from hybridrt.parallel.tensor_parallel import _WatchedStep
+from hybridrt.runtime.run import constrained_step
+from hybridrt.runtime.step.launched_step import LaunchedStep
+from hybridrt.runtime.step.plan import StepPlan
 from tests.support.schemas import MANY_RULES, SCHEMAS
 from tests.support.scripted_llm import scripted
 from tests.support.tiny import write_tiny

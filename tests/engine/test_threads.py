@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import EngineError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import EngineError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.api.llm import LLM
 from tests.support.engine_harness import Rig
 from tests.support.fake_llm import FIVE, VOCAB, FakeRunner, assert_clean, make
 from tests.support.mock_executor import MockExecutor, MockHandle, tokens_alone

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hybridrt.config import SpeculativeConfig
-from hybridrt.engine.llm import LLM
-from hybridrt.engine.outputs import RequestOutput
-from hybridrt.errors import RequestError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.errors import RequestError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.api.llm import LLM
+from hybridrt.engine.request.outputs import RequestOutput
 
 PROMPT = "def main():\n    import "
 MODES: dict[str, dict[str, Any]] = {

@@ -3,10 +3,10 @@ no launched step reads them."""
 
 import pytest
 
-from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.errors import MemoryBudgetError
-from hybridrt.mem_cache.page_demand import PageDemand
-from hybridrt.runtime.step import StepPlan
+from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.runtime.step.plan import StepPlan
 from tests.engine.test_scheduler import Bench, request
 from tests.support.engine_harness import Rig, set_computed
 

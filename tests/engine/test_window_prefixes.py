@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt import LLM
-from hybridrt.errors import ConfigError, SessionError
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import ConfigError, SessionError
+from hybridrt.base.sampling_params import SamplingParams
 from tests.engine.test_prefix_states import TEXT, computed, others, rig_with_cache
 from tests.engine.test_schedules import Abort, Add, Step, run_history, schedules
 from tests.support.checkpoints import CheckpointStore

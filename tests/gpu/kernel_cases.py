@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import gdn_of, kda_of, mamba1_of, mamba2_of
-from hybridrt.config import ModelConfig
-from hybridrt.hf_config import read_model_config
-from hybridrt.kernels.providers import select
+from hybridrt.base.config import ModelConfig
+from hybridrt.kernels.core.providers import select
 from hybridrt.kinds.registry import state_shape
+from hybridrt.models.config.read_config import read_model_config
 from tests.gpu import rig
 from tests.support import kernel_cases as kernels
 from tests.support import more_kernel_cases as others

@@ -10,11 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.config import EngineConfig
-from hybridrt.runtime.build import Pools
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepHandle, StepPlan, int32s
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.mem_cache.pools.pools import Pools
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.step.plan import (
+    Admission,
+    DecodeRow,
+    DecodeRows,
+    ExtendRow,
+    PageWrite,
+    StepHandle,
+    StepPlan,
+    int32s,
+)
 from tests.support.checkpoints import VOCAB
 from tests.support.session import Sample, Session, spoil
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.engine import answer_states
-from hybridrt.runtime.step import Snapshot
+from hybridrt.engine.cache import answer_states
+from hybridrt.runtime.step.plan import Snapshot
 from tests.gpu.rig import DEVICE, GPU, Rows, no_waiting, same_bits
 from tests.support.checkpoints import CheckpointStore
 from tests.support.ties import check_greedy

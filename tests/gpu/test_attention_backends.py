@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.attention.registry import load_attention_backend
-from hybridrt.config import AttentionSpec
-from hybridrt.errors import HybridrtError
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.mem_cache.kv_pool import KVPool
-from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.base.config import AttentionSpec
+from hybridrt.base.errors import HybridrtError
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.recurrent.backends import load_attention_backend
 from tests.gpu.rig import DEVICE, PRODUCTION
 
 pytestmark = PRODUCTION

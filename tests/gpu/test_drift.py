@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.runtime.step import DecodeRow, DecodeRows
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows
 from tests.gpu.rig import PRODUCTION, Rows
 from tests.support.checkpoints import Checkpoint, falcon, nemotron, qwen, write
 

@@ -6,7 +6,7 @@ import pytest
 
 from examples import embed_backends, foreign_engine
 from hybridrt import LLM, EngineConfig, SamplingParams
-from hybridrt.runtime.graph_runner import CudaGraphRecorder
+from hybridrt.runtime.replay.graph_runner import CudaGraphRecorder
 from tests.gpu.rig import DEVICE, PRODUCTION
 
 pytestmark = PRODUCTION

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hybridrt import LLM, SamplingParams
-from hybridrt.config import EngineConfig
-from hybridrt.errors import DeviceError, MemoryBudgetError
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step_runner import StepRunner
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import DeviceError, MemoryBudgetError
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.run.step_runner import StepRunner
 from tests.gpu.kernel_cases import CONFIGS
 from tests.gpu.rig import PRODUCTION
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.config import SpeculativeConfig
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.runtime.graph_runner import CudaGraphRecorder, GraphRunner
-from hybridrt.runtime.step import DecodeRow, DecodeRows
+from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.runtime.replay.graph_runner import CudaGraphRecorder, GraphRunner
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows
 from tests.gpu.rig import DECODING, DEVICE, PRODUCTION, VERIFYING, Rows, changed_entries, pool_tensors, same_bits
 from tests.support.checkpoints import CheckpointStore
 from tests.support.decode_rows import rows_of

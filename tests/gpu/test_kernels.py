@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.step_peers import register_peers
-from hybridrt.errors import BackendError
-from hybridrt.kernels import providers
-from hybridrt.kernels.gated_norm import gated_rms_norm
-from hybridrt.kernels.skinny_linear import skinny_linear
+from hybridrt.base.errors import BackendError
+from hybridrt.kernels.core import providers
+from hybridrt.kernels.dense.gated_norm import gated_rms_norm
+from hybridrt.kernels.dense.skinny_linear import skinny_linear
 from tests.gpu import rig
 from tests.gpu.kernel_cases import (
     KIMI,

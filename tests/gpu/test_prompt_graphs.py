@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.runtime.prompt_columns import StateSaves
-from hybridrt.runtime.prompt_graphs import PromptGraphs
-from hybridrt.runtime.step import StepPlan
+from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
+from hybridrt.runtime.step.pack_padded import StateSaves
+from hybridrt.runtime.step.plan import StepPlan
 from tests.gpu.rig import DECODING, DEVICE, FAMILIES, PRODUCTION, Rows, pool_tensors, same_bits
 from tests.support.checkpoints import CheckpointStore
 from tests.support.prompt_steps import Play

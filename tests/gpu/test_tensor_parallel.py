@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hybridrt import LLM, SpeculativeConfig
-from hybridrt.errors import EngineError
-from hybridrt.runtime.rank_start import start_ranks
-from hybridrt.runtime.ranks import Ranks
-from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
+from hybridrt.base.errors import EngineError
+from hybridrt.parallel.rank_start import start_ranks
+from hybridrt.parallel.ranks import Ranks
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from tests.gpu.rig import GPU, GpuSession
 from tests.models.test_models_parity import requests
 from tests.support.checkpoints import SPLIT, CheckpointStore

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hybridrt import SamplingParams, SpeculativeConfig
-from hybridrt.runtime.constrained_step import mask_lines
-from hybridrt.runtime.drafting import DraftRow
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
+from hybridrt.runtime.load.draft_needs import DraftRow
+from hybridrt.runtime.run.constrained_step import mask_lines
+from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
 from tests.gpu.rig import FAMILIES, PRODUCTION, Rows, no_waiting, sleep
 from tests.support.checkpoints import CheckpointStore
 from tests.support.mtp_oracle import HEADS, write_with_head

@@ -6,12 +6,10 @@ from math import prod
 import pytest
 import torch
 
-from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from hybridrt.kernels.gdn_replay import gdn_replay
-from hybridrt.kernels.latent_attention import into_latent, latent_extend, write_latent
-from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
-from hybridrt.kernels.records import (
+from hybridrt.kernels.attention.latent_attention import into_latent, latent_extend, write_latent
+from hybridrt.kernels.attention.paged_attention import attention_decode, attention_extend, write_kv
+from hybridrt.kernels.core.chunk_plan import plan_chunks
+from hybridrt.kernels.core.records import (
     AttentionPrompts,
     AttentionRows,
     DeltaInputs,
@@ -21,7 +19,9 @@ from hybridrt.kernels.records import (
     StateRing,
     StateSlots,
 )
-from hybridrt.kernels.state_ring import RingFolds, fold_ring
+from hybridrt.kernels.delta_rule.decode_ring import gdn_replay
+from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from hybridrt.kernels.state.state_ring import RingFolds, fold_ring
 from tests.support.gdn_loops import random_tokens, relative_error, slow_delta_rule
 from tests.support.mamba2_oracle import int32
 

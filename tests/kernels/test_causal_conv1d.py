@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.errors import ConfigError
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen, conv_window
-from hybridrt.kernels.records import ConvState, ConvWeights, IntermediateStates
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.core.records import ConvState, ConvWeights, IntermediateStates
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen, conv_window
 from tests.support.levels import sweep
 from tests.support.mamba2_oracle import changed_rows, close, conv_loop, int32, poisoned, same_bytes
 from tests.support.tree_paths import ancestry

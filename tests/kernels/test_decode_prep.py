@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.kernels.decode_inputs import decode_inputs
-from hybridrt.kernels.decode_metadata import DecodeBuffers, fill_decode_metadata
-from hybridrt.kernels.records import RowTables
+from hybridrt.kernels.core.records import RowTables
+from hybridrt.kernels.state.decode_inputs import decode_inputs
+from hybridrt.kernels.state.decode_metadata import DecodeBuffers, fill_decode_metadata
 from tests.support.flat import flat
 
 ROWS, CONTEXT, PAGE = 12, 32, 4
@@ -36,7 +36,7 @@ def inputs(tokens: int, context: int = CONTEXT) -> dict[str, Any]:
 
 def test_the_kernel_that_fills_the_metadata_starts_alone() -> None:
     """Kernels of the layers read the metadata before the kernel in front of them has ended (pdl_triton)."""
-    from hybridrt.kernels import decode_prep_triton
+    from hybridrt.kernels.state import decode_prep_triton
 
     kernel = decode_prep_triton._fill_decode_metadata_kernel
     assert "PDL" not in kernel.arg_names and "PDL" in decode_prep_triton._decode_inputs_kernel.arg_names

@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
-from hybridrt.kernels.records import DeltaInputs, GateWeights, IntermediateStates, Prompts, StateSlots
+from hybridrt.kernels.core.chunk_plan import plan_chunks
+from hybridrt.kernels.core.records import DeltaInputs, GateWeights, IntermediateStates, Prompts, StateSlots
+from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
 from tests.support.gdn_loops import random_tokens, relative_error, slow_delta_rule
 from tests.support.tree_paths import ancestry
 

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.errors import ConfigError
-from hybridrt.kernels import gated_norm_triton
-from hybridrt.kernels.gated_norm import GateActivation, gated_rms_norm
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.dense import gated_norm_triton
+from hybridrt.kernels.dense.gated_norm import GateActivation, gated_rms_norm
 from tests.support.mamba2_oracle import close
 
 pytestmark = pytest.mark.usefixtures("provider")

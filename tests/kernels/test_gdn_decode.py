@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hybridrt.errors import ConfigError
-from hybridrt.kernels.causal_conv1d import conv_window
-from hybridrt.kernels.gated_delta_rule import gdn_gates
-from hybridrt.kernels.gdn_decode import gdn_decode, split_qkv
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.delta_rule.decode import gdn_decode, split_qkv
+from hybridrt.kernels.delta_rule.delta_rule import gdn_gates
+from hybridrt.kernels.state.causal_conv1d import conv_window
 from tests.support.flat import flat
 from tests.support.gdn_loops import Tokens, relative_error, slow_delta_rule
 from tests.support.mamba2_oracle import changed_rows, conv_loop, int32, poisoned, same_bytes
@@ -20,7 +20,7 @@ KEY_HEADS, VALUE_HEADS, TAPS = 2, 4, 4
 @pytest.fixture
 def small_blocks(monkeypatch):
     """A head's state is split among programs, and in each of them into tiles."""
-    from hybridrt.kernels import gdn_classic_triton
+    from hybridrt.kernels.delta_rule import decode_classic_triton as gdn_classic_triton
 
     monkeypatch.setattr(gdn_classic_triton, "TILE_BYTES", 64)
 
@@ -156,7 +156,8 @@ def test_replay_streams_in_tiles(provider, monkeypatch, tokens, vectors, block_v
     """Several tiles of V and of K, whole or with ragged ends, and vectors one by one or by tensor cores."""
     if provider != "triton-shuffled":
         pytest.skip("tiles are the kernel's, and one order is enough")
-    from hybridrt.kernels import gdn_few_triton, gdn_stream_triton
+    from hybridrt.kernels.delta_rule import decode_ring_few_rows_triton as gdn_few_triton
+    from hybridrt.kernels.delta_rule import decode_ring_triton as gdn_stream_triton
 
     monkeypatch.setattr(gdn_few_triton, "FEW_PROGRAMS", 0)
     tile = {"BLOCK_N": vectors, "BLOCK_V": block_v, "BLOCK_K": block_k, "STAGES": 2, "num_warps": 4}
@@ -179,7 +180,8 @@ def test_replay_of_one_token_in_one_launch_and_in_two(provider, monkeypatch, few
     the same."""
     if not provider.startswith("triton"):
         pytest.skip("one operation of the reference")
-    from hybridrt.kernels import gdn_classic_triton, gdn_few_triton
+    from hybridrt.kernels.delta_rule import decode_classic_triton as gdn_classic_triton
+    from hybridrt.kernels.delta_rule import decode_ring_few_rows_triton as gdn_few_triton
 
     monkeypatch.setattr(gdn_few_triton, "FEW_PROGRAMS", 512 if few else 0)
     monkeypatch.setattr(gdn_classic_triton, "TILE_BYTES", 512)  # four rows of a state in float32

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hybridrt.kernels.gdn_replay import gdn_replay
-from hybridrt.kernels.records import DeltaInputs, StateRing, StateSlots
+from hybridrt.kernels.core.records import DeltaInputs, StateRing, StateSlots
+from hybridrt.kernels.delta_rule.decode_ring import gdn_replay
 from tests.support.gdn_loops import random_tokens, relative_error, slow_delta_rule
 from tests.support.ring_steps import commit, materialize
 

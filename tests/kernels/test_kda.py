@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.errors import ConfigError
-from hybridrt.kernels import kda_chunks_triton
-from hybridrt.kernels.causal_conv1d import conv_window
-from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
-from hybridrt.kernels.gdn_decode import gdn_decode, split_qkv
-from hybridrt.kernels.records import DeltaInputs, GateWeights, IntermediateStates, Prompts, StateSlots
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.core.chunk_plan import plan_chunks
+from hybridrt.kernels.core.records import DeltaInputs, GateWeights, IntermediateStates, Prompts, StateSlots
+from hybridrt.kernels.delta_rule import kda_chunks_triton
+from hybridrt.kernels.delta_rule.decode import gdn_decode, split_qkv
+from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule, gdn_gates, recurrent_gated_delta_rule
+from hybridrt.kernels.state.causal_conv1d import conv_window
 from tests.kernels import test_gdn_decode
 from tests.support.flat import flat
 from tests.support.gdn_loops import Tokens, relative_error, slow_delta_rule
@@ -180,7 +180,7 @@ def test_steps_from_raw_gates_store_the_state_after_each_token(tree: bool) -> No
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head's state is split among programs, and in each of them into tiles."""
-    from hybridrt.kernels import gdn_classic_triton
+    from hybridrt.kernels.delta_rule import decode_classic_triton as gdn_classic_triton
 
     monkeypatch.setattr(gdn_classic_triton, "TILE_BYTES", 64)
 

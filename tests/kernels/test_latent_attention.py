@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from hybridrt.kernels.latent_attention import from_latent, into_latent, latent_extend, write_latent
-from hybridrt.kernels.paged_attention import attention_decode
-from hybridrt.kernels.records import AttentionPrompts, AttentionRows, LatentWeights, PagedKV
+from hybridrt.kernels.attention.latent_attention import from_latent, into_latent, latent_extend, write_latent
+from hybridrt.kernels.attention.paged_attention import attention_decode
+from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, LatentWeights, PagedKV
 from tests.support.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -65,7 +65,7 @@ def close(got, want, dtype=torch.float32):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    from hybridrt.kernels import paged_attention_triton, prefill_attention_triton
+    from hybridrt.kernels.attention import paged_attention_triton, prefill_attention_triton
 
     for module in (paged_attention_triton, prefill_attention_triton):
         for name in ("BLOCK_N", "BLOCK_M"):
@@ -88,7 +88,7 @@ def test_decode_of_ragged_rows(dtype, tokens):
 @pytest.fixture
 def latent_walk(monkeypatch):
     """Programs walk contexts as those of wide vectors do, on a device of so many multiprocessors."""
-    from hybridrt.kernels import paged_attention_triton as module
+    from hybridrt.kernels.attention import paged_attention_triton as module
 
     def walk_on(multiprocessors):
         def walk(programs, max_context, tile, q):
@@ -140,7 +140,7 @@ def test_table_entries_behind_a_row_are_not_read(provider, latent_walk, monkeypa
 def test_parts_of_a_row_of_wide_vectors():
     """As many as the device has room for. The last program joins parts only where there is room for one: those of
     contexts that are so long that one row would keep the others waiting."""
-    from hybridrt.kernels import paged_attention_triton as module
+    from hybridrt.kernels.attention import paged_attention_triton as module
 
     q, found = torch.empty(1, dtype=torch.bfloat16), {}
     for programs in (1, 44, 45, 66, 67, 140):
@@ -162,7 +162,7 @@ def test_parts_of_a_row_of_wide_vectors():
 ])  # fmt: skip
 def test_extend_of_ragged_chunks_with_and_without_prefix(monkeypatch, small_tiles, way, dtype):
     """Both ways to attend, all heads at once or one after the other."""
-    from hybridrt.kernels import latent_attention_triton
+    from hybridrt.kernels.attention import latent_attention_triton
 
     monkeypatch.setattr(latent_attention_triton, "decompressed_pays", lambda *_: way != "absorbed")
     if way == "by turns":
@@ -180,7 +180,7 @@ def test_extend_of_ragged_chunks_with_and_without_prefix(monkeypatch, small_tile
 
 
 def test_too_many_vectors_are_not_copied(provider, monkeypatch):
-    from hybridrt.kernels import latent_attention_triton, prefill_attention_triton
+    from hybridrt.kernels.attention import latent_attention_triton, prefill_attention_triton
 
     decompress, latents, seen = latent_attention_triton._decompressed, Latents([9], torch.float16), []
     monkeypatch.setattr(latent_attention_triton, "_decompressed", lambda *args: seen.append(args) or decompress(*args))
@@ -238,7 +238,7 @@ def kimi():
 
 
 def test_keys_and_values_are_made_where_that_was_faster():
-    from hybridrt.kernels.latent_attention_triton import decompressed_pays
+    from hybridrt.kernels.attention.latent_attention_triton import decompressed_pays
 
     for prompts, tokens, before, absorbed, made in TIMES:
         pays = decompressed_pays(*kimi(), [tokens] * prompts, [before + tokens] * prompts)
@@ -247,14 +247,14 @@ def test_keys_and_values_are_made_where_that_was_faster():
 
 def test_a_token_behind_a_very_long_prefix_is_absorbed():
     """Keys and values of a few heads fit into memory at a time, so that few programs would walk them."""
-    from hybridrt.kernels.latent_attention_triton import decompressed_pays
+    from hybridrt.kernels.attention.latent_attention_triton import decompressed_pays
 
     assert not decompressed_pays(*kimi(), [1], [100_001])
 
 
 def test_tiles_over_keys_and_values_that_were_made():
     """Long prompts share what a program loads among 256 queries, few queries have small tiles."""
-    from hybridrt.kernels import latent_attention_triton, prefill_attention_triton
+    from hybridrt.kernels.attention import latent_attention_triton, prefill_attention_triton
 
     q, _ = kimi()
     for query_lens, rows, warps in (
@@ -272,9 +272,9 @@ def test_tiles_over_keys_and_values_that_were_made():
 )
 def test_a_tile_over_keys_and_values_fits_shared_memory(nope, rope, value):
     """Queries and all stages of keys, values and rotated parts, as the compiler lays them out."""
-    from hybridrt.kernels import latent_attention_triton
-    from hybridrt.kernels.launch import H200_SHARED_MEMORY
-    from hybridrt.kernels.prefill_attention_triton import width_of
+    from hybridrt.kernels.attention import latent_attention_triton
+    from hybridrt.kernels.attention.prefill_attention_triton import width_of
+    from hybridrt.kernels.core.launch import H200_SHARED_MEMORY
 
     q = torch.empty(1, 32, nope + rope, dtype=torch.bfloat16)
     for query_lens in ([8192], [2048] * 4, [2048], [512], [8192, 100]):

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from benchmarks.step_peers import register_peers
-from hybridrt.config import EngineConfig, SpeculativeConfig
-from hybridrt.errors import BackendError
-from hybridrt.forward_batch import SpecInfo
-from hybridrt.kernels import providers
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
-from hybridrt.kernels.paged_attention import attention_decode, attention_extend
-from hybridrt.kernels.providers import select
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import SpecInfo
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.attention.paged_attention import attention_decode, attention_extend
+from hybridrt.kernels.core import providers
+from hybridrt.kernels.core.providers import select
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
 from tests.attention.test_backends_verify import random_tokens
 from tests.runtime.test_graph_runner import inputs_of, runner_of
 from tests.support.by_hand import ByHand, Row

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hybridrt.kernels import linear as module
-from hybridrt.kernels.linear import ONEDNN_FROM, add_linear, linear
+from hybridrt.kernels.dense import linear as module
+from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64])

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.mamba1_update import mamba1_update
-from hybridrt.kernels.records import BCNorms
-from hybridrt.kernels.rms_norm import rms_norm
-from hybridrt.kernels.selective_scan import selective_scan
+from hybridrt.kernels.core.chunk_plan import plan_chunks
+from hybridrt.kernels.core.records import BCNorms
+from hybridrt.kernels.dense.rms_norm import rms_norm
+from hybridrt.kernels.mamba.mamba1_update import mamba1_update
+from hybridrt.kernels.mamba.selective_scan import selective_scan
 from tests.kernels.test_mamba2_slots import FAR, far_pool
 from tests.support.flat import flat
 from tests.support.mamba1_oracle import selective_inputs, selective_loop

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.errors import ConfigError
-from hybridrt.kernels.causal_conv1d import conv_window
-from hybridrt.kernels.mamba2_decode import mamba2_decode
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.mamba.mamba2_decode import mamba2_decode
+from hybridrt.kernels.state.causal_conv1d import conv_window
 from tests.support.flat import flat
 from tests.support.mamba2_oracle import (
     ScanInputs,
@@ -156,7 +156,7 @@ def test_a_draft_tree_equals_the_loop_along_each_path() -> None:
 @pytest.mark.parametrize(("dim", "state_dim"), [(20, 40), (32, 48)])
 def test_states_larger_than_a_piece(dim: int, state_dim: int, block_t: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads cut into pieces of rows and columns, whole ones and not; with tensor cores and without."""
-    from hybridrt.kernels import mamba2_replay_decode_triton as kernels
+    from hybridrt.kernels.mamba import mamba2_replay_decode_triton as kernels
 
     tile = {"BLOCK_T": block_t, "BLOCK_P": 16, "BLOCK_N": 16, "STAGES": 2, "num_warps": 4}
     monkeypatch.setattr(kernels, "stream_tile", lambda *_: tile)

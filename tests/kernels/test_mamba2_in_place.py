@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.attention import mamba2
-from hybridrt.attention.mamba2 import Mamba2AttnBackend
-from hybridrt.attention.segments import DecodeSegment
-from hybridrt.kernels.decode_metadata import DecodeBuffers
-from hybridrt.kernels.mamba2_decode import mamba2_decode
-from hybridrt.kernels.mamba2_in_place import mamba2_in_place, pool_rows
-from hybridrt.kernels.records import NO_LIMIT, ConvWeights, SSMWeights
-from hybridrt.kernels.slots import neighbours
-from hybridrt.mem_cache.mamba_pool import LayerCache
+from hybridrt.kernels.core.records import NO_LIMIT, ConvWeights, SSMWeights
+from hybridrt.kernels.core.slots import neighbours
+from hybridrt.kernels.mamba.mamba2_decode import mamba2_decode
+from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place, pool_rows
+from hybridrt.kernels.state.decode_metadata import DecodeBuffers
+from hybridrt.mem_cache.pools.mamba_pool import LayerCache
+from hybridrt.recurrent import mamba2
+from hybridrt.recurrent.mamba2 import Mamba2AttnBackend
+from hybridrt.recurrent.segments import DecodeSegment
 from tests.support.flat import flat
 from tests.support.mamba2_oracle import changed_rows, int32
 

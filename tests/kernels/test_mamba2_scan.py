@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.kernels import mamba2_scan_triton
-from hybridrt.kernels.chunk_plan import chunk_lists, chunk_plan, plan_chunks
-from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
-from hybridrt.kernels.records import SavedStates
+from hybridrt.kernels.core.chunk_plan import chunk_lists, chunk_plan, plan_chunks
+from hybridrt.kernels.core.records import SavedStates
+from hybridrt.kernels.mamba import mamba2_scan_triton
+from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan
 from tests.support.flat import flat
 from tests.support.levels import sweep
 from tests.support.mamba2_oracle import ScanInputs, changed_rows, close, int32, poisoned, scan_inputs, scan_loop

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen, conv_window
-from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.mamba2_replay import mamba2_replay
-from hybridrt.kernels.mamba2_scan import mamba2_chunk_scan
-from hybridrt.kernels.records import ConvState, ConvWeights, IntermediateStates
-from hybridrt.kernels.selective_state_update import selective_state_update
-from hybridrt.kernels.state_commit import commit_intermediate
-from hybridrt.kernels.state_ring import RingFolds, fold_ring
+from hybridrt.kernels.core.chunk_plan import plan_chunks
+from hybridrt.kernels.core.records import ConvState, ConvWeights, IntermediateStates
+from hybridrt.kernels.mamba.mamba2_replay import mamba2_replay
+from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan
+from hybridrt.kernels.mamba.selective_state_update import selective_state_update
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen, conv_window
+from hybridrt.kernels.state.state_commit import commit_intermediate
+from hybridrt.kernels.state.state_ring import RingFolds, fold_ring
 from tests.support.flat import flat
 from tests.support.mamba2_oracle import close, int32, same_bytes, scan_inputs, scan_loop
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hybridrt.kernels.moe import (
+from hybridrt.kernels.dense.moe import (
     ExpertStack,
     GroupedChoice,
     SoftmaxChoice,
@@ -197,7 +197,7 @@ def test_pairs_are_laid_out_by_expert_in_blocks(provider, monkeypatch, compared,
     """By comparing all with all, or by a sort: block after block of one expert, in the order of the pairs."""
     if provider == "torch" or (provider == "triton-shuffled" and not compared):
         pytest.skip("one path, no programs")
-    from hybridrt.kernels import moe_triton
+    from hybridrt.kernels.dense import moe_triton
 
     monkeypatch.setattr(moe_triton, "COMPARED_PAIRS", tokens * 3 if compared else 0)
     torch.manual_seed(tokens)

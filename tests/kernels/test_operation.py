@@ -5,10 +5,10 @@ import inspect
 import pytest
 import torch
 
-from hybridrt.errors import ConfigError
-from hybridrt.kernels import providers
-from hybridrt.kernels.operation import By, operation
-from hybridrt.kernels.rms_norm import rms_norm
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.core import providers
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.dense.rms_norm import rms_norm
 
 
 def _check(x, *_, limit, **__):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hybridrt.errors import ConfigError
-from hybridrt.kernels.paged_attention import attention_decode, attention_extend, write_kv
-from hybridrt.kernels.records import AttentionPrompts, AttentionRows, PagedKV
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.attention.paged_attention import attention_decode, attention_extend, write_kv
+from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, PagedKV
 from tests.support.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -133,7 +133,7 @@ def test_padding_is_not_written():
 
 
 def test_places_that_one_distance_does_not_describe_are_refused():
-    from hybridrt.kernels.paged_attention_triton import attention_decode_triton
+    from hybridrt.kernels.attention.paged_attention_triton import attention_decode_triton
 
     cache, q, seq_lens = Cache([9, 7]), torch.randn(2, 2, 4, HEAD_DIM), torch.tensor([9, 7])
     arguments = (q, cache.k, cache.v, cache.table, cache.rows, seq_lens)
@@ -189,7 +189,7 @@ def test_a_chain_is_the_tree_whose_mask_is_triangular():
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles so small that short contexts take many of them, and a group of query heads more than one."""
-    from hybridrt.kernels import paged_attention_triton, prefill_attention_triton
+    from hybridrt.kernels.attention import paged_attention_triton, prefill_attention_triton
 
     for module in (paged_attention_triton, prefill_attention_triton):
         for name in ("BLOCK_N", "BLOCK_M"):
@@ -203,7 +203,7 @@ def small_tiles(monkeypatch):
 def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, sliding_window, multiprocessors, long):
     """A device that is full or not, contexts that are long for it or not; parts joined by more programs than it has
     multiprocessors or fewer, which load them behind their sums or beside them."""
-    from hybridrt.kernels import paged_attention_triton
+    from hybridrt.kernels.attention import paged_attention_triton
 
     monkeypatch.setattr(paged_attention_triton, "LONG_CONTEXT", long)
     monkeypatch.setattr(paged_attention_triton, "PARTS_AT_ONCE", 2)  # of up to six
@@ -230,7 +230,7 @@ def test_decode_of_contexts_split_among_programs(monkeypatch, small_tiles, slidi
 @pytest.mark.parametrize(("rows", "programs"), [(1, 256), (512, 64)])
 def test_programs_of_a_row_where_tables_are_wide(rows: int, programs: int) -> None:
     """Each row of a batch has as many, whatever its length: 512 rows with 256 each would need gigabytes for parts."""
-    from hybridrt.kernels import paged_attention_triton
+    from hybridrt.kernels.attention import paged_attention_triton
 
     q = torch.empty(1, dtype=torch.bfloat16)
     tile = paged_attention_triton._tile(4, 128, q)
@@ -240,7 +240,7 @@ def test_programs_of_a_row_where_tables_are_wide(rows: int, programs: int) -> No
 @pytest.fixture
 def gathering(monkeypatch):
     """Chunks of any length copy their keys and values together first, where the dtype allows it."""
-    from hybridrt.kernels import prefill_attention_triton
+    from hybridrt.kernels.attention import prefill_attention_triton
 
     monkeypatch.setattr(prefill_attention_triton, "GATHER_FROM", 0)
 
@@ -284,7 +284,7 @@ def test_gathered_keys_of_many_rows(gathering, sliding_window):
 @pytest.mark.parametrize("sliding_window", [None, 20])
 def test_gathered_keys_give_the_bits_of_pages(small_tiles, monkeypatch, sliding_window):
     """Who else is in the batch decides which way a chunk goes, and may not change its tokens."""
-    from hybridrt.kernels import prefill_attention_triton
+    from hybridrt.kernels.attention import prefill_attention_triton
 
     torch.manual_seed(0)
     seq_lens, query_lens = [70, 37], [30, 37]
@@ -297,7 +297,7 @@ def test_gathered_keys_give_the_bits_of_pages(small_tiles, monkeypatch, sliding_
 @pytest.mark.parametrize("spare", [0, -1])
 def test_a_copy_of_keys_that_is_too_large_is_not_made(provider, gathering, monkeypatch, spare):
     """Keys and values of two heads, 130 tokens in tiles of 64, 16 numbers of 2 bytes each."""
-    from hybridrt.kernels import prefill_attention_triton
+    from hybridrt.kernels.attention import prefill_attention_triton
 
     torch.manual_seed(0)
     copies, gather = [], prefill_attention_triton.gather

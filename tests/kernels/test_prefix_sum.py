@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrt.errors import ConfigError
-from hybridrt.kernels.prefix_sum import prefix_sum_update, prefix_sum_varlen
-from hybridrt.kernels.records import IntermediateStates, StateSlots
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.core.records import IntermediateStates, StateSlots
+from hybridrt.kernels.mamba.prefix_sum import prefix_sum_update, prefix_sum_varlen
 
 pytestmark = pytest.mark.usefixtures("provider")
 VECTOR = json.loads((Path(__file__).parents[1] / "vectors" / "prefix_sum.json").read_text())

@@ -2,9 +2,9 @@
 
 import pytest
 
-from hybridrt.errors import BackendError, ConfigError, ProviderNotInstalledError
-from hybridrt.kernels import providers
-from hybridrt.kernels.providers import By
+from hybridrt.base.errors import BackendError, ConfigError, ProviderNotInstalledError
+from hybridrt.kernels.core import providers
+from hybridrt.kernels.core.providers import By
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hybridrt.kernels.linear import ONEDNN_FROM, linear
-from hybridrt.kernels.providers import select
-from hybridrt.kernels.recording import Recording, live, steady
+from hybridrt.kernels.core.providers import select
+from hybridrt.kernels.core.recording import Recording, live, steady
+from hybridrt.kernels.dense.linear import ONEDNN_FROM, linear
 
 MOST = 1 << 20
 
@@ -173,7 +173,7 @@ def test_needs_no_compiler() -> None:
     """torch.compile and what it needs take more than a second to import."""
     program = (
         "import sys, torch\n"
-        "from hybridrt.kernels.recording import Recording\n"
+        "from hybridrt.kernels.core.recording import Recording\n"
         "recording = Recording(1 << 20)\n"
         "with torch.inference_mode():\n"
         "    with recording.record():\n"

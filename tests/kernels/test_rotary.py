@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from hybridrt.kernels.records import KVPlaces, Rope
-from hybridrt.kernels.rms_norm import rms_norm
-from hybridrt.kernels.rotary import qk_norm_rotary, rotary_write_kv
+from hybridrt.kernels.attention.rotary import qk_norm_rotary, rotary_write_kv
+from hybridrt.kernels.core.records import KVPlaces, Rope
+from hybridrt.kernels.dense.rms_norm import rms_norm
 
 pytestmark = pytest.mark.usefixtures("provider")
 
@@ -78,7 +78,7 @@ def test_many_rows_to_a_program_and_few(provider, monkeypatch):
     """The same numbers, however programs share the heads of tokens."""
     if provider != "triton-shuffled":
         pytest.skip("the tile is the kernel's, and one order is enough")
-    from hybridrt.kernels import rotary_triton
+    from hybridrt.kernels.attention import rotary_triton
 
     assert {rotary_triton.rotary_tile(rows, 64) for rows in (1, 128, 129)} == {(1, 1), (16, 4)}
     torch.manual_seed(0)

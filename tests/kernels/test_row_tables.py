@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.records import RowTables
-from hybridrt.kernels.row_tables import clear_slots, enter_pages, enter_rows, enter_tokens
+from hybridrt.kernels.core.records import RowTables
+from hybridrt.kernels.state.row_tables import clear_slots, enter_pages, enter_rows, enter_tokens
 
 pytestmark = pytest.mark.usefixtures("provider")
 

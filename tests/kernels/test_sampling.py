@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from hybridrt.kernels.sampling import (
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.sampling.sampling import (
     MIN_TEMPERATURE,
     STREAM_TOKEN,
     Penalties,
@@ -15,7 +16,6 @@ from hybridrt.kernels.sampling import (
     sample,
     token_logprobs,
 )
-from hybridrt.sampling_params import SamplingParams
 from tests.support.flat import flat
 from tests.support.levels import sweep
 from tests.support.uniform import uniform
@@ -197,7 +197,7 @@ SHAPES = ["flat", "sharp", "peak", "equal", "steps", "forbidden", "two groups", 
 
 @pytest.mark.parametrize("shape", sweep(SHAPES, 2))
 def test_filters_by_definition_on_rows_of_every_shape(shape, monkeypatch):
-    from hybridrt.kernels import sampling_filters_triton, sampling_triton
+    from hybridrt.kernels.sampling import sampling_filters_triton, sampling_triton
 
     monkeypatch.setattr(sampling_triton, "BLOCK", 512)
     monkeypatch.setattr(sampling_filters_triton, "LIST_BLOCK", 128)
@@ -355,7 +355,7 @@ def test_the_draw_is_gumbel_max_over_the_token_stream():
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks so small that a vocabulary takes many of them, in several programs."""
-    from hybridrt.kernels import sampling_triton
+    from hybridrt.kernels.sampling import sampling_triton
 
     monkeypatch.setattr(sampling_triton, "BLOCK", 64)
     monkeypatch.setattr(sampling_triton, "multiprocessors", lambda device: 8)
@@ -384,7 +384,7 @@ def test_the_same_draws_over_many_blocks(small_blocks):
 
 @pytest.mark.parametrize("multiprocessors", [1, 8])
 def test_greedy_ties_across_blocks(small_blocks, monkeypatch, multiprocessors):
-    from hybridrt.kernels import sampling_triton
+    from hybridrt.kernels.sampling import sampling_triton
 
     monkeypatch.setattr(sampling_triton, "multiprocessors", lambda device: multiprocessors)
     logits = torch.zeros(2, 300)
@@ -402,7 +402,7 @@ FILTERS = {"top_k": torch.tensor([3], dtype=torch.int32), "top_p": torch.tensor(
 )
 def test_logits_that_are_not_finite_give_no_token(small_blocks, monkeypatch, multiprocessors, value, filters):
     """A NaN or infinity anywhere; -infinity only everywhere. The row beside it draws what it draws alone."""
-    from hybridrt.kernels import sampling_triton
+    from hybridrt.kernels.sampling import sampling_triton
 
     monkeypatch.setattr(sampling_triton, "multiprocessors", lambda device: multiprocessors)
     torch.manual_seed(0)

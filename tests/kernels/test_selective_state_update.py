@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.selective_state_update import selective_state_update
+from hybridrt.kernels.mamba.selective_state_update import selective_state_update
 from tests.support.flat import flat
 from tests.support.mamba2_oracle import (
     ScanInputs,

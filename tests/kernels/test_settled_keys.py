@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridrt.kernels.launch import settle_keys
+from hybridrt.kernels.core.launch import settle_keys
 
 
 class Function:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.errors import ConfigError
-from hybridrt.kernels.records import ConvState, ConvWeights
-from hybridrt.kernels.short_conv import short_conv_update
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.core.records import ConvState, ConvWeights
+from hybridrt.kernels.state.short_conv import short_conv_update
 from tests.support.levels import sweep
 from tests.support.mamba2_oracle import changed_rows, close, conv_loop, int32, poisoned
 

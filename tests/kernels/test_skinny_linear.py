@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import ConfigError
-from hybridrt.kernels import launch
-from hybridrt.kernels.skinny_linear import MAX_TOKENS, InputNorm, is_skinny, skinny_linear
-from hybridrt.kernels.skinny_linear_triton import Tile, matmul_tile
+from hybridrt.base.errors import ConfigError
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.kernels.core import launch
+from hybridrt.kernels.dense.skinny_linear import MAX_TOKENS, InputNorm, is_skinny, skinny_linear
+from hybridrt.kernels.dense.skinny_linear_triton import Tile, matmul_tile
 from hybridrt.layers.methods import DenseMethod, LinearMethod
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import RMSNorm
@@ -95,7 +95,7 @@ def test_plain_products_of_many_columns_and_odd_rows(tokens, shape):
 )
 def test_any_tile_of_the_weight(tokens, tile, activation, monkeypatch):
     for name in ("matvec_tile", "matmul_tile"):
-        monkeypatch.setattr(f"hybridrt.kernels.skinny_linear_triton.{name}", lambda *_: Tile(*tile))
+        monkeypatch.setattr(f"hybridrt.kernels.dense.skinny_linear_triton.{name}", lambda *_: Tile(*tile))
     x, weight, generator = case(tokens, 42, 104, torch.float32)
     norm_weight, residual = torch.randn(104, generator=generator), torch.randn(tokens, 104, generator=generator)
     expected, total = by_formula(x, weight, None, norm_weight, residual, activation)
@@ -166,7 +166,7 @@ def test_a_row_does_not_see_the_rows_beside_it():
 
 def test_programs_that_share_rows_count_from_zero_again(monkeypatch):
     """Twice the same launch; in the second the counters are what the first left."""
-    monkeypatch.setattr("hybridrt.kernels.skinny_linear_triton.matmul_tile", lambda *_: Tile(16, 32, 4, 2, 4))
+    monkeypatch.setattr("hybridrt.kernels.dense.skinny_linear_triton.matmul_tile", lambda *_: Tile(16, 32, 4, 2, 4))
     x, weight, _ = case(3, 40, 300, torch.float32)
     first, again = skinny_linear(x, weight)[0], skinny_linear(x, weight)[0]
     check(first, by_formula(x, weight)[0], torch.float32)

@@ -124,7 +124,7 @@ def test_every_kernel_compiles_with_and_without_its_optional_arguments(table: st
     here that is left to the soak level, but for kernels that they do not launch."""
     names = {f"{usage['module']} {usage['kernel']}" for usage in compiled(table)}
     launched = {
-        f"{file.stem} {name}" for file in (ROOT / "hybridrt" / "kernels").glob("*_triton.py")
+        f"{file.stem} {name}" for file in (ROOT / "hybridrt" / "kernels").rglob("*_triton.py")
         for name in re.findall(r"^    *(?:return )?(_\w+_kernel)\[", file.read_text(), re.MULTILINE)
     }  # fmt: skip
     assert len(launched) > 40 and launched - names == set()

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from hybridrt.kernels.records import IntermediateStates
-from hybridrt.kernels.state_commit import commit_conv_window, commit_intermediate
+from hybridrt.kernels.core.records import IntermediateStates
+from hybridrt.kernels.state.state_commit import commit_conv_window, commit_intermediate
 from tests.support.mamba2_oracle import changed_rows, int32, poisoned, same_bytes
 
 pytestmark = pytest.mark.usefixtures("provider")

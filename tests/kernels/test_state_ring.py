@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.errors import ConfigError
-from hybridrt.kernels.mamba2_replay import mamba2_replay
-from hybridrt.kernels.selective_state_update import selective_state_update
-from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.mamba.mamba2_replay import mamba2_replay
+from hybridrt.kernels.mamba.selective_state_update import selective_state_update
+from hybridrt.kernels.state.state_ring import RingFolds, advance_ring, fold_ring
 from tests.support.flat import flat
 from tests.support.mamba2_oracle import (
     ScanInputs,

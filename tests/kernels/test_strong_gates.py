@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.kernels import mamba2_scan_triton
-from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.kernels.decay_sums import decay_sums
-from hybridrt.kernels.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from hybridrt.kernels.records import DeltaInputs, Prompts, StateSlots
+from hybridrt.kernels.core.chunk_plan import plan_chunks
+from hybridrt.kernels.core.decay_sums import decay_sums
+from hybridrt.kernels.core.records import DeltaInputs, Prompts, StateSlots
+from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from hybridrt.kernels.mamba import mamba2_scan_triton
 from tests.kernels import test_gdn_replay, test_mamba1, test_mamba2_decode, test_mamba2_scan
 from tests.support.gdn_loops import Tokens, random_tokens, slow_delta_rule
 from tests.support.levels import sweep

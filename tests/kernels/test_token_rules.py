@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrt.errors import RequestError
-from hybridrt.kernels.token_rules import DrawLines, apply_token_rules
-from hybridrt.runtime.sampler import RULES, RowRequirements, Sampler, SamplingTable, Verification, used_parts
-from hybridrt.runtime.step import Admission
-from hybridrt.runtime.token_rules import HISTORY, MAX_RULES, make_rules
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import RequestError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.sampling.token_rules import DrawLines, apply_token_rules
+from hybridrt.runtime.sampling.sampler import RULES, RowRequirements, Sampler, Verification, used_parts
+from hybridrt.runtime.step.plan import Admission
+from hybridrt.runtime.step.sampling_table import SamplingTable
+from hybridrt.runtime.step.token_rules import HISTORY, MAX_RULES, make_rules
 from tests.support.levels import sweep
 
 pytestmark = pytest.mark.usefixtures("provider")

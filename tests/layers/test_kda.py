@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import ConfigError
+from hybridrt.base.errors import ConfigError
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.kinds.kda import KDAConfig
-from hybridrt.layers.kda import KDAMixer
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build
+from hybridrt.recurrent.kda import KDAMixer
 from tests import test_kinds
 from tests.support.by_hand import Row
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrt.distributed.groups import TPGroup
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers import methods
 from hybridrt.layers.linear import RowLinear, Segment
 from hybridrt.layers.methods import side_by_side

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hybridrt import plugins
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import BackendError, CheckpointError
+from hybridrt.base import plugins
+from hybridrt.base.errors import BackendError, CheckpointError
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
 from hybridrt.layers.methods import DenseMethod, LinearMethod, MixedMethod, linear_method
 from hybridrt.layers.moe import Experts
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap
-from hybridrt.runtime import build as runtime_build
+from hybridrt.runtime.load import build as runtime_build
 from tests.support.checkpoints import CheckpointStore
 from tests.support.outside_method import ScaledInt8, build_with, quantised
 from tests.support.session import Session

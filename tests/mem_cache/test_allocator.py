@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.errors import OutOfSlotsError, PoolError
-from hybridrt.mem_cache.allocator import SlotAllocator
-from hybridrt.mem_cache.slots import Slot
+from hybridrt.base.errors import OutOfSlotsError, PoolError
+from hybridrt.mem_cache.pools.allocator import SlotAllocator
+from hybridrt.mem_cache.pools.slots import Slot
 
 
 def counts(pool: SlotAllocator) -> tuple[int, int, int]:

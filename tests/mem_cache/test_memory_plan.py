@@ -10,12 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.config import SpeculativeConfig
-from hybridrt.errors import MemoryBudgetError
-from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts, plan_memory
-from hybridrt.mem_cache.page_demand import PageDemand
-from hybridrt.runtime.build import weight_bytes
-from hybridrt.runtime.prompt_logprobs import prompt_logprob_bytes
+from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory
+from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.runtime.load.build import weight_bytes
+from hybridrt.runtime.step.prompt_logprobs import prompt_logprob_bytes
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from hybridrt.speculative.head import HeadRunner
 from tests.support.checkpoints import VOCAB, CheckpointStore

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.config import AttentionSpec
-from hybridrt.errors import ConfigError
+from hybridrt.base.config import AttentionSpec
+from hybridrt.base.errors import ConfigError
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
-from hybridrt.mem_cache.kv_pool import KVPool
-from hybridrt.mem_cache.mamba_pool import MambaPool, MambaPoolSpec, ring_width
-from hybridrt.mem_cache.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec, ring_width
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
 
@@ -169,7 +169,7 @@ def test_slots_and_rows_past_4096(name: str, mode: str, checkpoints: CheckpointS
 def test_addresses_of_far_slots_exceed_32_bits() -> None:
     """A pool whose last slot begins 2**31 elements behind its first, as 32 heads of 128 x 128 do past slot 4096: memory
     that is never touched costs nothing, so the pool is made without being written."""
-    from hybridrt.kernels.selective_state_update import selective_state_update
+    from hybridrt.kernels.mamba.selective_state_update import selective_state_update
     from tests.support.flat import flat
     from tests.support.mamba2_oracle import close, int32, scan_inputs
 

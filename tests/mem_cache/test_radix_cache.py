@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.mem_cache import radix_cache
-from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.mem_cache.radix_cache import RadixCache
-from hybridrt.mem_cache.radix_node import Node
-from hybridrt.mem_cache.slots import Slot
+from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.prefix_tree import radix_cache
+from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
+from hybridrt.mem_cache.prefix_tree.radix_node import Node
 from tests.support.levels import drawn
 
 Text = tuple[int, ...]

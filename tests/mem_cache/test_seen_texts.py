@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hybridrt.mem_cache import seen_texts
-from hybridrt.mem_cache.seen_texts import BLOCK, SeenTexts
+from hybridrt.mem_cache.prefix_tree import seen_texts
+from hybridrt.mem_cache.prefix_tree.seen_texts import BLOCK, SeenTexts
 
 
 def test_beginnings_in_whole_blocks() -> None:

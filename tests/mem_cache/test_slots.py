@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hybridrt.errors import PoolError
-from hybridrt.mem_cache.allocator import SlotAllocator
-from hybridrt.mem_cache.slots import Slot, Slots
+from hybridrt.base.errors import PoolError
+from hybridrt.mem_cache.pools.allocator import SlotAllocator
+from hybridrt.mem_cache.pools.slots import Slot, Slots
 
 
 def test_a_handle_is_an_index_and_a_generation() -> None:

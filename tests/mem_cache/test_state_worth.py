@@ -2,9 +2,9 @@
 
 import pytest
 
-from hybridrt.mem_cache.prefix_cache import PrefixMatch
-from hybridrt.mem_cache.radix_node import StateKind
-from hybridrt.mem_cache.state_worth import RECENT, NewState
+from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
+from hybridrt.mem_cache.prefix_tree.state_worth import RECENT, NewState
 from tests.mem_cache.test_radix_cache import Ledger, array, read, tokens_of
 
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridrt import LLM
+from hybridrt.base.errors import CheckpointError, ConfigError, HybridrtError, UnsupportedModelError
 from hybridrt.cli.app import app
-from hybridrt.errors import CheckpointError, ConfigError, HybridrtError, UnsupportedModelError
 from tests.support.tiny import CHAT_TEMPLATE, write_tiny
 
 CODE = """

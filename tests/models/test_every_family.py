@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.errors import ConfigError, SessionError
+from hybridrt.base.errors import ConfigError, SessionError
 from tests.models.test_models_parity import prompts, state_modes
 from tests.support.checkpoints import CASES, Checkpoint, CheckpointStore, nemotron, write
 from tests.support.levels import sweep

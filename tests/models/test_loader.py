@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hybridrt.config import EngineConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import CheckpointError, ConfigError
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import CheckpointError, ConfigError
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.models.base import CausalLM
-from hybridrt.models.loader import fill_dummy, load_weights
-from hybridrt.runtime.build import build_model, empty_model, load_target
+from hybridrt.models.loading.loader import fill_dummy, load_weights
+from hybridrt.runtime.load.build import build_model, empty_model, load_target
 from tests.models.test_models_parity import BASES, check_sample, requests
 from tests.support.checkpoints import CASES, CheckpointStore, write
 from tests.support.levels import sweep

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridrt import plugins
+from hybridrt.base import plugins
+from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.errors import BackendError
 from hybridrt.cli.inspect import describe_model
-from hybridrt.config import SpeculativeConfig
-from hybridrt.errors import BackendError
-from hybridrt.families.registry import all_families, family_of
-from hybridrt.mem_cache.kv_pool import KVPool
-from hybridrt.runtime.build import kv_groups
-from hybridrt.runtime.state_arena import StateArena
-from hybridrt.runtime.step import StateCopy
+from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.models.config.family_registry import family_of
+from hybridrt.runtime.load.build import kv_groups
+from hybridrt.runtime.run.state_arena import StateArena
+from hybridrt.runtime.step.plan import StateCopy
 from hybridrt.transfer.handshake import handshake_of
 from tests.support import outside_mixed
 from tests.support.outside_mixed import ARCHITECTURE, LAYERS, Reference, write_checkpoint
@@ -30,11 +30,9 @@ COUNT = 24
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     points = [SimpleNamespace(name=ARCHITECTURE, value="tests.support.outside_mixed:FAMILY")]
     monkeypatch.setattr(plugins, "entry_points", lambda group: points if group == "hybridrt.families" else [])
-    for cached in (family_of, all_families):
-        cached.cache_clear()
+    family_of.cache_clear()
     yield
-    for cached in (family_of, all_families):
-        cached.cache_clear()
+    family_of.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.config import SpeculativeConfig
-from hybridrt.errors import ConfigError
+from hybridrt.base.config import SpeculativeConfig
+from hybridrt.base.errors import ConfigError
 from hybridrt.layers import methods
-from hybridrt.mem_cache.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_demand import PageDemand
 from tests.support.checkpoints import CASES, VOCAB, Checkpoint, CheckpointStore, has_replay
 from tests.support.levels import sweep
 from tests.support.session import Session, budget, check_sample

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers.models.minimax import modeling_minimax
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.errors import CheckpointError, ConfigError
-from hybridrt.families.kimi_linear import EXPERTS
-from hybridrt.hf_config import read_model_config
+from hybridrt.base.errors import CheckpointError, ConfigError
+from hybridrt.models.config.read_config import read_model_config
+from hybridrt.models.kimi_linear import EXPERTS
 from tests.models.test_loader import load
 from tests.models.test_models_parity import requests, rewrite
 from tests.support.checkpoints import CheckpointStore, has_replay, write

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import CheckpointError, ConfigError, UnsupportedModelError
 from hybridrt.cli.inspect import describe_model
-from hybridrt.config import EngineConfig
-from hybridrt.engine.tokenizer import load_tokenizer
-from hybridrt.errors import CheckpointError, ConfigError, UnsupportedModelError
-from hybridrt.hf_config import read_model_config
-from hybridrt.models import weight_files
+from hybridrt.engine.text.tokenizer import load_tokenizer
+from hybridrt.models.config.read_config import read_model_config
+from hybridrt.models.loading import weight_files
 from tests.models.test_loader import load
 from tests.support.checkpoints import (
     CASES,

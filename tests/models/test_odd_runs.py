@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridrt import LLM, SamplingParams
-from hybridrt.errors import HybridrtError
+from hybridrt.base.errors import HybridrtError
 from tests.models.test_odd_files import FAMILIES, image
 from tests.support.checkpoints import write
 from tests.support.odd_configs import leaves, mutated

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridrt import LLM
+from hybridrt.base.errors import ConfigError, UnsupportedModelError
 from hybridrt.cli.app import app
-from hybridrt.errors import ConfigError, UnsupportedModelError
-from hybridrt.hf_config import read_model_config
+from hybridrt.models.config.read_config import read_model_config
 from tests.support.tiny import write_tiny
 
 COMMANDS = [

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hybridrt import LLM, SamplingParams
-from hybridrt.errors import CheckpointError, ConfigError, RequestError
-from hybridrt.hf_config import read_model_config
+from hybridrt.base.errors import CheckpointError, ConfigError, RequestError
+from hybridrt.models.config.read_config import read_model_config
 from tests.models.test_loader import load, skipped
 from tests.models.test_models_parity import requests, rewrite
 from tests.support.checkpoints import CheckpointStore

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hybridrt.errors import CheckpointError
-from hybridrt.models import weight_reader
-from hybridrt.models.weight_files import Shards, keys_of
-from hybridrt.models.weight_reader import read_tensors, staged_tensors
+from hybridrt.base.errors import CheckpointError
+from hybridrt.models.loading import weight_reader
+from hybridrt.models.loading.weight_files import Shards, keys_of
+from hybridrt.models.loading.weight_reader import read_tensors, staged_tensors
 
 CPU = torch.device("cpu")
 

@@ -14,14 +14,15 @@ import torch
 import triton
 from triton.runtime import cache
 
-from hybridrt.config import EngineConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import ConfigError
-from hybridrt.runtime import compile_ahead
-from hybridrt.runtime.compile_ahead import CompileAhead, KernelsAhead, default_workers
-from hybridrt.runtime.compile_mark import find_mark, write_mark
-from hybridrt.runtime.pretend_gpu import KNOWN, GPUFacts, known_gpu, pretended
-from hybridrt.runtime.triton_key import TritonKey, use_key
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.device import KNOWN, GPUFacts, known_gpu
+from hybridrt.base.errors import ConfigError
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.runtime.precompile import compile_ahead
+from hybridrt.runtime.precompile.compile_ahead import CompileAhead, KernelsAhead, default_workers
+from hybridrt.runtime.precompile.compile_mark import find_mark, write_mark
+from hybridrt.runtime.precompile.pretend_gpu import pretended
+from hybridrt.runtime.precompile.triton_key import TritonKey, use_key
 from tests.support.tiny import write_tiny
 
 GPU = KNOWN["h200"]

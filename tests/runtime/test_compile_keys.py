@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridrt.runtime.compile_ahead import ENVIRONMENT
+from hybridrt.runtime.precompile.compile_ahead import ENVIRONMENT
 from tests.support.checkpoints import nemotron
 from tests.support.tiny import write_tiny
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrt.config import EngineConfig
-from hybridrt.runtime import recordings
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
-from hybridrt.runtime.step_runner import StepRunner
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.runtime.replay import recordings
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.run.step_runner import StepRunner
+from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan
 from tests.support.tiny import write_tiny
 
 PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5], [11])

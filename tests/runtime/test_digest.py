@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hybridrt import EngineConfig
-from hybridrt.errors import CheckpointError
-from hybridrt.runtime.digest import PIECES, SAMPLE, model_digest
+from hybridrt.base.errors import CheckpointError
+from hybridrt.runtime.load.digest import PIECES, SAMPLE, model_digest
 
 SIZES = {"small": 7, "norm": SAMPLE // 4, "large": 150_000, "wide": 400_001, "half": 90_000}
 GAP = 1 / (PIECES - 1)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from hybridrt import LLM, EngineConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import MemoryBudgetError
-from hybridrt.runtime import build, fit, host_memory, model_runner
-from hybridrt.runtime.fit import plan_ahead
-from hybridrt.runtime.host_memory import free_host_memory, total_host_memory
+from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.runtime.load import build, fit, host_memory
+from hybridrt.runtime.load.fit import plan_ahead
+from hybridrt.runtime.load.host_memory import free_host_memory, total_host_memory
+from hybridrt.runtime.run import model_runner
 from tests.support.checkpoints import falcon
 from tests.support.tiny import write_tiny
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.errors import ConfigError
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.moe import ExpertStack, fused_experts
-from hybridrt.runtime.graph_runner import ClosureRecorder, GraphRunner, buckets
-from hybridrt.runtime.step import DecodeRow, DecodeRows
+from hybridrt.base.errors import ConfigError
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
+from hybridrt.runtime.replay.graph_runner import ClosureRecorder, GraphRunner, buckets
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows
 from tests.attention.test_backends_verify import MODELS, random_tokens
 from tests.models.test_models_parity import BASES, LENGTHS, requests, with_modes
 from tests.support.by_hand import ByHand, Row, assert_close

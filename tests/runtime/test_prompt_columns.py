@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from hybridrt.kernels.chunk_plan import chunk_lists
-from hybridrt.runtime.prompt_columns import Bucket, PaddedColumns, StateSaves
-from hybridrt.runtime.step import Admission, ExtendRow, PageWrite, StepPlan, int32s
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.core.chunk_plan import chunk_lists
+from hybridrt.runtime.step.pack_padded import Bucket, PaddedColumns, StateSaves
+from hybridrt.runtime.step.plan import Admission, ExtendRow, PageWrite, StepPlan, int32s
 from tests.support.plain_columns import pack_plainly
 from tests.support.prompt_steps import Play
 

@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.step_cost import StepWork
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels import launch
-from hybridrt.kernels.records import TokenInputs
-from hybridrt.runtime import prompt_columns
-from hybridrt.runtime.graph_runner import ClosureRecorder, CudaGraphRecorder
-from hybridrt.runtime.prompt_columns import Bucket, PaddedColumns, StateSaves
-from hybridrt.runtime.prompt_graphs import PromptGraphs, splits
-from hybridrt.runtime.sampler import SamplingTable
-from hybridrt.runtime.saved_states import saved_states
-from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
-from hybridrt.runtime.step_batch import enter_tables, fill_decode, make_batch
-from hybridrt.runtime.step_inputs import chunk_plans
-from hybridrt.runtime.step_passes import extend_passes
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.core.step_cost import StepWork
+from hybridrt.kernels.core import launch
+from hybridrt.kernels.core.records import TokenInputs
+from hybridrt.runtime.replay.graph_runner import ClosureRecorder, CudaGraphRecorder
+from hybridrt.runtime.replay.prompt_graphs import PromptGraphs, splits
+from hybridrt.runtime.step import pack_padded as prompt_columns
+from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch
+from hybridrt.runtime.step.pack import chunk_plans
+from hybridrt.runtime.step.pack_padded import Bucket, PaddedColumns, StateSaves
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from hybridrt.runtime.step.sampling_table import SamplingTable
+from hybridrt.runtime.step.saved_states import saved_states
+from hybridrt.runtime.step.step_passes import extend_passes
 from tests.attention.test_extend_passes import TEXT, check_saved
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand

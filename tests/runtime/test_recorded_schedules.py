@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hybridrt.runtime import recordings
+from hybridrt.runtime.replay import recordings
 from tests.support.checkpoints import CASES
 from tests.support.levels import sweep
 from tests.support.samples import Sample

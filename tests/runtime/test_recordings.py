@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hybridrt import LLM, SamplingParams
-from hybridrt.runtime import recordings
-from hybridrt.runtime.recordings import RECORDS_AFTER, Recordings
+from hybridrt.runtime.replay import recordings
+from hybridrt.runtime.replay.recordings import RECORDS_AFTER, Recordings
 from tests.models.test_models_parity import state_modes
 from tests.support.checkpoints import CASES
 from tests.support.levels import sweep
@@ -80,7 +80,7 @@ def test_every_family_gives_the_same_tokens(
             made.append(self)
 
     monkeypatch.setattr(recordings, "RECORDS_AFTER", 2)
-    monkeypatch.setattr("hybridrt.runtime.step_runner.Recordings", Listed)
+    monkeypatch.setattr("hybridrt.runtime.run.step_runner.Recordings", Listed)
     assert answers(path, mode, True) == answers(path, mode, False)
     recorded, without = made
     assert not recorded.problems and len(recorded._kept) > 1 and None not in recorded._kept.values()

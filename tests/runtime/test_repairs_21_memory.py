@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from hybridrt import LLM, EngineConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import MemoryBudgetError
-from hybridrt.mem_cache.memory_plan import GIB, gib
-from hybridrt.runtime import fit
-from hybridrt.runtime.build import load_target
-from hybridrt.runtime.pretend_gpu import KNOWN, GPUFacts, pretended
+from hybridrt.base.device import KNOWN, GPUFacts
+from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.mem_cache.pools.memory_plan import GIB, gib
+from hybridrt.runtime.load import fit
+from hybridrt.runtime.load.build import load_target
+from hybridrt.runtime.precompile.pretend_gpu import pretended
 from tests.support.checkpoints import falcon
 from tests.support.tiny import write_tiny
 

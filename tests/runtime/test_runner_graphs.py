@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from hybridrt.config import EngineConfig, SpeculativeConfig
-from hybridrt.forward_batch import ForwardMode, SpecInfo
-from hybridrt.runtime import graph_runner, prompt_graphs
-from hybridrt.runtime.graph_runner import GraphRunner
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.forward_batch import ForwardMode, SpecInfo
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.runtime.replay import graph_runner, prompt_graphs
+from hybridrt.runtime.replay.graph_runner import GraphRunner
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
 from tests.support.tiny import write_tiny
 
 PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5], [11])
@@ -81,7 +81,7 @@ def test_what_graphs_take_and_where_they_end_is_said(
         made.capture()
     assert made.prompt_graphs is not None and made.prompt_graphs.captured_bytes == 1 << 29
     assert made.graphs[1].captured_bytes == 1 << 30  # buckets of 2 and 1
-    ends, take = (record.getMessage() for record in caplog.records if record.name == "hybridrt.runtime.capture")
+    ends, take = (record.getMessage() for record in caplog.records if record.name == "hybridrt.runtime.run.capture")
     assert "graphs end at batch 2, not at cuda_graph_max_bs=9" in ends and "up to 2 rows take 1.50 GiB" in take
 
 

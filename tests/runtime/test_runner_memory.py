@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.config import EngineConfig
-from hybridrt.errors import MemoryBudgetError
-from hybridrt.runtime import build, model_runner
-from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.runtime.load import build
+from hybridrt.runtime.run import model_runner
+from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.support.tiny import write_tiny
 
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hybridrt.runtime.sampler import Sampler, SamplingTable, used_parts
-from hybridrt.runtime.step import Admission
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.runtime.sampling.sampler import Sampler, used_parts
+from hybridrt.runtime.step.plan import Admission
+from hybridrt.runtime.step.sampling_table import SamplingTable
 
 pytestmark = pytest.mark.usefixtures("provider")
 VOCAB = 40

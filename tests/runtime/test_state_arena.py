@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.config import (
+from hybridrt.base.config import (
     AttentionConfig,
     EngineConfig,
     LatentConfig,
@@ -18,18 +18,19 @@ from hybridrt.config import (
     ModelConfig,
     SpeculativeConfig,
 )
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import PoolError, TransferError
+from hybridrt.base.errors import PoolError, TransferError
+from hybridrt.collectives.groups import TPGroup
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.kinds.registry import linear_kind, state_shape
-from hybridrt.mem_cache.memory_plan import MemoryPlan, UnitCosts
-from hybridrt.runtime.build import RunTarget, build_pools
-from hybridrt.runtime.state_arena import StateArena
-from hybridrt.runtime.step import StateCopy
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts
+from hybridrt.runtime.load.build import build_pools
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.run.state_arena import StateArena
+from hybridrt.runtime.step.plan import StateCopy
 from hybridrt.transfer.reads import image_reads, tp_ratio
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import CheckpointStore

@@ -10,13 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrt.attention import linear
-from hybridrt.config import EngineConfig
-from hybridrt.kernels.chunk_plan import plan_chunks
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.step import NO_INTEGERS, Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
-from hybridrt.runtime.step_inputs import StagingRing, chunk_names, cut, pack_batch, pack_rows, packed_size
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.core.chunk_plan import plan_chunks
+from hybridrt.recurrent import backend as linear
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.step.pack import StagingRing, chunk_names, cut, pack_batch, pack_rows, packed_size
+from hybridrt.runtime.step.plan import (
+    NO_INTEGERS,
+    Admission,
+    DecodeRow,
+    DecodeRows,
+    ExtendRow,
+    PageWrite,
+    StepPlan,
+    int32s,
+)
 from tests.support.tiny import write_tiny
 
 LENGTHS = [(1, 0, 7, 4), (5, 3, 2, 1), (16, 1, 1, 9), (0, 0, 0, 0)]

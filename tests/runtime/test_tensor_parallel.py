@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridrt.config import EngineConfig, SpeculativeConfig
-from hybridrt.engine import host_fetches
-from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.limits import EngineLimits
-from hybridrt.engine.sessions import Sessions
-from hybridrt.errors import ConfigError
-from hybridrt.runtime.drafting import make_drafter
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.rank_start import start_ranks
-from hybridrt.runtime.ranks import Ranks
-from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.errors import ConfigError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.cache import host_fetches
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.cache.sessions import Sessions
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.parallel.rank_start import start_ranks
+from hybridrt.parallel.ranks import Ranks
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
+from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
+from hybridrt.speculative.method import make_drafter
 from tests.models.test_models_parity import prompts, requests
 from tests.support.checkpoints import SPLIT, Checkpoint, CheckpointStore
 from tests.support.mtp_oracle import HEADS, write_with_head

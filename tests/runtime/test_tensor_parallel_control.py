@@ -17,17 +17,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from hybridrt.config import EngineConfig, SpeculativeConfig
-from hybridrt.distributed.channel import SocketChannel
-from hybridrt.distributed.channel_codec import pack
-from hybridrt.distributed.channel_listener import Listener
-from hybridrt.distributed.control import TIMEOUT_VARIABLE, Link, rank_timeout
-from hybridrt.errors import ConfigError, MessageError, PeerGoneError, RankError
-from hybridrt.runtime import rank_start
-from hybridrt.runtime.drafting import DraftRow, DraftTask
-from hybridrt.runtime.messages import KINDS, Beat, Failed, Task, decode, encode
-from hybridrt.runtime.ranks import Ranks
-from hybridrt.runtime.step import (
+from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.errors import ConfigError, MessageError, PeerGoneError, RankError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.channel.channel import SocketChannel
+from hybridrt.channel.codec import pack
+from hybridrt.channel.control import TIMEOUT_VARIABLE, Link, rank_timeout
+from hybridrt.channel.listener import Listener
+from hybridrt.parallel import rank_start
+from hybridrt.parallel.messages import KINDS, Beat, Failed, Task, decode, encode
+from hybridrt.parallel.ranks import Ranks
+from hybridrt.parallel.torchrun import World
+from hybridrt.runtime.load.draft_needs import DraftRow
+from hybridrt.runtime.run.draft_task import DraftTask
+from hybridrt.runtime.step.plan import (
     Admission,
     DecodeRow,
     DecodeRows,
@@ -40,9 +43,7 @@ from hybridrt.runtime.step import (
     StepPlan,
     int32s,
 )
-from hybridrt.runtime.token_rules import make_rules
-from hybridrt.runtime.torchrun import World
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.runtime.step.token_rules import make_rules
 from hybridrt.transfer.ranks import JoinTransfer
 from tests.models.test_models_parity import requests
 from tests.support.checkpoints import CheckpointStore

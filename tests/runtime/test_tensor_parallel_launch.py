@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hybridrt import LLM
-from hybridrt.errors import RankError
-from hybridrt.runtime.rank_start import find_place
+from hybridrt.base.errors import RankError
+from hybridrt.parallel.rank_start import find_place
 from tests.support.checkpoints import CheckpointStore
 from tests.support.session import greedy
 

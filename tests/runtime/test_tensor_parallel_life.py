@@ -17,13 +17,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hybridrt import LLM
-from hybridrt.config import EngineConfig
-from hybridrt.distributed.control import TIMEOUT_VARIABLE
-from hybridrt.errors import CheckpointError, EngineError, RankError
-from hybridrt.runtime import tensor_parallel
-from hybridrt.runtime.interrupts import Interrupts
-from hybridrt.runtime.rank_start import KEY_VARIABLE, start_ranks
-from hybridrt.runtime.ranks import LOST, Ranks
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import CheckpointError, EngineError, RankError
+from hybridrt.base.interrupts import Interrupts
+from hybridrt.channel.control import TIMEOUT_VARIABLE
+from hybridrt.parallel import tensor_parallel
+from hybridrt.parallel.rank_start import KEY_VARIABLE, start_ranks
+from hybridrt.parallel.ranks import LOST, Ranks
 from tests.support.checkpoints import CheckpointStore
 from tests.support.session import greedy
 
@@ -136,8 +136,8 @@ def test_a_forgotten_llm_lets_its_ranks_go(started: list[Ranks], checkpoints: Ch
 
 FOLLOWERS = """
 import sys, time
-from hybridrt.config import EngineConfig
-from hybridrt.runtime.rank_start import start_ranks
+from hybridrt.base.config import EngineConfig
+from hybridrt.parallel.rank_start import start_ranks
 
 ranks = start_ranks(3, "cpu")
 ranks.begin(EngineConfig(sys.argv[1], device="cpu", tp_size=3, load_format="dummy"))

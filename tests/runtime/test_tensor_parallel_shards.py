@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrt import LLM
-from hybridrt.config import EngineConfig
-from hybridrt.distributed.groups import Communicator, TPGroup
-from hybridrt.errors import ConfigError, DeviceError, RankError
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import ConfigError, DeviceError, RankError
+from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.weights import Piece
 from hybridrt.models.base import CausalLM
-from hybridrt.models.loader import load_weights
-from hybridrt.runtime import tensor_parallel
-from hybridrt.runtime.build import empty_model, load_target
-from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.models.loading.loader import load_weights
+from hybridrt.parallel import tensor_parallel
+from hybridrt.runtime.load.build import empty_model, load_target
+from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.models.test_models_parity import requests
 from tests.support.checkpoints import SPLIT, CheckpointStore, Make, falcon, falcon_mamba, jamba, lfm2, nemotron, qwen
 from tests.support.ling25 import ling25

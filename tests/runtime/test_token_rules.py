@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.errors import RequestError
-from hybridrt.runtime.token_rules import any_allowed
+from hybridrt.base.errors import RequestError
+from hybridrt.runtime.step.token_rules import any_allowed
 from tests.kernels.test_token_rules import Ruled
 
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    from hybridrt.runtime.build import resolve_model_path
+    from hybridrt.runtime.load.build import resolve_model_path
 
     return resolve_model_path("embedded")
 

@@ -4,16 +4,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridrt.engine.async_llm import DeltaStream
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import EngineError
+from hybridrt.base.errors import EngineError
+from hybridrt.engine.api.async_llm import DeltaStream
+from hybridrt.engine.api.llm import LLM
 from tests.support.http_server import Served, serving
 
 
 @pytest.fixture(scope="session")
 def embedded() -> Iterator[LLM]:
     """The built-in model, loaded once."""
-    from hybridrt.runtime.build import resolve_model_path
+    from hybridrt.runtime.load.build import resolve_model_path
 
     with LLM(str(resolve_model_path("embedded")), device="cpu", max_running_requests=32, max_model_len=256) as llm:
         yield llm

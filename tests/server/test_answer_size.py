@@ -9,12 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from hybridrt.engine.async_llm import DeltaStream
-from hybridrt.engine.outputs import Delta
-from hybridrt.runtime.token_scores import TokenScores
-from hybridrt.sampling_params import SamplingParams
-from hybridrt.server import answer_size, sse
-from hybridrt.server.text_tokens import TextTokens
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.api.async_llm import DeltaStream
+from hybridrt.engine.request.outputs import Delta
+from hybridrt.runtime.step.token_scores import TokenScores
+from hybridrt.server.core import answer_size
+from hybridrt.server.core.text_tokens import TextTokens
+from hybridrt.server.wire import sse
 from tests.support.http_server import Served
 
 BODY = {"model": "tested", "max_tokens": 1, "temperature": 0}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.exceptions import HTTPException
 
-from hybridrt.server import bodies
+from hybridrt.server.core import bodies
 from tests.support.http_server import Served
 
 

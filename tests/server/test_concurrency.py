@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridrt.engine.llm import LLM
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.api.llm import LLM
 from tests.support.http_server import WAIT, Served, serving
 
 TOKENS = 6

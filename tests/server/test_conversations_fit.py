@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.renderer import RENDERER
-from hybridrt.sampling_params import SamplingParams
 from tests.support.http_server import Served, serving
 from tests.support.scripted_llm import Scripted, scripted
 

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from hybridrt import SamplingParams
-from hybridrt.engine.llm import LLM
-from hybridrt.server.protocol import Sampling
-from hybridrt.server.service import SAMPLING_FIELDS
+from hybridrt.engine.api.llm import LLM
+from hybridrt.server.core.protocol import Sampling
+from hybridrt.server.core.service import SAMPLING_FIELDS
 from tests.support.http_server import Served, serving
 from tests.support.levels import sweep
 

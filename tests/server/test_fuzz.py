@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridrt.server.message_protocol import CountRequest, MessageRequest
-from hybridrt.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from hybridrt.server.response_protocol import ResponseRequest
+from hybridrt.server.anthropic.message_protocol import CountRequest, MessageRequest
+from hybridrt.server.core.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from hybridrt.server.openai.response_protocol import ResponseRequest
 from tests.server.test_concurrency import address
 from tests.support.http_server import Served
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hybridrt.engine.async_llm import AsyncLLM
-from hybridrt.engine.llm import LLM
-from hybridrt.server import http_limits
+from hybridrt.engine.api.async_llm import AsyncLLM
+from hybridrt.engine.api.llm import LLM
 from hybridrt.server.app import make_app
-from hybridrt.server.config import ServerConfig
-from hybridrt.server.guard import Guard
-from hybridrt.server.metrics import Metrics
-from hybridrt.server.respond import FAILURE
+from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.guard import Guard
+from hybridrt.server.core.metrics import Metrics
+from hybridrt.server.core.respond import FAILURE
+from hybridrt.server.core.service import Service
 from hybridrt.server.run import Server, bind
-from hybridrt.server.service import Service
+from hybridrt.server.wire import http_limits
 from tests.server.test_errors import COMPLETION, assert_error
 from tests.support.http_server import WAIT, Served, serving
 from tests.support.lazily import lazily

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.conversation import read_conversation
-from hybridrt.engine.outputs import RequestOutput
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.engine.request.outputs import RequestOutput
 from tests.support.http_server import Served
 from tests.support.lazily import lazily
 

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import hybridrt
+from hybridrt.base.errors import ConfigError
 from hybridrt.chat.conversation import read_conversation
-from hybridrt.errors import ConfigError
-from hybridrt.server.config import ServerConfig, read_api_keys
+from hybridrt.server.core.config import ServerConfig, read_api_keys
 from hybridrt.server.run import Statistics
 from tests.support.http_server import Served
 

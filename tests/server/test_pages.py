@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hybridrt.errors import ConfigError
-from hybridrt.server.config import ServerConfig
-from hybridrt.server.guard import Guard
+from hybridrt.base.errors import ConfigError
+from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.guard import Guard
 from tests.support.http_server import Served
 
 PATHS = (

@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from hybridrt.server import http_limits
-from hybridrt.server.http_limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_HELD_BYTES, LimitedHttp
+from hybridrt.server.wire import http_limits
+from hybridrt.server.wire.http_limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_HELD_BYTES, LimitedHttp
 from tests.server.test_concurrency import address, body, expected, request, token_ids
 from tests.support.http_server import WAIT, Served
 

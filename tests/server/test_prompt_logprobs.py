@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from hybridrt.engine.async_llm import DeltaStream
-from hybridrt.engine.outputs import Delta
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.api.async_llm import DeltaStream
+from hybridrt.engine.request.outputs import Delta
 from tests.support.http_server import Served
 
 PROMPT = "import os"

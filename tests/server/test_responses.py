@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict
 from hybridrt.chat.answer_parser import AnswerParser
 from hybridrt.chat.events import Content
 from hybridrt.chat.reasoning import THINK
-from hybridrt.engine.async_llm import DeltaStream
-from hybridrt.engine.outputs import Delta
-from hybridrt.server.text_tokens import TextTokens
+from hybridrt.engine.api.async_llm import DeltaStream
+from hybridrt.engine.request.outputs import Delta
+from hybridrt.server.core.text_tokens import TextTokens
 from tests.support.chat_samples import TOOLS
 from tests.support.http_server import Served, serving
 from tests.support.lazily import lazily

@@ -16,12 +16,12 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import ConfigError
 from hybridrt.cli import app as app_module
 from hybridrt.cli import main
 from hybridrt.cli.app import app
-from hybridrt.config import EngineConfig
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import ConfigError
+from hybridrt.engine.api.llm import LLM
 from tests.support.http_server import CHAT_TEMPLATE, WAIT, serving
 from tests.support.listening import LOOPBACK, listening
 

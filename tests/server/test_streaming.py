@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from hybridrt.engine.async_llm import AsyncLLM, DeltaStream
-from hybridrt.engine.outputs import Delta
-from hybridrt.sampling_params import SamplingParams
-from hybridrt.server.http_limits import BODY_WRITER, BodyWriter
-from hybridrt.server.reply import Reply
-from hybridrt.server.respond import EventStream
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.api.async_llm import AsyncLLM, DeltaStream
+from hybridrt.engine.request.outputs import Delta
+from hybridrt.server.core.reply import Reply
+from hybridrt.server.core.respond import EventStream
+from hybridrt.server.wire.http_limits import BODY_WRITER, BodyWriter
 from tests.server.test_concurrency import address, expected, fetch, token_ids
 from tests.support.fake_llm import make
 from tests.support.http_server import WAIT, Served

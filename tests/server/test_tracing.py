@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hybridrt.engine.async_llm import DeltaStream
-from hybridrt.engine.llm import LLM
-from hybridrt.errors import EngineError
+from hybridrt.base.errors import EngineError
+from hybridrt.engine.api.async_llm import DeltaStream
+from hybridrt.engine.api.llm import LLM
 from tests.support.http_server import WAIT, serving
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import read_conversation
 from hybridrt.chat.events import ChatMessage
-from hybridrt.sampling_params import SamplingParams
 from tests.support.chat_samples import TOOLS
 from tests.support.http_server import Served, serving
 from tests.support.scripted_llm import Scripted, byte_tokenizer, scripted

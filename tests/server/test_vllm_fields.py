@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
 from tests.server.test_concurrency import address, request
 from tests.server.test_openai_client import PROMPT, chat_ids, offline
 from tests.support.http_server import Served

@@ -5,9 +5,9 @@ from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
-from hybridrt.errors import RequestError
-from hybridrt.runtime.sampler import EVERY_DRAW
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import RequestError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.runtime.sampling.sampler import EVERY_DRAW
 from hybridrt.server import warm_up
 
 ROWS = 20

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridrt.runtime import prompt_columns
-from hybridrt.runtime.prompt_columns import PROMPT_ROWS
-from hybridrt.runtime.step import StepPlan
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.runtime.step import pack_padded as prompt_columns
+from hybridrt.runtime.step.pack_padded import PROMPT_ROWS
+from hybridrt.runtime.step.plan import StepPlan
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from tests.speculative.test_schedules import Rigs
 from tests.support.checkpoints import VOCAB

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrt.errors import EngineError
-from hybridrt.mem_cache.slots import Slot
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import EngineError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.mem_cache.pools.slots import Slot
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest, tokens_between
 from hybridrt.speculative.ngram import NgramDrafter
 from hybridrt.speculative.tree import merge, with_siblings

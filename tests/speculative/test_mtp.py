@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybridrt.config import EngineConfig, SpeculativeConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.engine.request import derive_seed
-from hybridrt.errors import CheckpointError, ConfigError
-from hybridrt.models.loader import load_weights
-from hybridrt.runtime.build import empty_model, load_target
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.errors import CheckpointError, ConfigError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.engine.request.sample_request import derive_seed
+from hybridrt.models.loading.loader import load_weights
+from hybridrt.runtime.load.build import empty_model, load_target
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from hybridrt.speculative.mtp import MTPDrafter
 from tests.support.checkpoints import falcon, nemotron, write

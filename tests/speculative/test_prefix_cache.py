@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine import host_fetches
-from hybridrt.engine.request import Request
-from hybridrt.runtime.rank_start import start_ranks
-from hybridrt.runtime.ranks import Ranks
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.cache import host_fetches
+from hybridrt.engine.request.sample_request import Request
+from hybridrt.parallel.rank_start import start_ranks
+from hybridrt.parallel.ranks import Ranks
 from hybridrt.speculative import draft_model
 from hybridrt.speculative.drafter import AdaptiveDrafter
 from tests.speculative.test_schedules import SCRIPTS, WITH_HEADS, Rigs, filters, make_drafter

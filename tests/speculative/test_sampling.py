@@ -12,15 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.engine.request import derive_seed
-from hybridrt.kernels.acceptance import accept_chain
-from hybridrt.kernels.sampling import sample
-from hybridrt.runtime.drafting import make_drafter
-from hybridrt.runtime.sampler import Sampler, SamplingTable, Verification, used_parts
-from hybridrt.runtime.step import Admission
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.request.sample_request import derive_seed
+from hybridrt.kernels.sampling.acceptance import accept_chain
+from hybridrt.kernels.sampling.sampling import sample
+from hybridrt.runtime.sampling.sampler import Sampler, Verification, used_parts
+from hybridrt.runtime.step.plan import Admission
+from hybridrt.runtime.step.sampling_table import SamplingTable
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
+from hybridrt.speculative.method import make_drafter
 from hybridrt.speculative.ngram import NgramDrafter
 from tests.support.checkpoints import falcon, nemotron, write
 from tests.support.flat import flat

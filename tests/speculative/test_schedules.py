@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hybridrt.engine.request import derive_seed
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.request.sample_request import derive_seed
 from hybridrt.speculative.draft_model import DraftModelDrafter
 from hybridrt.speculative.drafter import AdaptiveDrafter, Draft, Drafter, DraftRequest
 from hybridrt.speculative.mtp import MTPDrafter

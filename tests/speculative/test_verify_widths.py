@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.causal_conv1d import conv_window
+from hybridrt.kernels.state.causal_conv1d import conv_window
 from tests.kernels.test_gdn_decode import TAPS
 from tests.kernels.test_gdn_decode import Layer as DeltaNet
 from tests.kernels.test_mamba2_decode import K

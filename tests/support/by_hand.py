@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrt.attention.registry import create_backend
-from hybridrt.config import EngineConfig, SpeculativeConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.forward_batch import ForwardBatch, ForwardMode, SpecInfo
-from hybridrt.mem_cache.mamba_pool import MambaPool
-from hybridrt.runtime.build import build_model, build_pools, load_target, make_plan
+from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool
+from hybridrt.recurrent.backends import create_backend
+from hybridrt.runtime.load.build import build_model, build_pools, load_target, make_plan
 from tests.support.session import spoil
 
 

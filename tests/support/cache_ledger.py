@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.mem_cache.allocator import SlotAllocator
-from hybridrt.mem_cache.radix_cache import RadixCache
-from hybridrt.mem_cache.radix_node import Node
-from hybridrt.mem_cache.slots import Slot, Slots
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.mem_cache.pools.allocator import SlotAllocator
+from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
+from hybridrt.mem_cache.prefix_tree.radix_node import Node
 
 
 def check_cache(pools: CacheCoordinator) -> None:

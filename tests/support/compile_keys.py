@@ -18,14 +18,15 @@ import triton
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from hybridrt.config import EngineConfig
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.device import KNOWN
 from hybridrt.layers.stack import ResidualStack
-from hybridrt.runtime import compile_trace
-from hybridrt.runtime.compile_trace import Kernel, trace
-from hybridrt.runtime.compile_worker import _Worker
-from hybridrt.runtime.no_dynamo import leave_out_dynamo
-from hybridrt.runtime.pretend_gpu import KNOWN, CompilingDriver
-from hybridrt.runtime.triton_key import TritonKey, use_key
+from hybridrt.runtime.precompile import compile_trace
+from hybridrt.runtime.precompile.compile_trace import Kernel, trace
+from hybridrt.runtime.precompile.compile_worker import _Worker
+from hybridrt.runtime.precompile.no_dynamo import leave_out_dynamo
+from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver
+from hybridrt.runtime.precompile.triton_key import TritonKey, use_key
 
 GPU = KNOWN["h200"]
 NAMES = ("_rms_norm_kernel", "_states_kernel")  # _states_kernel has tuples

@@ -9,9 +9,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hybridrt.config import AttentionConfig
-from hybridrt.errors import ConfigError
-from hybridrt.families.base import Family
+from hybridrt.base.config import AttentionConfig
+from hybridrt.base.errors import ConfigError
+from hybridrt.models.config.family import Family
 
 CLASSES = {
     "bailing_hybrid": "BailingHybridConfig", "bamba": "BambaConfig", "falcon_h1": "FalconH1Config",

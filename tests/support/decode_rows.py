@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hybridrt.runtime.step import DecodeRow, DecodeRows
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows
 
 
 def rows_of(decode: DecodeRows) -> Iterator[DecodeRow]:

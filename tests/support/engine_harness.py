@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.limits import EngineLimits
-from hybridrt.engine.outputs import Delta
-from hybridrt.engine.request import Request
-from hybridrt.mem_cache.page_demand import PageDemand
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.engine.request.outputs import Delta
+from hybridrt.engine.request.sample_request import Request
+from hybridrt.mem_cache.pools.page_demand import PageDemand
 from tests.support.cache_ledger import check_cache
 from tests.support.mock_drafter import MockDrafter
 from tests.support.mock_executor import MockExecutor, tokens_alone

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.attention import paged
-from hybridrt.kernels import providers
+from hybridrt.kernels.core import providers
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window_left: int) -> Tensor:

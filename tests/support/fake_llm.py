@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.config import EngineConfig
-from hybridrt.engine import llm as llm_module
-from hybridrt.engine.llm import LLM
-from hybridrt.mem_cache.host_plan import NO_HOST_PLAN
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.api import llm as llm_module
+from hybridrt.engine.api.llm import LLM
+from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN
 from tests.support.cache_ledger import check_cache
 from tests.support.engine_harness import EOS
 from tests.support.mock_executor import MockExecutor
@@ -20,7 +20,7 @@ FIVE = SamplingParams(max_tokens=5, ignore_eos=True, seed=1)
 
 
 class FakeRunner(MockExecutor):
-    """What LLM expects of hybridrt.runtime.model_runner.ModelRunner."""
+    """What LLM expects of hybridrt.runtime.run.model_runner.ModelRunner."""
 
     device = torch.device("cuda")  # never touched: steps run beside the host
 
@@ -47,7 +47,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tokenizer: Any = None, **config: Any) 
     def split(config: EngineConfig, **kwargs: Any) -> SimpleNamespace:
         return SimpleNamespace(runner=build(config, **kwargs), close=lambda: None)
 
-    monkeypatch.setattr(llm_module, "ModelRunner", build)
+    monkeypatch.setattr(llm_module, "build_runner", build)
     monkeypatch.setattr(llm_module, "TensorParallelExecutor", split)
     monkeypatch.setattr(llm_module, "load_tokenizer", lambda path: tokenizer)
     return LLM("somewhere", **config), runners[0]

@@ -6,7 +6,7 @@ from inspect import signature
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from hybridrt.kernels.operation import Operation
+from hybridrt.kernels.core.operation import Operation
 
 
 @cache

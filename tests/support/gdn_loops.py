@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrt.kernels.gated_delta_rule import gdn_gates
-from hybridrt.kernels.records import GateWeights
+from hybridrt.kernels.core.records import GateWeights
+from hybridrt.kernels.delta_rule.delta_rule import gdn_gates
 
 
 @dataclass

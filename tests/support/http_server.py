@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from hybridrt.engine.async_llm import AsyncLLM
-from hybridrt.engine.llm import LLM
+from hybridrt.engine.api.async_llm import AsyncLLM
+from hybridrt.engine.api.llm import LLM
 from hybridrt.server.app import make_app
-from hybridrt.server.config import ServerConfig
-from hybridrt.server.metrics import Metrics
+from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.metrics import Metrics
+from hybridrt.server.core.service import Service
 from hybridrt.server.run import Server
-from hybridrt.server.service import Service
 from tests.support.lazily import lazily
 
 if TYPE_CHECKING:

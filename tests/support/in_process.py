@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import torch
 
-from hybridrt.distributed.conv_transfer import RangeRead
-from hybridrt.errors import PeerGoneError, TransferError
+from hybridrt.base.errors import PeerGoneError, TransferError
+from hybridrt.mem_cache.pools.state_slices import RangeRead
 from hybridrt.transfer.handshake import Handshake
 
 Raw = dict[str, Any]

@@ -2,8 +2,8 @@
 
     python -m tests.support.late_kernels MODEL [DRAFTS]    prints their names, and how many kernels the warm-up launched
 
-The engine runs on a GPU that is not there (hybridrt.runtime.pretend_gpu): kernels are noted, and what they would have
-computed is drawn at random.
+The engine runs on a GPU that is not there (runtime/precompile/pretend_gpu.py): kernels are noted, and what they would
+have computed is drawn at random.
 """
 
 import asyncio
@@ -19,13 +19,15 @@ import torch
 from triton.runtime.driver import driver
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
-from hybridrt.engine.grammar import Matcher
-from hybridrt.engine.scheduler import ScheduledStep
-from hybridrt.runtime import build, compile_ahead, model_runner, pretend_gpu
-from hybridrt.runtime.compile_trace import Kernel, _closure, noted
-from hybridrt.runtime.graph_runner import CudaGraphRecorder
-from hybridrt.runtime.pretend_gpu import KNOWN, CompilingDriver, pretended
-from hybridrt.runtime.step import StepResult
+from hybridrt.base.device import KNOWN
+from hybridrt.engine.core.scheduler import ScheduledStep
+from hybridrt.engine.grammar.matcher import Matcher
+from hybridrt.runtime.load import build
+from hybridrt.runtime.precompile import build_runner, compile_ahead, pretend_gpu
+from hybridrt.runtime.precompile.compile_trace import Kernel, _closure, noted
+from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver, pretended
+from hybridrt.runtime.replay.graph_runner import CudaGraphRecorder
+from hybridrt.runtime.step.plan import StepResult
 from hybridrt.server.warm_up import warm_up
 from tests.gpu.test_ready import AT_ONCE, LENGTH, ROWS, draw_body, draws_of
 
@@ -85,7 +87,7 @@ def random_results() -> Iterator[None]:
         mock.patch.object(pretend_gpu._MetaTensors, "__torch_function__", copy),
         mock.patch.object(ScheduledStep, "check", gain),
         mock.patch.object(Matcher, "advance", lambda *_: False),
-        mock.patch.object(model_runner, "start_cuda", mock.Mock()),
+        mock.patch.object(build_runner, "start_cuda", mock.Mock()),
         mock.patch.object(build, "fill_dummy", mock.Mock()),
         mock.patch.object(CudaGraphRecorder, "__call__", _closure),
         mock.patch.dict("os.environ", {compile_ahead.WORKERS_VARIABLE: "0"}),

@@ -12,9 +12,18 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from hybridrt.errors import EngineError
-from hybridrt.runtime.step import Admission, DecodeRow, ExtendRow, HostCopy, Snapshot, StateCopy, StepPlan, StepResult
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.errors import EngineError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.runtime.step.plan import (
+    Admission,
+    DecodeRow,
+    ExtendRow,
+    HostCopy,
+    Snapshot,
+    StateCopy,
+    StepPlan,
+    StepResult,
+)
 from tests.support.decode_rows import rows_of
 
 MASK = 2**61 - 1

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrt.config import AttentionConfig, ModelConfig
-from hybridrt.kernels.sampling import Penalties
+from hybridrt.base.config import AttentionConfig, ModelConfig
+from hybridrt.kernels.sampling.sampling import Penalties
 from hybridrt.layers.rotary import rotary_table
 from tests.support.kernel_cases import Case, int32, normal, poisoned
 

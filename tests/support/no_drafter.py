@@ -1,6 +1,6 @@
 """A method of drafting that lacks its drafter: making its record fails."""
 
-from hybridrt.runtime.drafting import DraftMethod
+from hybridrt.speculative.method import DraftMethod
 
 
 class Half(DraftMethod):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hybridrt.attention.paged import PagedAttnBackend
-from hybridrt.config import AttentionSpec
-from hybridrt.forward_batch import ForwardBatch
+from hybridrt.base.config import AttentionSpec
+from hybridrt.base.forward_batch import ForwardBatch
 
 
 class OutsideAttnBackend(PagedAttnBackend):

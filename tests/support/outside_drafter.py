@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from hybridrt.config import EngineConfig
-from hybridrt.runtime.build import RunTarget
-from hybridrt.runtime.drafting import DraftMethod, Everywhere
-from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.base.config import EngineConfig
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.run.draft_task import Everywhere
+from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
+from hybridrt.speculative.method import DraftMethod
 
 
 class FirstFollowers(Drafter):

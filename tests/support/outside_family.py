@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hybridrt.families.jamba import FAMILY as JAMBA
+from hybridrt.models.jamba import FAMILY as JAMBA
 from hybridrt.models.jamba import JambaForCausalLM
 
 ARCHITECTURE = "OutsideForCausalLM"

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridrt.attention.linear import Inputs, MambaAttnBackendBase
-from hybridrt.attention.segments import DecodeSegment, ExtendSegment
-from hybridrt.config import LinearConfig
-from hybridrt.forward_batch import ForwardBatch
-from hybridrt.kernels.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
+from hybridrt.base.config import LinearConfig
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kinds.base import LinearKind, StateShape, split_over
 from hybridrt.layers.weights import Build, parameter
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
 @dataclass(frozen=True)

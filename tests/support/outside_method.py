@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hybridrt.kernels.skinny_linear import Activation
+from hybridrt.kernels.dense.skinny_linear import Activation
 from hybridrt.layers.methods import ACTIVATIONS, LinearMethod, Part, side_by_side
 from hybridrt.layers.weights import Build, CheckpointMap, Piece
 

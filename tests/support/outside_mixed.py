@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hybridrt.config import AttentionConfig, LayerSpec
-from hybridrt.families.base import Family, FamilyFields
+from hybridrt.base.config import AttentionConfig, LayerSpec
 from hybridrt.layers.attention import Attention
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.stack import ResidualPart
 from hybridrt.models.base import CausalLM
+from hybridrt.models.config.family import Family, FamilyFields
 
 ARCHITECTURE = "MixedForCausalLM"
 HIDDEN, MLP_SIZE, VOCAB, EPS = 24, 32, 61, 1e-5

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hybridrt.kernels.chunk_plan import CHUNK_COLUMNS, most_chunks
-from hybridrt.runtime.prompt_columns import Bucket, StateSaves
-from hybridrt.runtime.saved_states import saved_state_lists
-from hybridrt.runtime.step import DecodeRows, ExtendRow, StepPlan, int32s
-from hybridrt.runtime.step_inputs import Columns, chunk_names, pack_batch, pack_bookkeeping
-from hybridrt.runtime.step_passes import Run, in_pass, run_lists, runs_of
+from hybridrt.kernels.core.chunk_plan import CHUNK_COLUMNS, most_chunks
+from hybridrt.runtime.step.pack import Columns, chunk_names, pack_batch, pack_bookkeeping
+from hybridrt.runtime.step.pack_padded import Bucket, StateSaves
+from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StepPlan, int32s
+from hybridrt.runtime.step.saved_states import saved_state_lists
+from hybridrt.runtime.step.step_passes import Run, in_pass, run_lists, runs_of
 
 OF_ROWS = ("admit_rows", "admit_state_slots", "admit_phases", "seeds", "constants")
 OF_PAGES = ("page_rows", "page_indices", "pages")

@@ -4,11 +4,11 @@ import random
 from collections.abc import Sequence
 from functools import partial
 
-from hybridrt.runtime.prompt_columns import PROMPT_ROWS
-from hybridrt.runtime.prompt_graphs import PromptGraphs
-from hybridrt.runtime.step import DecodeRow, DecodeRows, ExtendRow, StepPlan
-from hybridrt.runtime.step_batch import enter_tables
-from hybridrt.runtime.step_runner import StepRunner
+from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
+from hybridrt.runtime.run.step_runner import StepRunner
+from hybridrt.runtime.step.batch import enter_tables
+from hybridrt.runtime.step.pack_padded import PROMPT_ROWS
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
 from tests.support.checkpoints import VOCAB
 
 

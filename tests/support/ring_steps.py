@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.state_ring import RingFolds, advance_ring, fold_ring
+from hybridrt.kernels.state.state_ring import RingFolds, advance_ring, fold_ring
 
 
 def _layer(pool: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hybridrt.engine.outputs import Delta, FinishReason, RequestMetrics
-from hybridrt.errors import EngineError
+from hybridrt.base.errors import EngineError
+from hybridrt.engine.request.outputs import Delta, FinishReason, RequestMetrics
 
 
 @dataclass

@@ -10,11 +10,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridrt.config import EngineConfig
-from hybridrt.engine import llm as llm_module
-from hybridrt.engine.llm import LLM
-from hybridrt.engine.tokenizer import HFTokenizer
-from hybridrt.mem_cache.host_plan import NO_HOST_PLAN
+from hybridrt.base.config import EngineConfig
+from hybridrt.engine.api import llm as llm_module
+from hybridrt.engine.api.llm import LLM
+from hybridrt.engine.text.tokenizer import HFTokenizer
+from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN
 from tests.support.mock_executor import MockExecutor, Tenant
 
 END = "<|im_end|>"
@@ -91,7 +91,7 @@ def scripted() -> Iterator[Scripted]:
         return runners[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_module, "ModelRunner", build)
+        patch.setattr(llm_module, "build_runner", build)
         patch.setattr(llm_module, "load_tokenizer", lambda path: tokenizer)
         llm = LLM("somewhere")
     with llm:

@@ -8,19 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrt.config import EngineConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.limits import EngineLimits
-from hybridrt.mem_cache.memory_plan import MemoryPlan
-from hybridrt.runtime.build import Pools, RunTarget, load_target, make_plan
-from hybridrt.runtime.fit import pool_budget
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.ranks import Ranks
-from hybridrt.runtime.step import StepHandle, StepPlan
-from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.pools.pools import Pools
+from hybridrt.parallel.ranks import Ranks
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
+from hybridrt.runtime.load.build import load_target, make_plan
+from hybridrt.runtime.load.fit import pool_budget
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.step.plan import StepHandle, StepPlan
 from tests.support.checkpoints import Checkpoint
 from tests.support.ties import check_greedy
 

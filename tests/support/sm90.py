@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hybridrt.kernels import providers
+from hybridrt.kernels.core import providers
 from tests.support.flat import flat
 from tests.support.sm90_cases import TABLES
 from tests.support.sm90_optional import others, recurrent

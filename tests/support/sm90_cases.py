@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.chunk_plan import ChunkPlan
-from hybridrt.kernels.records import SavedStates
-from hybridrt.kernels.sampling import Penalties
-from hybridrt.kernels.state_ring import RingFolds
+from hybridrt.kernels.core.chunk_plan import ChunkPlan
+from hybridrt.kernels.core.records import SavedStates
+from hybridrt.kernels.sampling.sampling import Penalties
+from hybridrt.kernels.state.state_ring import RingFolds
 
 Args = dict[str, Any]
 Cases = Iterator[tuple[str, Args]]

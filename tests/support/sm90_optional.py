@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import torch
 
-from hybridrt.kernels.chunk_plan import ChunkPlan
-from hybridrt.kernels.decode_metadata import DecodeBuffers
-from hybridrt.kernels.sampling import Penalties
-from hybridrt.kernels.state_ring import RingFolds
+from hybridrt.kernels.core.chunk_plan import ChunkPlan
+from hybridrt.kernels.sampling.sampling import Penalties
+from hybridrt.kernels.state.decode_metadata import DecodeBuffers
+from hybridrt.kernels.state.state_ring import RingFolds
 from tests.support.sm90_cases import Args, f32, flags, int32, meta
 
 B, T, H, P, N, G, SLOTS, K, TOKENS = 3, 2, 4, 16, 16, 2, 9, 4, 40

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hybridrt import SamplingParams, SpeculativeConfig
-from hybridrt.config import EngineConfig
-from hybridrt.engine.engine import Engine
-from hybridrt.runtime.model_runner import ModelRunner
+from hybridrt.base.config import EngineConfig
+from hybridrt.engine.core.engine import Engine
+from hybridrt.runtime.run.model_runner import ModelRunner
 from tests.support.checkpoints import VOCAB, CheckpointStore
 from tests.support.samples import Sample, Samples
 from tests.support.session import budget

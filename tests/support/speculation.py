@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybridrt.config import EngineConfig, SpeculativeConfig
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.engine.cache_coordinator import CacheCoordinator
-from hybridrt.engine.engine import Engine
-from hybridrt.engine.limits import EngineLimits
-from hybridrt.engine.request import derive_seed
-from hybridrt.mem_cache.page_demand import PageDemand
-from hybridrt.runtime.build import load_target, make_plan
-from hybridrt.runtime.model_runner import ModelRunner
-from hybridrt.runtime.ranks import Ranks
-from hybridrt.runtime.tensor_parallel import TensorParallelExecutor
-from hybridrt.sampling_params import SamplingParams
+from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.engine.request.sample_request import derive_seed
+from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.parallel.ranks import Ranks
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
+from hybridrt.runtime.load.build import load_target, make_plan
+from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from tests.support.cache_ledger import check_cache
 from tests.support.samples import Sample, Samples

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hybridrt.errors import ConfigError
+from hybridrt.base.errors import ConfigError
 from tests.support.mamba2_oracle import int32, poisoned, same_bytes
 
 ROWS, BEFORE, PATHS = (6, 2), 2, ([0], [0, 1], [0, 2], [0, 2, 3])

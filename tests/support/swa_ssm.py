@@ -8,7 +8,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from benchmarks.swa_ssm_reference import SwaSsmReference
-from hybridrt.families.swa_ssm import SwaSsmConfig
+from hybridrt.models.swa_ssm import SwaSsmConfig
 
 
 class Config:

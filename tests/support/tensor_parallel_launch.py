@@ -74,7 +74,7 @@ def main() -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     from hybridrt import LLM, SamplingParams
-    from hybridrt.errors import HybridrtError
+    from hybridrt.base.errors import HybridrtError
 
     greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     os.environ["PYTHONPATH"] = os.pathsep  # to a new interpreter empty entries are the current directory

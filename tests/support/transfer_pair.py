@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from hybridrt import LLM, SamplingParams
-from hybridrt.distributed.conv_transfer import Section
-from hybridrt.engine.engine import Engine
-from hybridrt.runtime.state_arena import ImageLayout
+from hybridrt.engine.core.engine import Engine
+from hybridrt.mem_cache.pools.state_slices import Section
+from hybridrt.runtime.run.state_arena import ImageLayout
 from hybridrt.transfer.decode import DecodeWorker
 from hybridrt.transfer.prefill import PrefillWorker
 from hybridrt.transfer.reader import ImageReader

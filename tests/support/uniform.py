@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels import sampling
-from hybridrt.kernels.operation import By, operation
-from hybridrt.kernels.sampling_triton import _uniform
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.sampling import sampling
+from hybridrt.kernels.sampling.sampling_triton import _uniform
 
 
 @operation(By("triton", f"{__name__}:uniform_triton"))
 def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
-    """As hybridrt.kernels.sampling.uniform."""
+    """As hybridrt.kernels.sampling.sampling.uniform."""
     return sampling.uniform(seed, index, stream, ids)
 
 

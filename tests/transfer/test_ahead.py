@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrt.errors import PeerGoneError, TransferError
+from hybridrt.base.errors import PeerGoneError, TransferError
 from hybridrt.transfer.decode import DecodeWorker
 from hybridrt.transfer.messages import Order
 from hybridrt.transfer.prefill import PrefillWorker

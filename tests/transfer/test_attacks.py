@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridrt.distributed.channel_codec import pack, unpack
-from hybridrt.errors import AuthenticationError, ConfigError, MessageError, PeerGoneError, TransferError
+from hybridrt.base.errors import AuthenticationError, ConfigError, MessageError, PeerGoneError, TransferError
+from hybridrt.channel.codec import pack, unpack
 from hybridrt.transfer import messages, prefill, workers
 from hybridrt.transfer.keys import VARIABLE, find_key
 from hybridrt.transfer.reader import ImageReader

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrt.distributed.channel import SocketChannel
-from hybridrt.errors import ConfigError, HandshakeError, ProviderNotInstalledError, TransferError
+from hybridrt.base.errors import ConfigError, HandshakeError, ProviderNotInstalledError, TransferError
+from hybridrt.channel.channel import SocketChannel
 from hybridrt.transfer.keys import VARIABLE
 from hybridrt.transfer.nixl_transport import NixlTransport
 from hybridrt.transfer.workers import decode_worker

@@ -13,12 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt import EngineConfig, SpeculativeConfig
-from hybridrt.distributed.channel import SocketChannel
-from hybridrt.distributed.channel_codec import pack
-from hybridrt.distributed.channel_listener import Listener
-from hybridrt.distributed.conv_transfer import RangeRead
-from hybridrt.distributed.groups import TPGroup
-from hybridrt.errors import (
+from hybridrt.base.errors import (
     HandshakeError,
     OutOfSlotsError,
     PoolError,
@@ -26,7 +21,12 @@ from hybridrt.errors import (
     RankError,
     TransferError,
 )
-from hybridrt.runtime.build import load_target
+from hybridrt.channel.channel import SocketChannel
+from hybridrt.channel.codec import pack
+from hybridrt.channel.listener import Listener
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.mem_cache.pools.state_slices import RangeRead
+from hybridrt.runtime.load.build import load_target
 from hybridrt.transfer.handshake import VERSION, Handshake, check_handshake, handshake_of
 from hybridrt.transfer.messages import Connected, Ended, Joined, Order
 from hybridrt.transfer.nixl_transport import NixlTransport, _described

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridrt.errors import PeerGoneError
+from hybridrt.base.errors import PeerGoneError
 from tests.support.in_process import InProcessTransport
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run

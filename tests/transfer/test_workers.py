@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hybridrt import LLM, SpeculativeConfig
-from hybridrt.errors import ConfigError, HandshakeError, TransferError
-from hybridrt.runtime.step import StateCopy, StepPlan
+from hybridrt.base.errors import ConfigError, HandshakeError, TransferError
+from hybridrt.runtime.step.plan import StateCopy, StepPlan
 from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, lfm2, mamba, mamba2, nemotron, qwen
 from tests.support.in_process import QueueChannel, decode_hello
 from tests.support.levels import sweep

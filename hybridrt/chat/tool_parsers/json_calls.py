@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from hybridrt.base.errors import is_text
 from hybridrt.chat.conversation import Tool
 from hybridrt.chat.scanner import Malformed, Scanner, Step
 from hybridrt.chat.schemas import calls, one_call
 from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import read_string, read_text, read_value
-from hybridrt.errors import is_text
 
 _ARGUMENTS = ("arguments", "parameters")
 _OPENS = re.compile(r"\{")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hybridrt.base.errors import RequestError
 from hybridrt.chat.conversation import Tool
 from hybridrt.chat.schemas import json_text, limited, named_arguments, options_of, resolved, types_of, with_definitions
 from hybridrt.chat.tool_parsers.tagged_values import Tags, converted
-from hybridrt.errors import RequestError
 
 
 @dataclass(frozen=True)

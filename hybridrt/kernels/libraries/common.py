@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hybridrt.errors import BackendError
+from hybridrt.base.errors import BackendError
 
 
 def refuse(library: str, op: str, *reasons: str | None) -> None:

@@ -8,9 +8,9 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla_chunk_gated_d
 from fla.ops.kda import chunk_kda
 from torch import Tensor
 
-from hybridrt.kernels.gated_delta_rule import with_gates
-from hybridrt.kernels.records import DeltaInputs, GateWeights, Prompts, StateSlots
-from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
+from hybridrt.kernels.core.records import DeltaInputs, GateWeights, Prompts, StateSlots
+from hybridrt.kernels.core.slots import initial_states, live_tokens, write_rows
+from hybridrt.kernels.delta_rule.delta_rule import with_gates
 
 
 def chunk_gated_delta_rule(

@@ -10,9 +10,9 @@ from flashinfer.sampling import top_k_mask_logits, top_p_renorm_probs
 from torch import Tensor
 
 from hybridrt.kernels.libraries.common import page_numbers
-from hybridrt.kernels.sampling import MIN_TEMPERATURE, LogitFilters
-from hybridrt.kernels.sampling import filtered_logits as filtered_logits_op
-from hybridrt.kernels.sampling import sample as sample_op
+from hybridrt.kernels.sampling.sampling import MIN_TEMPERATURE, LogitFilters
+from hybridrt.kernels.sampling.sampling import filtered_logits as filtered_logits_op
+from hybridrt.kernels.sampling.sampling import sample as sample_op
 
 WORKSPACE_BYTES = 128 << 20
 

@@ -7,9 +7,9 @@ from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
+from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.core.slots import initial_states, live_tokens, write_rows
 from hybridrt.kernels.libraries.common import refuse
-from hybridrt.kernels.records import Prompts, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.slots import initial_states, live_tokens, write_rows
 
 LIBRARY = "mamba-ssm"
 

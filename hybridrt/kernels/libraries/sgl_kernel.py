@@ -12,9 +12,7 @@ from sgl_kernel import silu_and_mul as sgl_silu_and_mul
 from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from hybridrt.kernels.causal_conv1d import conv_window, save_windows
-from hybridrt.kernels.libraries.common import page_numbers, page_table, refuse
-from hybridrt.kernels.records import (
+from hybridrt.kernels.core.records import (
     AttentionPrompts,
     AttentionRows,
     ConvState,
@@ -23,7 +21,9 @@ from hybridrt.kernels.records import (
     PagedKV,
     SavedStates,
 )
-from hybridrt.kernels.slots import live_tokens, pad_mask, write_columns
+from hybridrt.kernels.core.slots import live_tokens, pad_mask, write_columns
+from hybridrt.kernels.libraries.common import page_numbers, page_table, refuse
+from hybridrt.kernels.state.causal_conv1d import conv_window, save_windows
 
 LIBRARY, TAPS, PADDING = "sglang-kernel", range(2, 5), -1
 GATHER_FROM = 512  # queries of a row, in the mean, from which on prefill copies its keys and values together first

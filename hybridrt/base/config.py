@@ -1,0 +1,398 @@
+"""What runs and how: ModelConfig (read from a checkpoint), EngineConfig and SpeculativeConfig, all frozen."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, TypeVar, cast
+
+import torch
+
+from hybridrt.base.config_json import FLAG, TEXT, FieldType, check_fields, either, integer, number, one_of
+from hybridrt.base.draft_methods import load_method
+from hybridrt.base.errors import ConfigError, DeviceError
+from hybridrt.base.errors_foreign import ENGINE, knows_fields
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _or_none(field_type: FieldType) -> FieldType:
+    return either(field_type, FieldType("None", lambda v: v is None))
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """The projections of multi-head latent attention (DeepSeek-AI 2024, section 2.1).
+
+    Attributes:
+        rank: numbers of a token's latent vector, from which the keys and values of all heads are made.
+        nope_dim, rope_dim: of a query head: numbers for the head's own part of a key, and numbers for the part that all
+            heads share. Only the shared part is rotated.
+        value_dim: of a head's output.
+        query_rank: of the compressed queries; None where one projection gives the queries.
+    """
+
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Softmax attention of a layer, before sharding. A model without attention layers has no heads.
+
+    Attributes:
+        head_dim: of the keys in the cache, and of queries as they are multiplied by them.
+        rope: the Hugging Face rope_parameters dict, None for none.
+        sliding_window: keys that a token sees, its own included; None for all.
+        v_head_dim: of values; None for head_dim.
+        scale: of the scores; None for head_dim ** -0.5.
+        latent: the projections of variant "mla", whose cache has one KV head; None for "gqa".
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Mapping[str, Any] | None
+    sliding_window: int | None = None
+    v_head_dim: int | None = None
+    scale: float | None = None
+    latent: LatentConfig | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that rotary embeddings may rotate, all or a part of them."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Softmax attention of one layer on one rank: what its KV cache and its kernels must know.
+
+    Attributes:
+        sliding_window, head_dim, v_head_dim, scale: as in AttentionConfig, and filled in.
+        dtype: of the KV cache.
+        variant: "gqa" keeps keys and values of every KV head. "mla" keeps one latent vector of head_dim numbers for a
+            token; the first v_head_dim of them are its values (DeepSeek-AI 2024, section 2.1).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    sliding_window: int | None
+    scale: float
+    dtype: torch.dtype
+    variant: str = "gqa"
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"variant": one_of("gqa", "mla")}, "an attention layer")
+
+    @property
+    def cache_dims(self) -> tuple[int, ...]:
+        """Numbers of a KV head that the cache holds for a token: keys and values, or the latent vector alone."""
+        return (self.head_dim, self.v_head_dim) if self.variant == "gqa" else (self.head_dim,)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in the cache of one layer."""
+        return self.num_kv_heads * sum(self.cache_dims) * self.dtype.itemsize
+
+
+class LinearConfig:
+    """Base of the configurations of recurrent layers before sharding, one class a kind (`hybridrt.kinds`): a frozen
+    dataclass. Every field of type int is a positive integer, else ConfigError.
+
+    Attributes:
+        kind: name of the kind. chunk_size: tokens of a prefill chunk.
+    """
+
+    kind: ClassVar[str]
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        sizes = (each.name for each in fields(cast(Any, self)) if each.type is int)
+        check_fields(self, dict.fromkeys(sizes, integer(1, 2**31 - 1)), self.kind)
+
+
+Linear = TypeVar("Linear", bound=LinearConfig)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one decoder layer holds: softmax attention and/or a recurrent mixer, then a feed-forward part or none.
+
+    Attributes:
+        attention: whether there is any; where it differs from the model's, its own configuration.
+    """
+
+    attention: bool | AttentionConfig
+    linear: str | None  # a kind of recurrent layer (hybridrt.kinds), or None
+    ffn: str | None  # "mlp" | "moe" | None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model as the runtime sees it, family spellings normalised (`read_model_config` makes it). `hf` keeps the
+    fields of config.json, for the numbers that only one model file reads (multipliers, biases). `mtp_layers` are those
+    of its multi-token-prediction head, none without one; their ids count on after the model's
+    last. `attention` is that of the layers that bring none of their own. `image_tokens` are tokens in whose place
+    images stand, with the names of their fields: a prompt that holds one is refused."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    attention: AttentionConfig
+    linear: Mapping[str, LinearConfig]
+    max_position_embeddings: int
+    dtype: torch.dtype
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    hf: Any = field(repr=False, compare=False)
+    mtp_layers: tuple[LayerSpec, ...] = ()
+    image_tokens: Mapping[int, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def full_attention_layer_ids(self) -> tuple[int, ...]:
+        """Layers with softmax attention, those with a sliding window included."""
+        return tuple(i for i, spec in enumerate(self.layers) if spec.attention)
+
+    @property
+    def mtp_attention_layer_ids(self) -> tuple[int, ...]:
+        """Attention layers of the prediction head."""
+        return tuple(i for i, spec in enumerate(self.mtp_layers, len(self.layers)) if spec.attention)
+
+    def layer(self, layer_id: int) -> LayerSpec:
+        """A layer of the model or of its prediction head."""
+        return (*self.layers, *self.mtp_layers)[layer_id]
+
+    def attention_of(self, layer_id: int) -> AttentionConfig:
+        """The softmax attention of a layer, of the prediction head too."""
+        own = self.layer(layer_id).attention
+        assert own, f"layer {layer_id} has no attention"
+        return self.attention if own is True else own
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Keys that a token sees in the attention layer that sees most; None if a layer sees all, or there is none."""
+        ids = (*self.full_attention_layer_ids, *self.mtp_attention_layer_ids)
+        windows = [self.attention_of(i).sliding_window for i in ids]
+        return max((w for w in windows if w is not None), default=None) if None not in windows else None
+
+    def linear_of(self, cls: type[Linear]) -> Linear:
+        """The configuration of the model's recurrent layers of one kind, by its class."""
+        config = self.linear[cls.kind]
+        assert isinstance(config, cls)
+        return config
+
+    def linear_layer_ids(self, kind: str) -> tuple[int, ...]:
+        """Layers whose recurrent mixer is of `kind`."""
+        return tuple(i for i, spec in enumerate(self.layers) if spec.linear == kind)
+
+
+_SPECULATIVE = {
+    "method": FieldType("the name of a way to draft", lambda v: isinstance(v, str)),
+    "num_draft_tokens": integer(1, 15),
+    "draft_model": _or_none(TEXT),
+    "state_mode": one_of("auto", "intermediate", "replay"),
+    "speculative_attention_mode": one_of("prefill", "decode"),
+    "topk": integer(1, 8),
+}
+
+
+@knows_fields({"num_speculative_tokens": "num_draft_tokens", "model": "draft_model"})
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding. `num_draft_tokens` drafts are verified with the last sampled token in one step.
+
+    Args:
+        method: "ngram" (prompt lookup), "draft" (a smaller model), "mtp" (the checkpoint's own prediction head), or
+            one that another package brings (hybridrt.base.draft_methods).
+        num_draft_tokens: drafts a step, 1 to 15; a verify step runs num_draft_tokens + 1 tokens a request.
+        draft_model: checkpoint of the drafter; methods that take one, such as "draft", require it.
+        state_mode: how recurrent state rolls back: "intermediate" keeps the state after every token, "replay"
+            keeps recent inputs and recomputes; "auto" picks replay for chains where kernels exist.
+        speculative_attention_mode: which full-attention backend verifies, the "prefill" or the "decode" one.
+        topk: drafts per tree level; 1 is a chain.
+    """
+
+    method: str = "ngram"
+    num_draft_tokens: int = 4
+    draft_model: str | None = None
+    state_mode: str = "auto"
+    speculative_attention_mode: str = "decode"
+    topk: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, _SPECULATIVE)
+        takes_model = load_method(self.method).takes_model
+        if takes_model and self.draft_model is None:
+            raise ConfigError(
+                f'method "{self.method}" needs draft_model: a checkpoint that shares the target\'s tokenizer'
+            )
+        if not takes_model and self.draft_model is not None:
+            raise ConfigError(
+                f'method "{self.method}" takes no draft_model; with method="draft" a smaller model drafts'
+            )
+        if self.topk > 1 and self.state_mode == "replay":
+            raise ConfigError('topk > 1 makes a tree, and state_mode="replay" verifies chains: use "intermediate"')
+
+    @property
+    def num_verify_tokens(self) -> int:
+        """T: tokens verified per request in one step, the root included."""
+        return self.num_draft_tokens + 1
+
+
+_PAGE_SIZES = [2**i for i in range(11)]
+_ENGINE = {
+    "model": FieldType("a checkpoint directory or a hub name, as text", lambda v: isinstance(v, str) and bool(v)),
+    **dict.fromkeys(("device", "attention_backend", "linear_attn_backend"), TEXT),
+    "prefill_attention_backend": _or_none(TEXT),
+    **dict.fromkeys(("cuda_graph", "cuda_graph_prompts", "overlap"), FLAG),
+    "seed": integer(-(2**63), 2**63 - 1),
+    "dtype": one_of("auto", *DTYPES),
+    "load_format": one_of("auto", "dummy"),
+    "max_model_len": _or_none(integer(2, 2**24)),  # a prompt token and an output token at least
+    **dict.fromkeys(("max_running_requests", "cuda_graph_max_bs"), _or_none(integer(1, 2**24))),
+    "memory_fraction": _or_none(FieldType("a number between 0 and 1", lambda v: type(v) is float and 0 < v < 1)),
+    "page_size": FieldType("a power of two from 1 to 1024", lambda v: type(v) is int and v in _PAGE_SIZES),
+    "chunked_prefill_size": integer(1, 2**20),
+    "target_itl_ms": _or_none(either(number(0.1, 1e6), one_of("auto"))),
+    "mamba_ssm_dtype": one_of(*DTYPES),
+    "state_mode": one_of("auto", "classic", "replay"),
+    "speculative": _or_none(FieldType("a SpeculativeConfig", lambda v: isinstance(v, SpeculativeConfig))),
+    "tp_size": integer(1, 64),
+    "transfer_bytes": integer(0, 2**44),
+    "prefix_cache": FLAG,
+    "cache_slots": _or_none(integer(0, 2**24)),
+    "host_cache_bytes": integer(0, 2**48),
+}
+
+
+@knows_fields(ENGINE)
+@dataclass(frozen=True)
+class EngineConfig:
+    """The options of a run. `LLM(...)` takes these fields as keyword arguments.
+
+    Args:
+        model: checkpoint directory or hub name.
+        device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
+        dtype: weights and activations; "auto" is the checkpoint's on CUDA and float32 on a CPU.
+        load_format: "auto" reads safetensors; "dummy" fills seeded random weights from config.json alone.
+        max_model_len: longest prompt + output of a request, in tokens; None is the model's own limit, or less if the
+            memory holds less.
+        max_running_requests: requests that decode together; None lets the memory plan choose.
+        memory_fraction: share of the memory of a GPU that weights, pools and activations may take, other processes
+            counted; on a CPU, of the main memory that is free. None: 0.85 of a GPU; on a CPU the pools take a quarter
+            of what is free.
+        page_size: tokens in a KV page, a power of two.
+        chunked_prefill_size: most prompt tokens that one step computes.
+        target_itl_ms: target for the milliseconds between tokens of a request: beside decode rows, prompts are computed
+            in chunks so short that the step ends in that time (docs/serving.md). "auto": on a GPU, in four times the
+            time of the decode rows alone. None: chunks of any allowed length.
+        mamba_ssm_dtype: dtype of the recurrent state.
+        state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs and writes it
+            once in about 16 steps: only kinds with `ring_shapes` support it. "auto" picks replay on a GPU where it is
+            the faster one (`replay_pays` of the kind).
+        attention_backend, prefill_attention_backend: names from `hybridrt.recurrent.backends`; the second, if given,
+            serves prefill only.
+        linear_attn_backend: "auto" or the backend's name for the model's kind of recurrent layer.
+        cuda_graph, cuda_graph_max_bs: capture steps as graphs, and the largest batch captured. On a CPU the first one
+            records decode steps that come again, and the second one means nothing.
+        cuda_graph_prompts: capture steps with up to 1024 prompt tokens too, not decode steps alone.
+        overlap: launch a step before the tokens of the previous step have reached the host.
+        speculative: a SpeculativeConfig, or None.
+        tp_size: tensor-parallel ranks. Each rank is a process with a shard of the model and its own GPU.
+        transfer_bytes: size of the arena through which states of requests move between workers; 0 makes no arena.
+        prefix_cache: keep KV and recurrent states of prompts and answers, for requests that begin with the same tokens
+            (docs/prefix-cache.md).
+        cache_slots: recurrent states for cached prefixes, beside one for each running request; None takes as many as
+            there are running requests, where memory allows.
+        host_cache_bytes: main memory for prefixes that the device has no room for, over all ranks; page-locked beside a
+            GPU. 0: none.
+        seed: seeds dummy weights, and requests without a seed.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_running_requests: int | None = None
+    memory_fraction: float | None = None
+    page_size: int = 16
+    chunked_prefill_size: int = 8192
+    target_itl_ms: float | Literal["auto"] | None = None
+    mamba_ssm_dtype: str = "float32"
+    state_mode: str = "auto"
+    attention_backend: str = "auto"
+    prefill_attention_backend: str | None = None
+    linear_attn_backend: str = "auto"
+    cuda_graph: bool = True
+    cuda_graph_max_bs: int | None = None
+    cuda_graph_prompts: bool = True
+    overlap: bool = True
+    speculative: SpeculativeConfig | None = None
+    tp_size: int = 1
+    transfer_bytes: int = 0
+    prefix_cache: bool = True
+    cache_slots: int | None = None
+    host_cache_bytes: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, _ENGINE)
+        if self.host_cache_bytes and not self.prefix_cache:
+            raise ConfigError("host_cache_bytes extends the prefix cache, which is off: set prefix_cache=True")
+
+    @property
+    def num_verify_tokens(self) -> int:
+        """T: tokens per request in one decode or verify step (1 without speculation)."""
+        return self.speculative.num_verify_tokens if self.speculative else 1
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto", "cpu", "cuda" or "cuda:N" to a device that exists, else DeviceError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as e:
+        raise DeviceError(f'device is {name!r}; use "auto", "cpu", "cuda" or "cuda:N"') from e
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f'device is {name!r}; hybridrt runs on "cpu" and "cuda"')
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise DeviceError(f'device is {name!r}, but torch sees {count} CUDA devices; use device="cpu"')
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """dtype of weights and activations. On a CPU "auto" is float32: bfloat16 is slower there and less exact.
+
+    Raises:
+        DeviceError: bfloat16, asked for or the model's own, on a GPU that has none.
+    """
+    automatic = torch.float32 if device.type == "cpu" else model_dtype
+    return _on_device("dtype", automatic if name == "auto" else DTYPES[name], device)
+
+
+def resolve_state_dtype(name: str, device: torch.device) -> torch.dtype:
+    """dtype of the recurrent state, EngineConfig.mamba_ssm_dtype. Raises DeviceError as `resolve_dtype` does."""
+    return _on_device("mamba_ssm_dtype", DTYPES[name], device)
+
+
+def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    on_gpu = device.type == "cuda"
+    if on_gpu and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        gpu = torch.cuda.get_device_name(device)
+        raise DeviceError(f'{gpu} has no bfloat16; pass {option}="float16" or "float32"')
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that options take: "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")

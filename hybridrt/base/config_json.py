@@ -1,0 +1,101 @@
+"""JSON files of a checkpoint: reading an object, and checking that its fields have the type and bounds they need."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrt.base.errors import ConfigError, HybridrtError, shown
+from hybridrt.base.files import CONFIG_BYTES, read_text
+
+
+@dataclass(frozen=True)
+class FieldType:
+    """The values that a field may have: `holds` tests a value, `text` describes them in errors."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def integer(low: int, high: int) -> FieldType:
+    """A whole number from `low` to `high`. true and false are not accepted."""
+    return FieldType(f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
+
+
+def number(low: float, high: float) -> FieldType:
+    """An integer or float from `low` to `high`. NaN is refused; infinity is accepted where a bound is infinite."""
+    return FieldType(f"a number from {low:g} to {high:g}", lambda v: type(v) in (int, float) and low <= v <= high)
+
+
+def one_of(*values: str) -> FieldType:
+    """One of a few strings."""
+    return FieldType(f"one of {', '.join(values)}", lambda v: isinstance(v, str) and v in values)
+
+
+def list_of(item: FieldType, length: int | None = None) -> FieldType:
+    """A list (of `length` items, if given) whose items all have the type `item`."""
+
+    def holds(value: Any) -> bool:
+        fits = isinstance(value, (list, tuple)) and length in (None, len(value))
+        return fits and all(map(item.holds, value))
+
+    return FieldType(f"a list{'' if length is None else f' of {length}'}, each {item.text}", holds)
+
+
+def either(first: FieldType, second: FieldType) -> FieldType:
+    """A value of one of two types."""
+    return FieldType(f"{first.text}, or {second.text}", lambda v: first.holds(v) or second.holds(v))
+
+
+NULL = FieldType("null", lambda v: v is None)
+TRUE = FieldType("true", lambda v: v is True)
+FALSE = FieldType("false", lambda v: v is False)
+FLAG = FieldType("true or false", lambda v: isinstance(v, bool))
+TEXT = FieldType("a string", lambda v: isinstance(v, str))
+OBJECT = FieldType("an object", lambda v: isinstance(v, Mapping))
+
+
+def check_fields(
+    source: Any, types: Mapping[str, FieldType], file: Path | str = "", error: type[HybridrtError] = ConfigError
+) -> None:
+    """Compares fields with their types.
+
+    Args:
+        source: an object with an attribute for each field; or a mapping, whose absent fields are not checked.
+        file: where the fields stand, for the error's text; "" if they are arguments.
+
+    Raises:
+        error: a field has another type or is out of bounds; names the file, the field and the value.
+    """
+    for name, field_type in types.items():
+        if isinstance(source, Mapping) and name not in source:
+            continue
+        value = source[name] if isinstance(source, Mapping) else getattr(source, name, None)
+        if not field_type.holds(value):
+            where = f"{file}: " if file else ""
+            raise error(f"{where}{name} is {shown(value)}; it must be {field_type.text}")
+
+
+def read_object(file: Path, error: type[HybridrtError] = ConfigError, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        error: the file cannot be read, has more than `max_bytes`, is not JSON, is nested too deeply, or does not hold
+            an object.
+    """
+    try:
+        raw = json.loads(read_text(file, max_bytes), object_hook=_special_float)
+    except OSError as e:
+        raise error(f"{file} cannot be read: {e.strerror or e}; check that it is a file with read permission") from e
+    except (ValueError, RecursionError) as e:
+        raise error(f"{file} is not valid JSON: {e}; repair it or download it again") from e
+    if not isinstance(raw, dict):
+        raise error(f"{file} holds a {type(raw).__name__}; it must be a JSON object")
+    return raw
+
+
+def _special_float(found: dict[str, Any]) -> Any:
+    """transformers writes floats that JSON lacks as {"__float__": "Infinity"}."""
+    name = found.get("__float__")
+    return float(name) if len(found) == 1 and name in ("Infinity", "-Infinity", "NaN") else found

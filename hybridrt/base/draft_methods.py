@@ -1,0 +1,38 @@
+"""Names to ways of drafting: those of this package, and those that other packages name in an entry point."""
+
+from functools import cache
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.base.plugins import Plugins
+
+# "module:object" of each method's record; packages add theirs: an entry point of this group names a
+# hybridrt.speculative.method.DraftMethod, "name = module:object".
+BUILT_IN = {
+    "ngram": "hybridrt.speculative.ngram:METHOD",
+    "draft": "hybridrt.speculative.draft_model:METHOD",
+    "mtp": "hybridrt.speculative.mtp:METHOD",
+}
+
+
+class DraftMethodBase:
+    """Base of `hybridrt.speculative.method.DraftMethod`: what a SpeculativeConfig asks of its method.
+
+    Attributes:
+        takes_model: the method needs SpeculativeConfig.draft_model; other methods refuse it.
+    """
+
+    takes_model = False
+
+
+DRAFTERS = Plugins("hybridrt.drafters", BUILT_IN, "method", DraftMethodBase, ConfigError)
+
+
+@cache
+def load_method(name: str) -> DraftMethodBase:
+    """The method of a name.
+
+    Raises:
+        ConfigError: there is none of that name.
+        BackendError: the package that should bring it cannot be imported, or brings something else.
+    """
+    return DRAFTERS.load(name)

@@ -1,0 +1,181 @@
+"""What travels through a step: ForwardBatch, and the backend interface that it carries.
+
+Shapes: N tokens, B rows (requests), T tokens verified a row. A batch is a *decode segment*, rows [0, num_decode_rows)
+with `tokens_per_row` tokens each, followed by an *extend segment*, the remaining rows with any number of tokens each.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+
+
+class ForwardMode(Enum):
+    """What the rows of a step do."""
+
+    EXTEND = auto()  # prefill: whole prompts or chunks, with or without a computed prefix
+    DECODE = auto()  # one token a row
+    MIXED = auto()  # decode (or verify) rows first, then extend rows
+    TARGET_VERIFY = auto()  # drafts + 1 tokens a row, checked at once
+    DRAFT_EXTEND = auto()  # a drafter that is a model catches up on accepted tokens
+    IDLE = auto()  # no rows
+
+
+@dataclass(frozen=True)
+class SpecInfo:
+    """The draft tokens of a verify step.
+
+    Attributes:
+        tokens_per_row: T, drafts + 1.
+        parents: [B, T] int32, index of each node's parent in its row, -1 for the root; None for a chain.
+        tree_mask: [B, T, T] bool, True where a node sees another (itself included); None for a chain.
+        num_drafts: [B] int32, how many of a row's tokens after the root are drafts; the rest is padding, whose
+            out_cache_loc is 0. None: all are.
+    """
+
+    tokens_per_row: int
+    parents: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
+    num_drafts: torch.Tensor | None = None
+
+
+class AttentionBackendLike(Protocol):
+    """What a layer needs of the backend that a batch carries (hybridrt.attention.base has the whole interface)."""
+
+    @property
+    def linear_attn_backend(self) -> Any: ...
+
+    def route(self, layer: Any) -> Any: ...
+
+    @property
+    def forward(self) -> Callable[..., torch.Tensor]: ...
+
+
+@dataclass
+class GraphView:
+    """The static buffers in which the backends keep the metadata of captured steps; `init_cuda_graph_state` makes it.
+
+    A view serves one launched step at a time: its buffers are refilled in stream order. So the next step is prepared
+    into it after the graph of this one was launched and, where a commit follows the graph, after that commit. All
+    batch sizes up to `max_bs` share a view; a graph reads the first entries of the buffers.
+
+    Attributes:
+        max_bs: most decode rows of a batch.
+        tokens_per_row: tokens of each of them.
+        prompts: the batches have extend rows too.
+        buffers: by backend; what they hold is the backend's own matter.
+    """
+
+    max_bs: int
+    tokens_per_row: int
+    prompts: bool = False
+    buffers: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExtendPass:
+    """n runs of the extend segment's tokens, each within one row: what recurrent layers compute at once in a step that
+    keeps states within chunks. Passes run in order.
+
+    Attributes:
+        rows: [n] int32, the run's row in the extend segment.
+        read_state_slots, write_state_slots: [n] int32, where the run's state comes from and goes to; 0 for the row's
+            own slot, -1 for a run that the pass does not compute.
+        query_start_loc: [n + 1] int32 offsets of the runs' tokens in the pass.
+        start_positions: [n] int32, position of each run's first token.
+        tokens: [t] int32, places of the pass's tokens in the segment; None: the pass walks all of them.
+        chunk_plans: hybridrt.kernels.core.chunk_plan.ChunkPlan of the runs by chunk size.
+    """
+
+    rows: torch.Tensor
+    read_state_slots: torch.Tensor
+    write_state_slots: torch.Tensor
+    query_start_loc: torch.Tensor
+    start_positions: torch.Tensor
+    tokens: torch.Tensor | None
+    chunk_plans: Mapping[int, Any]
+
+
+@dataclass
+class ForwardBatch:
+    """One step of the model, as tensors on its device and the host copies of the lengths.
+
+    Attributes:
+        input_ids, positions: [N] int32; positions count from 0 in each request.
+        req_pool_indices: [B] int32 request rows; 0 for padding rows.
+        seq_lens: [B] int32 tokens of each request after this step.
+        query_start_loc: [B + 1] int32 offsets of the rows' tokens.
+        out_cache_loc: [N] int32 KV slots of the new tokens; those of page 0 are padding and not written.
+        num_real: rows that are not padding; they come first. Never guessed from lengths. In a graph with extend rows:
+            the decode rows that are not; extend rows are padding where the request row is 0.
+        num_decode_rows: rows of the decode segment, padding included.
+        seq_lens_cpu, query_lens_cpu: host copies; upper bounds where only the device has the exact lengths. None in a
+            graph, but query_lens_cpu of one with extend rows: bounds of what the rows of its replays have.
+        chunk_plans: hybridrt.kernels.core.chunk_plan.ChunkPlan of the extend rows by chunk size, where they are on the
+            device already; None: recurrent backends plan their chunks themselves.
+        read_state_slots: [B - num_decode_rows] int32, the state slot that each extend row starts from, 0 for its own;
+            None: all start from their own. A row writes its own slot in any case.
+        extend_passes: of a step that keeps states within its chunks; then chunk_plans and read_state_slots are not
+            read. Empty: each chunk is computed at once.
+        saved_states: `kernels.core.records.SavedStates` of the extend rows by chunk size, where their backends save
+            states without a pass of their own (`saves_at_chunks`).
+        metadata: what each backend planned for this batch, by backend; `prepare` fills it. hybridrt.embedding keeps its
+            rows here, too. A copy made by `dataclasses.replace` is a batch that nothing has planned.
+    """
+
+    forward_mode: ForwardMode
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    out_cache_loc: torch.Tensor
+    num_real: int
+    num_decode_rows: int
+    attn_backend: AttentionBackendLike
+    seq_lens_cpu: Sequence[int] | None = None
+    query_lens_cpu: Sequence[int] | None = None
+    spec_info: SpecInfo | None = None
+    chunk_plans: Mapping[int, Any] | None = None
+    read_state_slots: torch.Tensor | None = None
+    extend_passes: Sequence[ExtendPass] = ()
+    saved_states: Mapping[int, Any] = field(default_factory=dict)
+    metadata: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def batch_size(self) -> int:
+        return self.req_pool_indices.shape[0]
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens of each row of the decode segment: 1, or T when verifying."""
+        return self.spec_info.tokens_per_row if self.spec_info else 1
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_decode_rows * self.tokens_per_row
+
+    @property
+    def padded_rows(self) -> torch.Tensor | None:
+        """req_pool_indices where there may be padding (row 0) and all rows have `tokens_per_row` tokens, else None:
+        a graph's batch is padded, one with extend rows is not."""
+        return None if self.num_extend_rows else self.req_pool_indices
+
+    @property
+    def num_extend_rows(self) -> int:
+        return self.batch_size - self.num_decode_rows
+
+    @property
+    def extend_seq_lens_cpu(self) -> Sequence[int]:
+        """New tokens of each extend row."""
+        assert self.query_lens_cpu is not None, "a batch with extend rows carries host lengths"
+        return self.query_lens_cpu[self.num_decode_rows :]
+
+    @property
+    def extend_prefix_lens_cpu(self) -> list[int]:
+        """Tokens of each extend row that earlier steps computed."""
+        assert self.seq_lens_cpu is not None, "a batch with extend rows carries host lengths"
+        totals = self.seq_lens_cpu[self.num_decode_rows :]
+        return [total - new for total, new in zip(totals, self.extend_seq_lens_cpu)]

@@ -1,0 +1,62 @@
+"""Open registries: names to objects of this package, and to those that other packages name in entry points."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from hybridrt.base.errors import BackendError, HybridrtError, shown
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """A registry. Nothing is imported before it is loaded.
+
+    Attributes:
+        group: of entry points; each names an object, "name = module:object".
+        built_in: "module:object" by name; an entry point of the same name is not looked at.
+        what: the names are of, for errors.
+        base: an object is an instance of this class or, with `classes`, a class below it.
+        unknown: the error for a name that there is none of.
+    """
+
+    group: str
+    built_in: Mapping[str, str]
+    what: str
+    base: type
+    unknown: type[HybridrtError] = BackendError
+    classes: bool = False
+
+    def names(self) -> list[str]:
+        """Every name that `load` accepts."""
+        return sorted({*self.built_in, *(point.name for point in entry_points(group=self.group))})
+
+    def load(self, name: str) -> Any:
+        """The object of a name.
+
+        Raises:
+            self.unknown: there is none of that name.
+            BackendError: it cannot be imported, or is something else.
+        """
+        target = self.built_in.get(name)
+        if target is None:
+            target = next((point.value for point in entry_points(group=self.group) if point.name == name), None)
+        if target is None:
+            raise self.unknown(f"{self.what} {shown(name)} is not supported; supported are {', '.join(self.names())}")
+        found = load_object(target)
+        fits = isinstance(found, self.base)
+        if self.classes:
+            fits = isinstance(found, type) and issubclass(found, self.base)
+        if not fits:
+            raise BackendError(f"{self.what} {name!r} leads to {found!r}; it must name a {self.base.__name__}")
+        return found
+
+
+def load_object(target: str) -> Any:
+    """What "module:name" names. BackendError if it cannot be imported."""
+    module, _, name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, TypeError) as e:  # TypeError: an object of an abstract class
+        raise BackendError(f"{target} cannot be imported: {e}; install what it needs, see its extra") from e

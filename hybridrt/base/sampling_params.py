@@ -1,0 +1,256 @@
+"""How one request's tokens are chosen and when it ends."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from numbers import Integral, Real
+from typing import Any
+
+from hybridrt.base.errors import RequestError, is_text, shown
+from hybridrt.base.errors_foreign import SAMPLING, knows_fields
+from hybridrt.base.structured_outputs import StructuredOutputs
+
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROBS = 64
+MAX_SAMPLES = 1024
+MAX_SALT_CHARACTERS = 256
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_ALLOWED_TOKEN_IDS = 2**20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 256
+MIN_TEMPERATURE = (
+    1e-5  # below it hybridrt.kernels.sampling.sampling takes the best token: logits over less may overflow
+)
+MAX_REPETITION = 100.0  # more, or less than its reciprocal, and penalised logits may leave float32's range
+_INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 3.4028234663852886e38
+
+
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise RequestError(f"{name} is {shown(value)}; it must be {allowed}", name)
+
+
+def is_number(value: object, kind: type) -> bool:
+    """True for numbers of `kind`, Integral or Real, of Python and numpy. A bool and a numpy duration are instances of
+    these classes, but they do not count as numbers."""
+    if type(value) is int or (type(value) is float and kind is Real):
+        return True  # at once: a check for an abstract class takes long, and there are a dozen a request
+    if not isinstance(value, kind) or isinstance(value, bool):
+        return False
+    return getattr(getattr(value, "dtype", None), "kind", "") != "m"
+
+
+def _plain(value: Any, kind: type) -> int | float:
+    """A number of `kind` as Python's own, which is compared with any range without an overflow; NaN, which is in no
+    range, for everything else."""
+    if not is_number(value, kind):
+        return math.nan
+    try:
+        return int(value) if kind is Integral else float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
+
+
+def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
+    """The entries of a list or another collection; none for None. At most `max_entries` + 1 of them are read."""
+    if value is None:
+        return ()
+    if type(value) not in (tuple, list):
+        collection = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping))
+        # numpy and torch scalars have `__iter__`, too, but cannot be iterated over.
+        _require(collection and getattr(value, "ndim", 1) == 1, name, value, "a sequence")
+    entries = tuple(islice(value, max_entries + 1))
+    if len(entries) > max_entries:
+        raise RequestError(f"{name} has more than {max_entries} entries; pass at most {max_entries}", name)
+    return entries
+
+
+def _token_ids(name: str, value: Any, max_entries: int) -> tuple[int, ...]:
+    """Token ids of a collection, as Python integers."""
+    ids = _entries(name, value, max_entries)
+    for t in ids:
+        ok = is_number(t, Integral) and 0 <= t <= _INT32_MAX
+        _require(ok, name, t, "integers >= 0 from the vocabulary")
+    return tuple(map(int, ids))
+
+
+# Of each field that is a number: Integral or Real, the least and the largest value, and how an error states them.
+_NUMBERS: dict[str, tuple[type, float, float, str]] = {
+    "max_tokens": (Integral, 1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
+    "temperature": (Real, 0, _FLOAT32_MAX, "a finite float32 >= 0 (0 is greedy)"),
+    "top_p": (Real, math.ulp(0), 1, "in (0, 1]"),
+    "top_k": (Integral, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or -1 for off"),
+    "min_p": (Real, 0, 1, "in [0, 1]"),
+    "repetition_penalty": (Real, 1 / MAX_REPETITION, MAX_REPETITION, "a number from 0.01 to 100 (1 is off)"),
+    "presence_penalty": (Real, -2, 2, "in [-2, 2]"),
+    "frequency_penalty": (Real, -2, 2, "in [-2, 2]"),
+    "seed": (Integral, 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None"),
+    "logprobs": (Integral, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
+    "prompt_logprobs": (Integral, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"),
+    "n": (Integral, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}"),
+    "truncate_prompt_tokens": (Integral, -1, _INT32_MAX, "an integer from 1 to 2**31 - 1, -1, or None"),
+    "priority": (Integral, -_INT32_MAX, _INT32_MAX, "an integer of 32 bits"),
+    "min_tokens": (Integral, 0, _INT32_MAX, "an integer from 0 to max_tokens"),
+}
+
+
+@knows_fields(SAMPLING)
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling and stopping of one request; every field is checked when the object is made.
+
+    numpy numbers are accepted and converted to Python's. What depends on a model's vocabulary (token ids, `bad_words`,
+    how many log-probabilities) is checked again where a request meets the model (`Engine.prepare`).
+
+    Logits are changed in the order of vLLM: `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`, penalties,
+    temperature, filters. Log-probabilities are those of the model: none of this changes them.
+
+    Args:
+        max_tokens: tokens to generate at most, 1 to 2**31 - 1; None means as many as `max_model_len` leaves room for.
+        temperature: logits are divided by it. 0 and all values below MIN_TEMPERATURE (1e-5) mean greedy decoding. At
+            most float32's largest number.
+        top_p: nucleus mass in (0, 1]; 1 turns it off.
+        top_k: candidates kept, up to 2**31 - 1; -1, 0, and values from the size of the vocabulary on turn it off.
+        min_p: candidates below `min_p * max(p)` are dropped; 0 turns it off.
+        repetition_penalty: 0.01 to 100; logits of tokens in the prompt or the output are divided (if positive) or
+            multiplied (if negative) by it (Keskar et al. 2019, CTRL).
+        presence_penalty, frequency_penalty: subtracted once, respectively per occurrence, for tokens of the output.
+        stop: strings that end the request, up to MAX_STOP_STRINGS (32) of up to MAX_STOP_CHARACTERS (256) characters
+            each; the text is cut before the first of them. A single string may be passed without a list.
+        stop_token_ids: token ids that end the request, beside the model's own end-of-sequence ids; up to
+            MAX_STOP_TOKEN_IDS (1024).
+        ignore_eos: continue after end-of-sequence ids (`stop_token_ids` still end the request).
+        seed: 0 to 2**63 - 1. With it the request draws the same tokens whatever other requests run. None derives a seed
+            from the engine's.
+        logprobs: return the log-probability of each token and of this many most likely alternatives, up to 64; None
+            returns none.
+        n: independent samples of the same prompt, up to 1024.
+        include_stop_str_in_output: the text includes the stop string, or the stopping token.
+        skip_special_tokens: special tokens leave nothing in the text.
+        truncate_prompt_tokens: of a longer prompt only the last so many tokens are used, 1 to 2**31 - 1; -1: as many as
+            leave room for one output token. None refuses a prompt that is too long. Text is tokenised whole before it
+            is cut: more than 2**20 characters are refused, unless the model has room for as many.
+        priority: requests of a lower number are started first, and are the last to give their memory back; first come,
+            first served among equals.
+        cache_salt: the prefix cache shares nothing between requests of different salts; a string of 1 to
+            MAX_SALT_CHARACTERS (256) characters. None shares with all requests that have none.
+        min_tokens: before so many output tokens no end-of-sequence id and none of `stop_token_ids` is drawn, and no
+            stop string ends the request; 0 to `max_tokens`.
+        logit_bias: token id -> -100 to 100, added to the token's logit; up to MAX_BIASES (1024) tokens. An id may be a
+            string of digits, as in JSON.
+        allowed_token_ids: no other token is drawn; at least one id. None allows all.
+        bad_words: text that the output must not hold, up to MAX_BAD_WORDS (128) strings of up to
+            MAX_BAD_WORD_CHARACTERS (256) characters: the last token of a word is not drawn behind the others, with and
+            without a space before the word.
+        prompt_logprobs: return the log-probability of each prompt token but the first, and of this many most likely
+            alternatives, up to 64; None returns none. Such a request computes its whole prompt.
+        structured_outputs: what the output must look like; None: anything. The output ends when it is complete and
+            nothing can follow, also before `min_tokens`. `ignore_eos` contradicts it and is refused.
+
+    Raises:
+        RequestError: a field is out of range; the text names the field, the value and the allowed range.
+    """
+
+    max_tokens: int | None = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    n: int = 1
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def __post_init__(self) -> None:
+        checked = self._stops() | self._rules()
+        for name, (kind, low, high, allowed) in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is not getattr(SamplingParams, name) and (value is not None or name != "max_tokens"):
+                number = _plain(value, kind)
+                ok = low <= number <= high and (number != 0 or name != "truncate_prompt_tokens")
+                _require(ok, name, value, allowed)
+                checked[name] = number
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        longest = _INT32_MAX if self.max_tokens is None else self.max_tokens
+        _require(self.min_tokens <= longest, "min_tokens", self.min_tokens, f"at most max_tokens, {longest}")
+        structured = self.structured_outputs
+        if structured is not None:
+            name = "structured_outputs"
+            _require(isinstance(structured, StructuredOutputs), name, structured, "a hybridrt.StructuredOutputs")
+            _require(not self.ignore_eos, "ignore_eos", True, f"False with {name}, whose end is the output's end")
+
+    def _stops(self) -> dict[str, Any]:
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        stop = (self.stop,) if isinstance(self.stop, str) else _entries("stop", self.stop, MAX_STOP_STRINGS)
+        for s in stop:
+            ok = isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS
+            _require(ok, "stop", s, f"strings of 1 to {MAX_STOP_CHARACTERS} characters")
+            _require(is_text(s), "stop", s, "text: it holds a lone surrogate, which no output can hold")
+        ids = _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        salt = self.cache_salt
+        ok = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARACTERS and is_text(salt))
+        _require(ok, "cache_salt", salt, f"a string of 1 to {MAX_SALT_CHARACTERS} characters, or None")
+        return {"stop": stop, "stop_token_ids": ids}
+
+    def _rules(self) -> dict[str, Any]:
+        words = _entries("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for word in words:
+            ok = isinstance(word, str) and bool(word.strip()) and len(word) <= MAX_BAD_WORD_CHARACTERS
+            _require(ok, "bad_words", word, f"strings of 1 to {MAX_BAD_WORD_CHARACTERS} characters, not only spaces")
+            _require(is_text(word), "bad_words", word, "text: it holds a lone surrogate, which no output can hold")
+        allowed, name = self.allowed_token_ids, "allowed_token_ids"
+        if allowed is not None:
+            allowed = _token_ids(name, allowed, MAX_ALLOWED_TOKEN_IDS)
+            _require(bool(allowed), name, allowed, "at least one token id, or None to allow all")
+        return {"bad_words": words, "allowed_token_ids": allowed, "logit_bias": self._biases()}
+
+    def _biases(self) -> dict[int, float] | None:
+        given, name = self.logit_bias, "logit_bias"
+        if given is None:
+            return None
+        _require(isinstance(given, Mapping), name, given, "a mapping from token ids to biases")
+        if len(given) > MAX_BIASES:
+            raise RequestError(f"logit_bias has {len(given)} entries; pass at most {MAX_BIASES}", name)
+        ids = [int(t) if isinstance(t, str) and t.isascii() and t.isdigit() and len(t) <= 10 else t for t in given]
+        for bias in given.values():
+            ok = is_number(bias, Real) and -MAX_BIAS <= bias <= MAX_BIAS
+            _require(ok, name, bias, f"from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+        return dict(zip(_token_ids(name, ids, MAX_BIASES), map(float, given.values())))
+
+    @property
+    def greedy(self) -> bool:
+        """True if every token is the arg-max of the (penalised) logits."""
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def uses_penalties(self) -> bool:
+        """True if earlier tokens change the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def uses_rules(self) -> bool:
+        """True if single tokens are forbidden, or their logits biased."""
+        return self.min_tokens > 0 or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None

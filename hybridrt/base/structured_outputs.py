@@ -1,0 +1,135 @@
+"""What an output must look like: a JSON schema, a regular expression, one of some texts, or a grammar."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridrt.base.errors import RequestError, is_text, shown
+from hybridrt.base.errors_foreign import knows_fields
+
+MAX_CHARACTERS = 2**19  # of a schema, an expression or a grammar, and of all choices together
+MAX_CHOICES = 4096
+MAX_TEXT = 2**16  # characters of one choice, expression or literal, of a schema's names and values, too
+# Between the tokens of a JSON text. Without a limit a model that prefers white space may give nothing else.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# A string of JSON or Lark, or an expression of Lark: none of them has line breaks.
+_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)*+/?')
+_FIELD = "structured_outputs"
+_KINDS = ("json", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """Reasoning before an output, between tags that are tokens.
+
+    Attributes:
+        opens: each begins it, as the output's first token; without, the output may have none. (): the prompt has begun
+            it.
+        closes: each ends it. The grammar of the output reads it as its first token.
+        budget: tokens of reasoning after which it is ended; None: no limit.
+    """
+
+    opens: tuple[int, ...]
+    closes: tuple[int, ...]
+    budget: int | None = None
+
+
+@knows_fields({"json_schema": "json", "pattern": "regex", "choices": "choice", "ebnf": "grammar"})
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What an output must look like. Exactly one field is set. Two equal objects are compiled once.
+
+    Whether a schema, an expression or a grammar can be used is known when a request meets the model (`Engine.prepare`).
+
+    Args:
+        json: a JSON schema: an object, a bool, or the text of either. The output is a JSON text that it accepts. The
+            order of its properties is the order of the output. It is kept as text.
+        regex: a regular expression of Rust's syntax, which the whole output matches: no look-around, no references
+            to groups.
+        choice: the output is one of these strings, 1 to MAX_CHOICES (4096).
+        grammar: a grammar in llguidance's variant of Lark; its rule `start` is the output.
+        thinking: the output may begin with reasoning. Chats set it.
+
+    Raises:
+        RequestError: not exactly one field is set, one has the wrong type, all of it has more than MAX_CHARACTERS
+            (2**19) characters, or one text of it more than MAX_TEXT (2**16).
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    thinking: Thinking | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise _refused(f"has {' and '.join(given) or 'no field'}; set one of {', '.join(_KINDS)}")
+        kind = given[0]
+        value = {"json": _schema, "choice": _choices}.get(kind, _text)(kind, getattr(self, kind))
+        object.__setattr__(self, kind, value)
+        length = sum(map(len, value)) if kind == "choice" else len(value)
+        if length > MAX_CHARACTERS:
+            raise _refused(f"has {length} characters in {kind}; at most {MAX_CHARACTERS} are taken: make it smaller")
+        longest = max(map(len, _texts(kind, value)), default=0)
+        if longest > MAX_TEXT:
+            raise _refused(
+                f"has a text of {longest} characters in {kind}; a choice, an expression, a literal, or a name or value "
+                f"of a schema may have {MAX_TEXT}: make it shorter"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Which field is set."""
+        return next(name for name in _KINDS if getattr(self, name) is not None)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """`json` as an object, which is all that llguidance takes: true is {}, false is an enumeration of nothing."""
+        assert isinstance(self.json, str), "a schema is kept as text"
+        schema = json.loads(self.json)
+        return schema if isinstance(schema, dict) else {} if schema else {"enum": []}
+
+
+def _refused(problem: str) -> RequestError:
+    return RequestError(f"{_FIELD} {problem}", _FIELD)
+
+
+def _text(kind: str, value: object) -> str:
+    if not isinstance(value, str) or not value or not is_text(value):
+        raise _refused(f"has {kind}={shown(value)}; it must be text, and not empty")
+    return value
+
+
+def _texts(kind: str, value: Any) -> Iterable[str]:
+    """The texts that a form is made of, those of a grammar with what marks them."""
+    if kind == "choice":
+        return value
+    if kind == "regex":
+        return (value,)
+    return _LITERAL.findall(value) if len(value) > MAX_TEXT else ()
+
+
+def _choices(kind: str, value: object) -> tuple[str, ...]:
+    choices = tuple(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else ()
+    if not 0 < len(choices) <= MAX_CHOICES:
+        raise _refused(f"has {kind}={shown(value)}; it must be a list of 1 to {MAX_CHOICES} strings")
+    return tuple(_text(kind, choice) for choice in choices)
+
+
+def _schema(kind: str, value: object) -> str:
+    """The schema as text without spaces."""
+    if isinstance(value, str) and len(value) > MAX_CHARACTERS:
+        raise _refused(f"has {len(value)} characters in {kind}; at most {MAX_CHARACTERS} are taken: make it smaller")
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(schema, (Mapping, bool)):
+            raise _refused(f"has {kind}={shown(value)}; a JSON schema is an object, true or false")
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as e:
+        if isinstance(e, RequestError):
+            raise
+        raise _refused(f"has {kind}={shown(value)}, which is no JSON ({type(e).__name__}: {e}); repair it") from e
+    return _text(kind, text)

@@ -1,0 +1,215 @@
+"""Authenticated messages between processes: byte strings behind a length and a tag, over TCP.
+
+Both ends hold a key. `auth.py` says how they prove it to each other before the first message, and how every
+message is tagged. `codec.py` says what the bytes of a message are.
+
+Two libraries were tried in its place. pyzmq 27 with CURVE does not limit how many connections wait for their handshake:
+200 silent strangers took 200 descriptors. Its sockets do not report that a peer has closed its connection, and cannot
+close the connection of one peer. With no descriptor left, its thread kept half a processor core busy. The standard
+library's multiprocessing.connection waits in `accept` for a stranger that sends nothing, and peers with the key wait
+behind it. Its `recv_bytes` waits without limit for the rest of a message that was sent in part.
+"""
+
+import select
+import socket
+import struct
+import time
+from collections import deque
+
+from hybridrt.base.errors import MessageError, PeerGoneError
+from hybridrt.channel.auth import TAG_BYTES, Tagger, join
+
+MAX_MESSAGE_BYTES = 1 << 24
+MAX_QUEUED_BYTES = 1 << 26  # that wait for a peer to read
+TIMEOUT_S = 30.0
+
+_LENGTH = struct.Struct("!I")
+_READ_BYTES = 1 << 20  # that one `receive` takes from the socket at most
+_PIECE_BYTES = 1 << 16
+# A machine that vanishes is noticed after idle + count * interval seconds.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+
+
+class SocketChannel:
+    """A connected socket whose other end has proved that it holds the key. One thread at a time uses it. `send`,
+    `receive` and `close` do not wait.
+
+    Args:
+        tagger: what tags messages and checks tags.
+        timeout: seconds that the peer may take to read a message.
+    """
+
+    def __init__(self, connection: socket.socket, tagger: Tagger, timeout: float = TIMEOUT_S) -> None:
+        connection.setblocking(False)
+        _tune(connection)
+        self._socket, self._tagger, self._timeout = connection, tagger, timeout
+        self._outgoing: deque[tuple[float, memoryview]] = deque()  # with the time when each was queued
+        self._queued = 0
+        self._incoming = bytearray()
+        self._messages: deque[bytes] = deque()
+        self._gone: PeerGoneError | None = None
+
+    @classmethod
+    def connect(cls, address: tuple[str, int], key: bytes, timeout: float = TIMEOUT_S) -> "SocketChannel":
+        """Connects to a host and a port, and proves to the other end that this one holds the key.
+
+        Raises:
+            PeerGoneError: no process answers there within `timeout` seconds.
+            AuthenticationError: the process there does not hold the key.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            connection = socket.create_connection(address, timeout)
+        except OSError as e:
+            raise PeerGoneError(f"no process answers at {address[0]}:{address[1]} ({e})") from e
+        try:
+            tagger = join(connection, key, deadline)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection, tagger, timeout)
+
+    def fileno(self) -> int:
+        """For select and its kin; -1 once closed."""
+        return self._socket.fileno()
+
+    def send(self, message: bytes) -> None:
+        """Hands a message over, now or when the peer reads.
+
+        Raises:
+            PeerGoneError: the other end is gone.
+            MessageError: the message is too long; nothing was sent.
+        """
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise MessageError(f"a message has {len(message)} bytes; it may have {MAX_MESSAGE_BYTES}")
+        self._check()
+        frame = _LENGTH.pack(len(message)) + self._tagger.tag(message) + message
+        self._outgoing.append((time.monotonic(), memoryview(frame)))
+        self._queued += len(frame)
+        self._flush()
+        self._check()
+
+    def receive(self) -> list[bytes]:
+        """The messages that have come since the last call.
+
+        Raises:
+            PeerGoneError: the other end is gone and its last message has been returned, or it does not read.
+            MessageError: it sent something else than messages.
+        """
+        self._flush()
+        self._read()
+        messages = list(self._messages)
+        self._messages.clear()
+        if not messages:
+            self._check()
+        return messages
+
+    def expect(self, timeout: float) -> bytes:
+        """The next message. Waits for it; raises PeerGoneError also if none comes within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not self._messages:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PeerGoneError(f"the other process has sent nothing for {timeout:g} seconds")
+            self.wait(left)
+            self._messages.extend(self.receive())
+        return self._messages.popleft()
+
+    def wait(self, seconds: float) -> None:
+        """Returns when something has come, when some of what waits for the peer was sent, or after `seconds`."""
+        if self._gone is None and not self._messages:
+            self._poll(select.POLLIN | (select.POLLOUT if self._outgoing else 0), seconds)
+
+    def drain(self, timeout: float) -> None:
+        """Waits until the operating system has all that was sent. Raises PeerGoneError also after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self._outgoing:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PeerGoneError(f"the other process has not read its messages for {timeout:g} seconds")
+            self._poll(select.POLLOUT, left)
+        self._check()
+
+    def close(self) -> None:
+        """The other end's next `receive` raises. Closing again does nothing."""
+        self._flush()
+        self._end(PeerGoneError("the channel is closed"))
+
+    def _check(self) -> None:
+        if self._gone is not None:
+            raise self._gone
+
+    def _poll(self, events: int, seconds: float) -> None:
+        """Waits for one of `events`, then sends what the socket takes."""
+        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(self._socket, events)
+        poll.poll(max(0, 1000 * seconds))
+        self._flush()
+
+    def _flush(self) -> None:
+        """Sends what the peer's buffers take. Ends the channel if the peer does not read."""
+        while self._outgoing and self._gone is None:
+            queued_at, data = self._outgoing[0]
+            try:
+                sent = self._socket.send(data)
+            except BlockingIOError:
+                if time.monotonic() - queued_at > self._timeout or self._queued > MAX_QUEUED_BYTES:
+                    self._end(PeerGoneError("the other process does not read its messages"))
+                return
+            except OSError as e:
+                return self._end(PeerGoneError(f"the other process takes no messages any more ({e})"))
+            self._queued -= sent
+            if sent < len(data):
+                self._outgoing[0] = queued_at, data[sent:]
+            else:
+                self._outgoing.popleft()
+
+    def _read(self) -> None:
+        """Reads a bounded amount, so that a peer that sends without end does not delay other peers."""
+        try:
+            for _ in range(_READ_BYTES // _PIECE_BYTES):
+                if self._gone is not None:
+                    return
+                data = self._socket.recv(_PIECE_BYTES)
+                if not data:
+                    return self._end(PeerGoneError("the other process has closed the connection"))
+                self._incoming += data
+                self._split()
+        except BlockingIOError:
+            return
+        except MessageError as e:
+            self._end(e)
+        except OSError as e:
+            self._end(PeerGoneError(f"the connection to the other process broke ({e})"))
+
+    def _split(self) -> None:
+        """Takes the messages that are complete from the bytes that have come, and checks their tags."""
+        start, head = 0, _LENGTH.size + TAG_BYTES
+        while len(self._incoming) - start >= head:
+            (nbytes,) = _LENGTH.unpack_from(self._incoming, start)
+            if nbytes > MAX_MESSAGE_BYTES:
+                raise MessageError(f"a message of {nbytes} bytes comes; it may have {MAX_MESSAGE_BYTES}")
+            end = start + head + nbytes
+            if len(self._incoming) < end:
+                break
+            message = bytes(self._incoming[start + head : end])
+            self._tagger.check(message, bytes(self._incoming[start + _LENGTH.size : start + head]))
+            self._messages.append(message)
+            start = end
+        del self._incoming[:start]
+
+    def _end(self, reason: PeerGoneError) -> None:
+        """Closes the socket. The first reason is the one that `receive` raises."""
+        self._gone = self._gone or reason
+        self._outgoing.clear()
+        self._incoming.clear()
+        self._queued = 0
+        self._socket.close()
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,99 @@
+"""Links between rank 0 and the other ranks, beside their collectives: messages, and signs of life."""
+
+import math
+import os
+import select
+import threading
+import time
+from typing import Protocol
+from weakref import WeakSet
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.channel.channel import SocketChannel
+
+TIMEOUT_VARIABLE = "HYBRIDRT_RANK_TIMEOUT"
+TIMEOUT_S = 60.0
+BEATS = 6  # signs of life that a rank sends within a time-out
+
+
+def rank_timeout() -> float:
+    """Seconds after which a rank that sends nothing counts as lost.
+
+    Raises:
+        ConfigError: the environment variable is no number of seconds.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE, str(TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.1 <= seconds <= 86400:
+        raise ConfigError(f"{TIMEOUT_VARIABLE} is {text!r}; it must be a number of seconds from 0.1 to 86400")
+    return seconds
+
+
+class Link:
+    """A channel between rank 0 and another rank, of which one thread listens while others send."""
+
+    def __init__(self, channel: SocketChannel) -> None:
+        self._channel, self._lock = channel, threading.Lock()
+        disown_in_child(self)
+
+    def send(self, message: bytes) -> None:
+        """Returns when the operating system has taken the message. Raises PeerGoneError."""
+        with self._lock:
+            self._channel.send(message)
+            self._channel.drain(TIMEOUT_S)
+
+    def listen(self, seconds: float) -> list[bytes]:
+        """Waits for messages and returns them; an empty list if none has come after so many seconds.
+
+        Raises:
+            PeerGoneError: the other end is gone.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            if self._channel.fileno() >= 0:
+                poll = select.poll()  # select takes no descriptor above 1023
+                poll.register(self._channel, select.POLLIN)
+                poll.poll(1000 * max(0.0, left))
+            with self._lock:
+                messages = self._channel.receive()
+            if messages or left <= 0:
+                return messages
+
+    def close(self) -> None:
+        """The other end's next `listen` raises."""
+        with self._lock:
+            self._channel.close()
+
+    def disown(self) -> None:
+        """In a forked child: closes its copy of the connection without a word to the other end."""
+        descriptor = self._channel.fileno()
+        if descriptor >= 0:
+            with open(os.devnull, "rb") as nothing:
+                os.dup2(nothing.fileno(), descriptor, inheritable=False)
+
+
+class Owned(Protocol):
+    """An object that only the process that made it may use."""
+
+    def disown(self) -> None:
+        """Called in a forked child, whose copy must neither talk to other processes nor wait for them."""
+
+
+_owned: WeakSet[Owned] = WeakSet()
+
+
+def disown_in_child(owned: Owned) -> None:
+    """Has `owned.disown` called in every process that is forked from this one while `owned` exists."""
+    _owned.add(owned)
+
+
+def _disown_all() -> None:
+    for owned in list(_owned):
+        owned.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)

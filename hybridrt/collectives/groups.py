@@ -1,0 +1,193 @@
+"""Tensor-parallel ranks: which rank holds which shard, and the collectives in which ranks exchange tensors."""
+
+import ctypes
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridrt.base.errors import ConfigError, RankError
+from hybridrt.channel.control import disown_in_child
+
+COLLECTIVE = timedelta(minutes=10)  # how long a rank waits in a collective for the others
+CHECK = timedelta(milliseconds=200)  # between two checks, meanwhile, that the other ranks run
+LEAVING_S = 5.0
+
+
+class Communicator:
+    """Collectives of one group of processes: gloo for tensors in main memory, NCCL for those on a GPU.
+
+    The group is no process group of torch.distributed: a process may have others beside it. All ranks construct it, and
+    the constructor returns once the last one has. Every method raises RankError if a rank is lost.
+
+    Args:
+        store: what the processes find each other through.
+        device: this rank's. A GPU adds NCCL and becomes the process's current device.
+        loopback: all ranks run on this host: no connection of theirs listens on a network.
+
+    Attributes:
+        check: called several times a second while this rank waits for the others in main memory; raises if one is lost.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.check: Callable[[], None] = lambda: None
+        self._groups: dict[str, Any] = {}  # by the type of the device that their tensors lie on
+        self._aborting: threading.Thread | None = None
+        self._loopback = loopback
+        disown_in_child(self)
+        with _interface(loopback):
+            cpu = dist.PrefixStore("hybridrt/cpu", store)
+            self._groups["cpu"] = dist.ProcessGroupGloo(cpu, rank, size, COLLECTIVE)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                cuda = dist.PrefixStore("hybridrt/cuda", store)
+                self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, dist.ProcessGroupNCCL.Options())
+
+    def connect(self) -> None:
+        """Opens the connections among GPUs, which NCCL does with the first collective. All ranks call it."""
+        with _interface(self._loopback):
+            self.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device))
+            self.barrier()
+
+    def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduces over the ranks, in place. Every rank gets the same bits."""
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp(op), not x.is_cuda  # False: NCCL runs in the current stream
+        self._run(x, lambda group: group.allreduce([x], options))
+        return x
+
+    def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., n] of each rank to [..., size * n], in rank order."""
+        found = x.new_empty((*x.shape[:-1], self.size * x.shape[-1]))
+        parts = list(found.split(x.shape[-1], dim=-1))
+        self._run(x, lambda group: group.allgather([parts], [x.contiguous()]))
+        return found
+
+    def barrier(self) -> None:
+        """Returns when every rank has come and what they launched is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.all_reduce(torch.zeros(1, dtype=torch.float32))
+
+    def abort(self) -> None:
+        """Stops kernels on this rank's GPU that wait for another rank. Any thread may call it; it does not wait."""
+        nccl = self._groups.get("cuda")
+        if nccl is not None and self._aborting is None:
+            # NCCL returns once no graph exists that was captured with it, so the exit hook waits for that.
+            self._aborting = threading.Thread(target=nccl.abort, daemon=True)
+            self._aborting.start()
+
+    def close(self) -> None:
+        """Leaves the group, while no collective runs. Closing again does nothing."""
+        self.abort()
+        if self._aborting is not None:
+            self._aborting.join(LEAVING_S)
+        self._groups = {}
+
+    def disown(self) -> None:
+        """Never destroys the group: its destructor waits for threads, which may wait for a rank that does not answer,
+        or which a forked child does not have."""
+        for group in self._groups.values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._groups = {}
+
+    def _run(self, x: torch.Tensor, collective: Callable[[Any], dist.Work | None]) -> None:
+        """Runs a collective on tensors that lie where `x` does."""
+        group = self._groups.get(x.device.type)
+        if group is None:
+            raise RankError("this tensor-parallel group is closed; build a new LLM")
+        try:
+            work = collective(group)
+            if work is not None:  # NCCL in the current stream returns none
+                work.wait() if x.is_cuda else self._wait(work)
+        except RuntimeError as e:  # torch.distributed's own error is one
+            raise e if isinstance(e, RankError) else RankError(f"a tensor-parallel rank was lost: {e}") from e
+
+    def _wait(self, work: dist.Work) -> None:
+        """Waits for a collective in main memory, and checks meanwhile that the other ranks run."""
+        while True:
+            try:
+                work.wait(CHECK)
+                return
+            except RuntimeError:
+                if work.is_completed():  # it has failed, or ended just now
+                    work.wait()
+                    return
+            self.check()
+
+
+@contextmanager
+def _interface(loopback: bool) -> Iterator[None]:
+    """What gloo and NCCL are told about interfaces, where all ranks run on this host. Both read the environment."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ()
+    before = {name: os.environ.get(name) for name in names}
+    interface = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # macOS has "lo0"
+    os.environ.update(dict.fromkeys(names, interface))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@dataclass(frozen=True)
+class TPGroup:
+    """One rank's place in its tensor-parallel group; size 1 is the plain case, in which collectives do nothing.
+
+    Attributes:
+        comm: None says what a rank holds, and no more.
+    """
+
+    rank: int = 0
+    size: int = 1
+    comm: Communicator | None = None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place."""
+        return x if self.size == 1 else self._comm().all_reduce(x)
+
+    def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., n] of each rank to [..., size * n], in rank order."""
+        return x if self.size == 1 else self._comm().all_gather_last(x)
+
+    def minimum(self, value: int) -> int:
+        """The smallest of the ranks' integers."""
+        return (
+            value
+            if self.size == 1
+            else int(self._comm().all_reduce(torch.tensor(value, dtype=torch.int64), dist.ReduceOp.MIN))
+        )
+
+    def divide(self, what: str, count: int, shards: int | None = None) -> int:
+        """How many of `count` things a rank holds when they are cut into `shards` (None: one for each rank).
+
+        Raises:
+            ConfigError: they cannot be cut so.
+        """
+        shards = self.size if shards is None else shards
+        if count % shards or self.size % shards:
+            raise ConfigError(
+                f"{count} {what} cannot be cut into {shards} equal shards for tp_size={self.size}; lower tp_size to a "
+                f"divisor of {count}"
+            )
+        return count // shards
+
+    def shard(self, x: torch.Tensor, dim: int, shards: int | None = None) -> torch.Tensor:
+        """This rank's slice of a whole tensor along `dim`. With fewer `shards` than ranks, neighbours share one."""
+        shards = self.size if shards is None else shards
+        width = self.divide("rows", x.shape[dim], shards)
+        return x.narrow(dim, self.rank * shards // self.size * width, width)
+
+    def _comm(self) -> Communicator:
+        assert self.comm is not None, "a TPGroup without a Communicator computes nothing"
+        return self.comm

@@ -1,0 +1,387 @@
+"""AsyncLLM: an LLM for asyncio. Its engine runs in a thread of its own, and requests are asynchronous iterators."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from os import PathLike
+from types import TracebackType
+from typing import Any
+from weakref import WeakValueDictionary
+
+from hybridrt.base.config_json import check_fields, integer, number
+from hybridrt.base.errors import ConfigError, EngineError, RequestError, UnavailableError
+from hybridrt.base.errors_foreign import CALLS, knows_names
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.chat.chat import Chat
+from hybridrt.chat.constraints import asks_for_grammar
+from hybridrt.chat.conversation import Conversation, read_conversation
+from hybridrt.engine.api.chats import (
+    ChatDelta,
+    ChatOutput,
+    ChatReader,
+    Messages,
+    PreparedChat,
+    is_large_chat,
+    read_output,
+)
+from hybridrt.engine.api.delta_stream import DeltaStream as DeltaStream
+from hybridrt.engine.api.engine_loop import EngineLoop, StepMessage
+from hybridrt.engine.api.lanes import INLINE, Lane, Lanes, in_parts, is_quick, lane_of, size_of
+from hybridrt.engine.api.llm import LLM
+from hybridrt.engine.request.intake import Known, PreparedPrompt, check_name, check_prepared
+from hybridrt.engine.request.outputs import Delta, RequestOutput, whole_output
+from hybridrt.engine.text.prompts import Prompt
+
+_DRAIN_CHECK_SECONDS = 0.05
+_PUBLIC = {
+    "abort", "abort_all", "chat", "close", "complete", "create", "drain", "failure", "generate", "llm", "prepare",
+    "prepare_all", "stream_chat", "submit", "unfinished",
+}  # fmt: skip
+
+
+class AsyncLLM:
+    """Serves an LLM to the tasks of one event loop. `close`, `with` or `async with` frees the memory.
+
+    Loading a model takes seconds to minutes: within an event loop, `await AsyncLLM.create(...)` does it in another
+    thread. The constructor blocks. A forked process cannot use it: its calls raise UnavailableError.
+
+    Args:
+        model: the first argument of `LLM`, or an LLM. `close` does not close an LLM that was passed, and other threads
+            may go on calling its `generate` and `stream`.
+        max_waiting: samples that may wait in addition to those that run; more are refused with QueueFullError.
+        options: further arguments of `LLM`, if `model` is not an LLM.
+
+    Raises:
+        ConfigError: an argument cannot be used; and what `LLM` raises.
+
+    Attributes:
+        llm: the LLM underneath.
+        watchers: called in the event loop with every StepMessage.
+        draining: no further request is taken.
+    """
+
+    def __init__(self, model: str | PathLike[str] | LLM, *, max_waiting: int = 4096, **options: Any) -> None:
+        check_fields({"max_waiting": max_waiting}, {"max_waiting": integer(0, 2**31 - 1)})
+        self._owned = not isinstance(model, LLM)
+        if isinstance(model, LLM):
+            _check_no_options(options)
+        self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self.watchers: list[Callable[[StepMessage], None]] = []
+        self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()
+        self._left: dict[str, int] = {}  # by request: samples whose last delta has not been handed out
+        self._names = count()
+        self.draining = False
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._lanes = Lanes()
+        self._loop = EngineLoop(self.llm.engine, self._deliver, self.llm.plan.num_rows + max_waiting)
+
+    @classmethod
+    async def create(cls, model: str | PathLike[str] | LLM, *, max_waiting: int = 4096, **options: Any) -> "AsyncLLM":
+        """As the constructor, which it calls in another thread: the event loop goes on. A task that is cancelled leaves
+        nothing behind: what is being built is closed as soon as it is complete."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="hybridrt-build")
+        building = pool.submit(partial(cls, model, max_waiting=max_waiting, **options))
+        pool.shutdown(wait=False)
+        try:
+            return await asyncio.wrap_future(building)
+        except asyncio.CancelledError:
+            building.add_done_callback(_close_built)
+            raise
+
+    @property
+    def failure(self) -> UnavailableError | None:
+        """Why the engine has ended; None while it runs."""
+        return self._loop.error
+
+    @property
+    def unfinished(self) -> int:
+        """Samples that run or wait."""
+        return self._loop.unfinished
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that the engine's present step has taken so far; 0 between steps."""
+        return self._loop.stalled
+
+    async def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
+        """Checks a prompt and converts it to tokens; a long text, or one with a grammar to compile, in another thread.
+        None: the model's default parameters.
+
+        Raises:
+            RequestError, MemoryBudgetError, QueueFullError: as `Engine.prepare`.
+        """
+        (prepared,) = await self.prepare_all([prompt], params)
+        return prepared
+
+    async def prepare_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None
+    ) -> list[PreparedPrompt]:
+        """`prepare` for several prompts with the same parameters, some at a time: others are prepared in between."""
+        params = self.llm.default_sampling_params if params is None else params
+        sizes = list(map(size_of, prompts))
+        compiles = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        inline = sum(sizes) <= INLINE and is_quick(params)
+        lane = "compile" if compiles else lane_of(sum(sizes))
+        known, found = Known(), list[PreparedPrompt]()
+        for start, end in in_parts(sizes):
+            work = partial(self._prepare_some, prompts[start:end], params, known)
+            found += work() if inline else await self.in_thread(work, lane=lane)
+        return found
+
+    def _prepare_some(self, prompts: Sequence[Prompt], params: SamplingParams, known: Known) -> list[PreparedPrompt]:
+        return [self.llm.engine.intake.prepare(prompt, params, known) for prompt in prompts]
+
+    async def in_thread(self, work: Callable[..., Any], *arguments: Any, lane: Lane = "text") -> Any:
+        """Runs work (tokenising, a chat template) in a thread of a lane, so that it does not block the event loop."""
+        self._loop.check_process()
+        return await asyncio.wrap_future(self._lanes.submit(lane, partial(work, *arguments)))
+
+    def submit(
+        self, prepared: PreparedPrompt | Sequence[PreparedPrompt], name: str | None = None, *, stream: bool = True
+    ) -> DeltaStream:
+        """Starts one request, or several that one reader reads.
+
+        Args:
+            name: the request's id; several requests get the ids name-0, name-1, … None: a new id.
+            stream: False: one delta a sample, at its end.
+
+        Raises (no request has then started):
+            QueueFullError: too many samples wait already.
+            RequestError: an argument is of the wrong kind, or the name is taken.
+            UnavailableError: the engine has failed, or the server is shutting down.
+            EngineError: called from a second event loop, while the first one is open and has requests.
+        """
+        if self.draining:
+            raise UnavailableError("the server is shutting down; send the request to another one")
+        name = f"async-{next(self._names)}" if name is None else name
+        batch = _named(prepared, name)
+        self._enter(asyncio.get_running_loop())
+        # A request whose reader has gone blocks its id until its last deltas are here: they would go to the new one.
+        for taken in (known for known in (name, *batch) if known in self._streams or known in self._left):
+            raise RequestError(f"request id {taken!r} is in use; pass another one, or None to get one", "request_id")
+        deltas = DeltaStream(self._loop)
+        try:
+            for request_id, prompt in batch.items():
+                self._loop.submit(prompt, request_id, stream=stream)
+                deltas.requests[request_id] = prompt
+                self._left[request_id] = prompt.params.n
+                deltas.running += prompt.params.n
+        except Exception:
+            deltas.close()
+            raise
+        self._streams |= dict.fromkeys((name, *batch), deltas)
+        return deltas
+
+    def _enter(self, events: asyncio.AbstractEventLoop) -> None:
+        """Serves this event loop from now on. The requests of one that was closed have lost their readers: they end."""
+        if events is self._events:
+            return
+        if self._events is not None and self._events.is_closed():
+            for stream in list(self._streams.values()):
+                stream.close()
+            self._streams.clear()
+        if self._streams:
+            raise EngineError("an AsyncLLM serves one event loop at a time: end the requests of the other one first")
+        self._left.clear()  # messages that an earlier loop has not taken are lost
+        self._events = events
+
+    @knows_names("generate", CALLS)
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+        """Yields deltas as they arrive; with n > 1 those of the samples interleave. If the iteration ends early, the
+        request is aborted.
+
+        Raises:
+            RequestError, MemoryBudgetError, QueueFullError, UnavailableError: at the first delta.
+            EngineError: the request failed.
+        """
+        deltas = self.submit(await self.prepare(prompt, params))
+        try:
+            async for delta in deltas:
+                await self._spell_out(delta)
+                yield delta
+        finally:
+            deltas.close()
+
+    @knows_names("complete", CALLS)
+    async def complete(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """The whole output; with n > 1 `.outputs` has all samples. Raises what `generate` does; a task that is
+        cancelled aborts the request."""
+        return await self._complete(await self.prepare(prompt, params))
+
+    async def _complete(self, prepared: PreparedPrompt) -> RequestOutput:
+        deltas = self.submit(prepared, stream=False)
+        try:
+            ended = {(delta.request_id, delta.index): delta async for delta in deltas}
+        finally:
+            deltas.close()
+        for delta in ended.values():
+            await self._spell_out(delta)
+        ((request_id, _),) = deltas.requests.items()
+        return whole_output(request_id, prepared.tokens, prepared.params.n, ended)
+
+    async def _spell_out(self, delta: Delta) -> None:
+        """Log-probabilities of a prompt as dictionaries: thousands of them are made in another thread."""
+        if delta.prompt_scores is not None:
+            await self.in_thread(delta.spell_out)
+
+    async def prepare_chat(self, conversation: Conversation, params: SamplingParams, chat: Chat) -> PreparedChat:
+        """Checks a conversation and converts it to tokens, in another thread. Raises what `LLM.chat` raises first."""
+        compiles = params.structured_outputs is not None or asks_for_grammar(conversation)
+        lane: Lane = "compile" if compiles else "text"
+        if is_large_chat(conversation):
+            lane = "long text"  # with a grammar, too: it is not to wait among small ones
+        return await self.in_thread(self.llm.prepare_chat, conversation, params, chat, lane=lane)
+
+    async def stream_chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        chat: Chat | None = None,
+        **options: Any,
+    ) -> AsyncIterator[ChatDelta]:
+        """As `LLM.stream_chat`. If the iteration ends early, the request is aborted.
+
+        Raises:
+            as `LLM.stream_chat` and `generate`.
+        """
+        params = self.llm.chat_sampling_params(params)
+        prepared = await self.prepare_chat(read_conversation(messages, **options), params, chat or self.llm.chats())
+        deltas, reader = self.submit(prepared.prompt), ChatReader(prepared)
+        try:
+            async for delta in deltas:
+                yield reader.read(delta)
+        finally:
+            deltas.close()
+
+    async def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        chat: Chat | None = None,
+        **options: Any,
+    ) -> ChatOutput:
+        """The whole answer to one conversation, as `LLM.chat` gives it; with n > 1 `.outputs` has all samples."""
+        params = self.llm.chat_sampling_params(params)
+        prepared = await self.prepare_chat(read_conversation(messages, **options), params, chat or self.llm.chats())
+        return read_output(prepared, await self._complete(prepared.prompt))
+
+    def abort(self, name: str) -> bool:
+        """Ends the requests that were submitted under a name, or the one of them that has this id, with reason "abort".
+        False if none of them runs."""
+        check_name(name)
+        stream = self._streams.get(name)
+        if stream is None or not stream.running:
+            return False
+        if name in stream.requests:
+            self._loop.abort(name)
+        else:
+            stream.abort()
+        return True
+
+    def stream_of(self, request_id: str) -> DeltaStream | None:
+        """The stream that a request's deltas go to; None if its reader has gone."""
+        check_name(request_id)
+        return self._streams.get(request_id)
+
+    def abort_all(self) -> None:
+        """Ends all requests with reason "abort"."""
+        for stream in self._streams.values():
+            stream.abort()
+
+    async def drain(self, timeout: float) -> bool:
+        """Takes no further requests, and waits up to `timeout` seconds for those that run. True if all have ended."""
+        self._loop.check_process()
+        _check_seconds(timeout)
+        self.draining = True
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self.unfinished and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_DRAIN_CHECK_SECONDS)
+        return not self.unfinished
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Aborts all requests and ends the engine's thread. Closes the LLM if it was made here.
+
+        Returns:
+            False if a step has not ended within `timeout` seconds; the LLM is then not closed.
+        """
+        if timeout is not None:
+            _check_seconds(timeout)
+        self.draining = True
+        if not self._loop.close(timeout):
+            return False
+        self._lanes.close()
+        if self._owned:
+            self.llm.close()
+        return True
+
+    def __enter__(self) -> "AsyncLLM":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)  # it waits for the end of a step
+
+    def __dir__(self) -> list[str]:
+        """What callers use; the other public names are the server's."""
+        return sorted({*object.__dir__(self)} & {*dir(object), *_PUBLIC})
+
+    def _deliver(self, message: StepMessage) -> None:
+        """Called in the engine's thread. If the event loop is closed, no reader is left: aborts their requests."""
+        assert self._events is not None, "a request was submitted there"
+        try:
+            self._events.call_soon_threadsafe(self._hand_out, message)
+        except RuntimeError:
+            for delta in message.deltas:
+                self._loop.abort(delta.request_id)
+
+    def _hand_out(self, message: StepMessage) -> None:
+        # Rows with a prompt are the last ones of a step: first tokens do not wait for all the others.
+        for delta in reversed(message.deltas):
+            stream = self._streams.get(delta.request_id)
+            if stream is not None:
+                stream.put(delta)
+            if delta.finish_reason is not None:
+                left = self._left.pop(delta.request_id, 1) - 1
+                if left:
+                    self._left[delta.request_id] = left
+        message.handed_out.set()
+        for watch in self.watchers:
+            watch(message)
+
+
+def _named(prepared: PreparedPrompt | Sequence[PreparedPrompt], name: str) -> dict[str, PreparedPrompt]:
+    """The requests of a submission by their ids. Raises RequestError for what is no request, or no name of one."""
+    check_name(name)
+    if isinstance(prepared, Sequence):
+        batch = {f"{name}-{i}": prompt for i, prompt in enumerate(prepared)}
+    else:
+        batch = {name: prepared}
+    for request_id, prompt in batch.items():
+        check_name(request_id)
+        check_prepared(prompt)
+    return batch
+
+
+def _check_seconds(timeout: object) -> None:
+    check_fields({"timeout": timeout}, {"timeout": number(0, 1e9)})
+
+
+def _check_no_options(options: dict[str, Any]) -> None:
+    for name in options:
+        raise ConfigError(f"{name} is an option of the LLM, which was passed as it is: build that one with it")
+
+
+def _close_built(building: "Future[AsyncLLM]") -> None:
+    if not building.cancelled() and building.exception() is None:
+        building.result().close()

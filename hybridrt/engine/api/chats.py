@@ -1,0 +1,230 @@
+"""Runs conversations on an engine: makes its prompts of messages, and answers of its outputs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from hybridrt.base.errors import PromptTooLongError, RequestError, shown
+from hybridrt.base.errors_foreign import no_attribute
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.chat.answer_reader import AnswerReader, ChatFinishReason
+from hybridrt.chat.chat import Chat
+from hybridrt.chat.conversation import Conversation, read_conversation
+from hybridrt.chat.events import Event, ToolCall
+from hybridrt.chat.sizes import is_large
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.request.intake import PreparedPrompt
+from hybridrt.engine.request.outputs import Delta, RequestMetrics, RequestOutput
+from hybridrt.engine.text.tokenizer import HFTokenizer, encode_prompt
+
+Messages = Sequence[Mapping[str, Any]]
+_OUTPUT_NAMES = {
+    "text": "a ChatOutput has .content, .reasoning and .tool_calls; .output.text is the raw text",
+    "choices": "a ChatOutput has .content, and .outputs has all samples",
+    "token_ids": "they are those of .output",
+    "metrics": "they are those of .output",
+}
+
+
+class Chats:
+    """Makes a model's `Chat` for a template and two parsers. Equal arguments give the same one.
+
+    Raises:
+        RequestError: the model has no tokenizer, or an argument is no text.
+        ConfigError: a parser of this name is not known.
+    """
+
+    def __init__(self, tokenizer: HFTokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._made: dict[tuple[str | None, str, str], Chat] = {}
+
+    def __call__(self, template: str | None = None, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Chat:
+        if template is not None:
+            _check_kind("chat_template", template, str)
+        _check_kind("tool_parser", tool_parser, str)
+        _check_kind("reasoning_parser", reasoning_parser, str)
+        key = (template, tool_parser, reasoning_parser)
+        if key not in self._made:
+            if self._tokenizer is None:
+                raise RequestError("this model has no tokenizer, and so no chat template: pass token ids without one")
+            self._made[key] = Chat(
+                self._tokenizer, template=template, tool_parser=tool_parser, reasoning_parser=reasoning_parser
+            )
+        return self._made[key]
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A conversation that was checked and tokenised.
+
+    Attributes:
+        prompt: what the engine runs.
+        new_answer: makes the reader of one sample's answer.
+    """
+
+    prompt: PreparedPrompt
+    new_answer: Callable[[], AnswerReader]
+
+
+def prepare_chat(
+    engine: Engine, tokenizer: HFTokenizer, chat: Chat, conversation: Conversation, params: SamplingParams
+) -> PreparedChat:
+    """Renders, tokenises and checks a conversation. Changes nothing; call it off an event loop.
+
+    Raises:
+        RequestError, MemoryBudgetError: as `Engine.prepare`; also where the template fails on these messages.
+    """
+    _check_kind("conversation", conversation, Conversation)
+    _check_kind("sampling_params", params, SamplingParams)
+    _check_kind("chat", chat, Chat)
+    max_prompt = engine.intake.limits.max_model_len - 1
+
+    def encode(text: str) -> list[int]:
+        truncated = params.truncate_prompt_tokens is not None
+        return encode_prompt(tokenizer, text, max_prompt, bare=True, truncated=truncated)
+
+    if params.truncate_prompt_tokens is None:
+        check_characters(conversation, max_prompt * tokenizer.characters_per_token)
+    prompt = chat.prompt(conversation, params, encode)
+    given, wanted = params.structured_outputs, prompt.params.structured_outputs
+    if given is not None and wanted is not given:
+        # By itself first: within a larger grammar, a form that no text has would fail once the reasoning has ended.
+        engine.intake.compiler.grammar(given)
+    try:
+        prepared = engine.prepare(prompt.tokens, prompt.params)
+    except RequestError as e:
+        if e.field == "structured_outputs" and wanted is not given and conversation.offered:
+            raise RequestError(f"what the tools ask for cannot be enforced: {e}", "tools") from e
+        raise
+    cut = len(prompt.tokens) - len(prepared.tokens)
+    boundaries = tuple(place - cut for place in prompt.boundaries if place > cut)
+    return PreparedChat(replace(prepared, boundaries=boundaries), prompt.new_answer)
+
+
+def check_characters(conversation: Conversation, most: int) -> None:
+    """Raises PromptTooLongError for contents that no prompt has room for, before they are rendered. Templates may leave
+    out earlier reasoning and calls."""
+    found = sum(len(message.get("content", "")) for message in conversation.messages)
+    if found > most:
+        raise PromptTooLongError(
+            f"the messages have {found} characters, and a prompt of this model's maximum context length has at most "
+            f"{most}: shorten them or raise max_model_len",
+            "messages",
+        )
+
+
+def is_large_chat(conversation: Conversation) -> bool:
+    """Whether a conversation is worked on apart from small ones."""
+    tools = [tool.definition for tool in conversation.tools]
+    return is_large(conversation.messages, tools, conversation.chat_template_kwargs)
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise RequestError(f"{name} is {shown(value)}; pass {'text' if kind is str else f'a {kind.__name__}'}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatDelta:
+    """What a sample of an answer has gained.
+
+    Attributes:
+        index: which of the conversation's `n` samples.
+        events: pieces of content, reasoning and tool calls, in order; may be empty.
+        token_ids: new output tokens. They may come before their events.
+        finish_reason, metrics: in the last delta; None before.
+    """
+
+    index: int
+    events: list[Event]
+    token_ids: list[int]
+    finish_reason: ChatFinishReason | None = None
+    metrics: RequestMetrics | None = None
+
+
+class ChatReader:
+    """Turns a conversation's Deltas into ChatDeltas. `answers` has one reader a sample."""
+
+    def __init__(self, chat: PreparedChat) -> None:
+        self.answers = [chat.new_answer() for _ in range(chat.prompt.params.n)]
+
+    def read(self, delta: Delta) -> ChatDelta:
+        """The next delta of any sample."""
+        answer = self.answers[delta.index]
+        events = answer.read(delta.text, delta.token_ids, delta.finish_reason)
+        return ChatDelta(delta.index, events, delta.token_ids, answer.finish_reason, delta.metrics)
+
+
+@dataclass(slots=True)
+class ChatOutput:
+    """A sample of an answer.
+
+    Attributes:
+        content: the text, without reasoning and tool calls; "" if none.
+        reasoning: its reasoning before that; "" if none.
+        tool_calls: each with `id`, `name` and `arguments` (JSON text).
+        finish_reason: "stop", "length", "abort", or "tool_calls" where it has stopped behind a call.
+        reasoning_tokens: how many of the output's tokens were reasoning.
+        output: tokens, raw text and metrics.
+        siblings: the samples 1 to n - 1 of the same conversation, on sample 0.
+    """
+
+    content: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+    finish_reason: ChatFinishReason
+    reasoning_tokens: int
+    output: RequestOutput
+    siblings: "tuple[ChatOutput, ...]" = ()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(self, name, _OUTPUT_NAMES)
+
+    @property
+    def outputs(self) -> "list[ChatOutput]":
+        """All `n` samples of the conversation, this one first."""
+        return [self, *self.siblings]
+
+    def message(self) -> dict[str, Any]:
+        """The answer as the next message of the conversation."""
+        calls = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in self.tool_calls
+        ]
+        plain: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            plain["reasoning_content"] = self.reasoning
+        return plain | ({"tool_calls": calls} if calls else {})
+
+
+def as_conversations(messages: object, options: Mapping[str, Any]) -> list[Conversation]:
+    """One conversation (a list of messages) or several (a list of these).
+
+    Raises:
+        RequestError: as `read_conversation`.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise RequestError(f"messages is {shown(messages)}; pass a list of messages, or a list of such lists")
+    if isinstance(messages[0], Mapping):
+        return [read_conversation(messages, **options)]
+    return [read_conversation(each, **options) for each in messages]
+
+
+def read_output(chat: PreparedChat, output: RequestOutput) -> ChatOutput:
+    """Parses a whole output and its siblings."""
+    first, *siblings = (_read(chat.new_answer(), sample) for sample in output.outputs)
+    first.siblings = tuple(siblings)
+    return first
+
+
+def _read(answer: AnswerReader, sample: RequestOutput) -> ChatOutput:
+    answer.read(sample.text, sample.token_ids, sample.finish_reason)
+    message = answer.message
+    return ChatOutput(
+        content=message.content,
+        reasoning=message.reasoning,
+        tool_calls=message.tool_calls,
+        finish_reason=answer.finish_reason or sample.finish_reason,
+        reasoning_tokens=answer.reasoning_tokens,
+        output=sample,
+    )

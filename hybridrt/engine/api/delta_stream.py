@@ -1,0 +1,87 @@
+"""Deltas on their way to one task: an asynchronous iterator, which joins those that its reader has not taken."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+from hybridrt.engine.api.engine_loop import EngineLoop
+from hybridrt.engine.request.intake import PreparedPrompt
+from hybridrt.engine.request.outputs import Delta
+
+
+class DeltaStream(AsyncIterator[Delta]):
+    """The deltas of one or several requests. Deltas of a sample that were not read yet are joined into one. So a slow
+    reader needs memory for its output only, and delays no other reader. `close`, or dropping the last reference to the
+    stream, aborts the samples that have not ended.
+
+    Attributes:
+        requests: each request's prompt tokens and parameters by its id, in order.
+        running: samples that have not ended; 0 once the stream is closed.
+        arrival: when its requests were submitted, in seconds of `time.monotonic()`.
+        take: called with a delta that comes while the reader waits for one. If it returns True, the delta is done with
+            and the reader waits on, until all samples have ended: a task of its own need not run for every token. A
+            failure always goes to the reader. None: all deltas do.
+    """
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self.requests: dict[str, PreparedPrompt] = {}
+        self.running = 0
+        self.arrival = time.monotonic()
+        self.take: Callable[[Delta], bool] | None = None
+        self._loop = loop
+        self._gains: dict[tuple[str, int], Delta] = {}  # by sample
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, delta: Delta) -> None:
+        """Gives a delta to `take`, or adds it and wakes the reader. Call this in the event loop."""
+        if not self.running:
+            return
+        self.running -= delta.finish_reason is not None
+        waiter = None if self._waiter is None or self._waiter.done() else self._waiter
+        if waiter is not None and delta.error is None and self.take is not None:
+            try:
+                taken = self.take(delta)
+            except Exception as e:  # it is the reader's, and must not keep other streams from their deltas
+                waiter.set_exception(e)
+                return
+            if taken:
+                if not self.running:
+                    waiter.set_result(None)
+                return
+        held = self._gains.setdefault((delta.request_id, delta.index), delta)
+        if held is not delta:
+            held.extend(delta)
+        if waiter is not None:
+            waiter.set_result(None)
+
+    async def __anext__(self) -> Delta:
+        """The next delta of any sample.
+
+        Raises:
+            EngineError: the sample failed, or this is a forked process.
+        """
+        while not self._gains:
+            if not self.running:
+                raise StopAsyncIteration
+            self._loop.check_process()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        delta = self._gains.pop(next(iter(self._gains)))
+        if delta.error is not None:
+            raise delta.error
+        return delta
+
+    def abort(self) -> None:
+        """Ends the stream's requests with reason "abort"."""
+        for request_id in self.requests:
+            self._loop.abort(request_id)
+
+    def close(self) -> None:
+        """Aborts the requests that have not ended. Drops their later deltas."""
+        self.take = None  # it may refer to this stream
+        if self.running:
+            self.running = 0
+            self.abort()
+
+    def __del__(self) -> None:
+        self.close()

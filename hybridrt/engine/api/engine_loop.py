@@ -1,0 +1,257 @@
+"""An engine in a thread of its own: it takes requests and aborts from a queue, and delivers a message for each step."""
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+
+import torch
+
+from hybridrt.base.errors import EngineError, QueueFullError, RankError, RequestError, UnavailableError
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.request.delta_queue import DeltaQueue
+from hybridrt.engine.request.intake import PreparedPrompt
+from hybridrt.engine.request.outputs import Delta, RequestMetrics
+
+# After one of these no later step can succeed: a rank or the device's context is lost.
+_FATAL = (RankError, torch.AcceleratorError)
+# While the device computes, the loop's thread waits at most so long until the last step's tokens are handed out.
+# Otherwise it schedules and launches at that time, and readers wait for the interpreter. It waits for a share of the
+# step's time at most: the next launch has to come before the device is idle.
+HAND_OUT_SECONDS, HAND_OUT_SHARE = 0.002, 0.25
+COMMANDS = 64  # between two steps: a request may bring a thousand prompts, and what runs goes on meanwhile
+# While a step is put off, the loop asks so often whether the device still computes: the predicted end may be too late.
+ASK_SECONDS = 0.005
+# How long the end of the interpreter waits for the end of a step.
+LEAVE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepMessage:
+    """The deltas of the loop's requests after one step.
+
+    Attributes:
+        deltas: one for every sample that has new tokens or has ended.
+        seconds: how long the step took on the host, waiting for the device included.
+        handed_out: set this once the readers have the deltas. The loop's thread waits for it, for a short time.
+    """
+
+    deltas: list[Delta]
+    seconds: float
+    handed_out: threading.Event = field(default_factory=threading.Event)
+
+
+class EngineLoop:
+    """Steps an engine while its requests run. Every method may be called from any thread, unless it says otherwise.
+
+    Other threads may use the same engine at the same time if they take turns, as `LLM.generate` and `LLM.stream` do.
+    Each step computes tokens for the requests of all of them.
+
+    If a step raises, or if a rank or the device is lost, the loop ends: each of its requests ends with an
+    UnavailableError, `error` is set, and later requests are refused.
+
+    Args:
+        deliver: takes each StepMessage, in the loop's thread. It must not wait.
+        max_samples: samples that may be unfinished at a time, those that wait in the queue included.
+
+    Attributes:
+        error: why the loop has ended; None while it runs, and after `close`.
+    """
+
+    def __init__(self, engine: Engine, deliver: Callable[[StepMessage], None], max_samples: int) -> None:
+        self.error: UnavailableError | None = None
+        self.max_samples = max_samples
+        self._engine, self._turns = engine, engine.turns
+        self._deliver = deliver
+        # SimpleQueue.put may be called within itself, by a finalizer that the collector runs: `abort` relies on it.
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._unfinished: dict[str, tuple[set[int], RequestMetrics]] = {}  # unfinished samples of each request
+        self._count = 0  # of all samples in `_unfinished`
+        self._lock = threading.Lock()  # guards the three attributes above and `error`
+        self._deltas = DeltaQueue(arrays=True)
+        self._closing = False
+        self._step_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name="hybridrt-engine", daemon=True)
+        self._thread.start()
+        # Python ends daemon threads where they are, and one within torch then aborts the process.
+        atexit.register(self._leave)
+
+    @property
+    def unfinished(self) -> int:
+        """Samples that have been taken and have not ended."""
+        return self._count
+
+    @property
+    def stalled(self) -> float:
+        """Seconds since the present step began; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def submit(self, prepared: PreparedPrompt, request_id: str, *, stream: bool = True) -> None:
+        """Queues a prompt that the engine has prepared. Its deltas come in later messages.
+
+        Args:
+            stream: as for `Engine.submit`.
+
+        Raises:
+            QueueFullError: there would be more than `max_samples` unfinished samples.
+            RequestError: the id is taken.
+            UnavailableError: the loop has ended, or this is a forked process, which does not have its thread.
+        """
+        self.check_process()
+        n = prepared.params.n
+        with self._lock:
+            if self.error is not None or self._closing:
+                raise self.error or UnavailableError("the engine is closed; build a new one")
+            if request_id in self._unfinished:
+                raise RequestError(
+                    f"request id {request_id!r} is in use; pass another one, or None to get one", "request_id"
+                )
+            if self._count + n > self.max_samples:
+                raise QueueFullError(
+                    f"{self._count} samples run or wait, the request asks for {n} more, and {self.max_samples} may be "
+                    "there at a time: try again later"
+                )
+            metrics = RequestMetrics(prompt_tokens=len(prepared.tokens), arrival_time=time.monotonic())
+            self._unfinished[request_id] = set(range(n)), metrics
+            self._count += n
+            self._commands.put(partial(self._submit, prepared, request_id, stream))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, if it has not ended: the last deltas of its samples have the reason "abort". Finalizers may
+        call this."""
+        self._commands.put(partial(self._abort, request_id))
+
+    def check_process(self) -> None:
+        """Raises UnavailableError in a forked process, which does not have the loop's thread."""
+        self._turns.check_process()
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Aborts the loop's requests and ends its thread. Not to be called from that thread. Does nothing in a forked
+        process.
+
+        Args:
+            timeout: seconds to wait until the present step ends; None: no limit.
+
+        Returns:
+            Whether the thread has ended.
+        """
+        if not self._turns.here:
+            return True
+        with self._lock:
+            self._closing = True
+        self._commands.put(lambda: None)  # wakes the thread, which may wait for a command
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            return False
+        atexit.unregister(self._leave)
+        self.__dict__.pop("_engine", None)  # an LLM that is closed now gives its memory back at once
+        return True
+
+    def _leave(self) -> None:
+        """Called when the interpreter ends. A step that hangs must not keep the process for ever."""
+        self.close(LEAVE_SECONDS)
+
+    def _run(self) -> None:
+        """The thread: commands and steps in turn, until the loop is closed."""
+        try:
+            while not self._closing:
+                self._run_commands()
+                if self._count:
+                    self._step()
+            with self._turns:
+                for request_id in list(self._unfinished):
+                    self._engine.abort(request_id)
+                self._engine.finish_launched()
+                self._deliver_deltas(0.0)
+        except BaseException as e:
+            self._crash(e)
+
+    def _run_commands(self) -> None:
+        """Runs queued commands, COMMANDS at most. If no request runs, waits for a command."""
+        with suppress(Empty):
+            for _ in range(COMMANDS):
+                self._commands.get(block=not self._count and not self._closing)()
+
+    def _put_off(self) -> None:
+        """Runs the commands that come while the next step need not be scheduled yet: their requests join it."""
+        while not self._closing and (seconds := self._spare_seconds()):
+            with suppress(Empty):
+                self._commands.get(timeout=min(seconds, ASK_SECONDS))()
+
+    def _spare_seconds(self) -> float:
+        with self._turns:
+            return self._engine.spare_seconds()
+
+    def _step(self) -> None:
+        self._step_began = began = time.monotonic()
+        self._put_off()
+        with self._turns:
+            self._engine.run_step()
+            self._step_began = None
+            message = self._deliver_deltas(time.monotonic() - began)
+            if not self._count:
+                self._engine.finish_launched()  # finished requests hold nothing while the loop waits
+            waits = bool(message.deltas) and self._engine.device_is_busy()
+        if waits:
+            message.handed_out.wait(min(HAND_OUT_SECONDS, HAND_OUT_SHARE * message.seconds))
+
+    def _deliver_deltas(self, seconds: float) -> StepMessage:
+        message = StepMessage(self._deltas.take(), seconds)
+        if message.deltas:
+            self._remove_ended(message.deltas)
+            self._deliver(message)
+            for delta in message.deltas:
+                if delta.error is not None and isinstance(delta.error.__cause__, _FATAL):
+                    raise delta.error
+        return message
+
+    def _remove_ended(self, deltas: list[Delta]) -> None:
+        """Removes the samples that have ended from `_unfinished`."""
+        for delta in deltas:
+            if delta.finish_reason is None:
+                continue
+            with self._lock:
+                samples, _ = self._unfinished[delta.request_id]
+                samples.remove(delta.index)
+                self._count -= 1
+                if not samples:
+                    del self._unfinished[delta.request_id]
+
+    def _submit(self, prepared: PreparedPrompt, request_id: str, stream: bool) -> None:
+        with self._turns:
+            try:
+                self._engine.submit(prepared, request_id, stream=stream, queue=self._deltas)
+            except Exception as e:  # the id is in use by another owner, or there is no memory for the request
+                error = e if isinstance(e, EngineError) else EngineError(f"request {request_id!r} failed: {e}")
+                self._end([request_id], error)
+
+    def _abort(self, request_id: str) -> None:
+        if request_id in self._unfinished:  # if not, the id may be that of another thread's request
+            with self._turns:
+                self._engine.abort(request_id)
+
+    def _end(self, requests: Iterable[str], error: EngineError) -> None:
+        """Delivers the last deltas of requests that the engine did not accept, or that it will not compute."""
+        deltas = []
+        for name in requests:
+            samples, metrics = self._unfinished[name]
+            metrics.finish_time = time.monotonic()
+            deltas += [
+                Delta(name, index, [], "", finish_reason="abort", metrics=metrics, error=error)
+                for index in sorted(samples)
+            ]
+        if deltas:
+            self._remove_ended(deltas)
+            self._deliver(StepMessage(deltas, 0.0))
+
+    def _crash(self, cause: BaseException) -> None:
+        error = UnavailableError(f"the engine has failed ({type(cause).__name__}: {cause}); start it again")
+        error.__cause__ = cause
+        with self._lock:
+            self.error, self._step_began = error, None
+        self._end(list(self._unfinished), error)

@@ -1,0 +1,67 @@
+"""Threads for work that would block an event loop: work of each kind has threads of its own."""
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal
+
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.grammar.grammar_compiler import WAITING
+
+# "text" is work on short texts, "long text" on long ones: a short prompt never waits until long ones are tokenised.
+# "compile" waits for grammars. "answer" makes large answers, a part at a time.
+Lane = Literal["text", "long text", "compile", "answer"]
+_COMPILING = 16  # threads for requests with grammars, in addition to those that wait for large grammars
+THREADS: dict[Lane, int] = {"text": 2, "long text": 2, "compile": WAITING + _COMPILING, "answer": 2}
+LONG_CHARACTERS = 2**16  # from here on a text is long: tokenising it takes tens of milliseconds
+# Tokenising this many characters, or checking ten times as many token ids, takes about as long as handing them to
+# another thread.
+INLINE, _IDS_PER_CHARACTER = 1000, 10
+
+
+def lane_of(characters: int) -> Lane:
+    """Where a text of so many characters is worked on."""
+    return "long text" if characters >= LONG_CHARACTERS else "text"
+
+
+class Lanes:
+    """The threads, started when there is work."""
+
+    def __init__(self) -> None:
+        self._pools = {
+            lane: ThreadPoolExecutor(threads, thread_name_prefix=f"hybridrt-{lane.replace(' ', '-')}")
+            for lane, threads in THREADS.items()
+        }
+
+    def submit(self, lane: Lane, work: Callable[[], Any]) -> "Future[Any]":
+        """Runs work in a thread of a lane."""
+        return self._pools[lane].submit(work)
+
+    def close(self) -> None:
+        """Takes no further work; what runs goes on."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False)
+
+
+def size_of(prompt: object) -> int:
+    """What it takes to prepare a prompt, in characters."""
+    held = next(iter(prompt.values()), "") if isinstance(prompt, dict) else prompt
+    length = len(held) if isinstance(held, Sized) else 1
+    return length if isinstance(held, str) else length // _IDS_PER_CHARACTER
+
+
+def is_quick(params: object) -> bool:
+    """Whether parameters themselves take little work. Wrong ones are refused at once."""
+    if not isinstance(params, SamplingParams):
+        return True
+    quick = not params.uses_rules and params.structured_outputs is None
+    return quick and sum(map(len, params.stop)) <= INLINE
+
+
+def in_parts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Starts and ends of parts of a batch: of INLINE characters or a little more, or of one prompt."""
+    start, held = 0, 0
+    for end, size in enumerate(sizes, 1):
+        held += 1 + size
+        if held > INLINE or end == len(sizes):
+            yield start, end
+            start, held = end, 0

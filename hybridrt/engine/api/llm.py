@@ -1,0 +1,406 @@
+"""LLM: a model, its engine and its tokenizer behind `generate`, `stream`, `chat` and `stream_chat`."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from types import TracebackType
+from typing import Any, Literal, Never, NoReturn, Unpack, overload
+
+import numpy as np
+from tqdm.auto import tqdm
+from tqdm.notebook import tqdm_notebook
+
+from hybridrt.base.ambient import undisturbed
+from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.errors import EngineError, SessionError
+from hybridrt.base.errors_foreign import CALLS, ENGINE, LLM_ATTRIBUTES, knows_names, no_attribute, refuse
+from hybridrt.base.files import as_path
+from hybridrt.base.interrupts import Interrupts
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.chat.chat import Chat
+from hybridrt.chat.conversation import ChatOptions, Conversation, read_conversation
+from hybridrt.engine.api.chats import (
+    ChatDelta,
+    ChatOutput,
+    ChatReader,
+    Chats,
+    Messages,
+    PreparedChat,
+    as_conversations,
+    prepare_chat,
+    read_output,
+)
+from hybridrt.engine.api.sampling_defaults import default_sampling_params
+from hybridrt.engine.cache.cache_dump import write_dump
+from hybridrt.engine.cache.session_file import Session
+from hybridrt.engine.core.engine import Engine
+from hybridrt.engine.request.delta_queue import DeltaQueue
+from hybridrt.engine.request.intake import PreparedPrompt
+from hybridrt.engine.request.outputs import Delta, RequestOutput, whole_output
+from hybridrt.engine.text.prompts import Prompt, text_or_ids
+from hybridrt.engine.text.tokenizer import load_tokenizer
+from hybridrt.models.config.read_config import read_model_config
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
+from hybridrt.runtime.load.build import find_checkpoint
+from hybridrt.runtime.precompile.build_runner import build_runner
+
+
+class LLM:
+    """Loads a model and generates with it. `close` (or `with`) gives the memory back.
+
+    Several threads may call `generate`, `stream` and `close`: they take turns, a step each, and every step computes
+    for all of them. Ctrl-C is taken between two steps.
+
+    The keyword arguments are the fields of `EngineConfig`, and are explained there. With tp_size > 1 this process is
+    rank 0: it starts the others itself or, under torchrun, leads those that are there. A script runs unchanged under
+    torchrun: on the other ranks this constructor serves rank 0, then ends their process.
+
+    Raises:
+        ConfigError, CheckpointError, BackendError, DeviceError, MemoryBudgetError: the text says what to change.
+        RankError: a tensor-parallel rank was lost.
+
+    Attributes:
+        default_sampling_params: of requests without SamplingParams: what the checkpoint's generation_config.json sets,
+            else temperature 1 and the other defaults (sampling_defaults.py). To change single fields of
+            them, pass `dataclasses.replace(llm.default_sampling_params, ...)`.
+    """
+
+    @knows_names("LLM", ENGINE)
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        load_format: str = "auto",
+        max_model_len: int | None = None,
+        max_running_requests: int | None = None,
+        memory_fraction: float | None = None,
+        page_size: int = 16,
+        chunked_prefill_size: int = 8192,
+        target_itl_ms: float | Literal["auto"] | None = None,
+        mamba_ssm_dtype: str = "float32",
+        state_mode: str = "auto",
+        attention_backend: str = "auto",
+        prefill_attention_backend: str | None = None,
+        linear_attn_backend: str = "auto",
+        cuda_graph: bool = True,
+        cuda_graph_max_bs: int | None = None,
+        cuda_graph_prompts: bool = True,
+        overlap: bool = True,
+        speculative: SpeculativeConfig | None = None,
+        tp_size: int = 1,
+        transfer_bytes: int = 0,
+        prefix_cache: bool = True,
+        cache_slots: int | None = None,
+        host_cache_bytes: int = 0,
+        seed: int = 0,
+    ) -> None:
+        options = dict(locals())  # the parameters, which are the fields of EngineConfig
+        del options["self"]
+        self.config = EngineConfig(**options | ({"model": str(model)} if isinstance(model, PathLike) else {}))
+        check_world(tp_size)
+        with undisturbed():
+            self._load(_shows_bars())
+
+    def _load(self, progress: bool) -> None:
+        config = self.config
+        path = find_checkpoint(config.model)
+        if path.is_dir():  # if not, the runner says so
+            read_model_config(path)
+        self.tokenizer = load_tokenizer(path)  # before the weights, whose loading may take minutes
+        self._split = TensorParallelExecutor(config, progress=progress) if config.tp_size > 1 else None
+        runner = self._split.runner if self._split else build_runner(config, progress=progress)
+        self.model_config = runner.model_config
+        self.plan = runner.memory_plan
+        self.device = runner.device
+        self.default_sampling_params = default_sampling_params(runner.model_path)
+        self.chats = Chats(self.tokenizer)
+        self._engine: Engine | None = Engine.from_config(config, runner, self.tokenizer, split=self._split)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine underneath, for `add_request`, `step`, `abort` and `counters`."""
+        if self._engine is None:
+            raise EngineError("this LLM is closed; build a new one")
+        self._engine.turns.check_process()
+        return self._engine
+
+    @overload
+    def generate(
+        self, prompts: Prompt, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(self, prompts: Sequence[PreparedPrompt]) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | Sequence[PreparedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **unknown: Never,
+    ) -> list[RequestOutput]:
+        """Runs all prompts to their end.
+
+        Args:
+            prompts: one prompt or several, of any kinds: each a string, token ids (a list, a tuple, or a 1-D integer
+                array of numpy or torch), {"prompt": text} or {"prompt_token_ids": ids}. What `Engine.prepare`
+                has returned stays as it is, with its own parameters.
+            sampling_params: for all prompts, or one each; None is `default_sampling_params`.
+
+        Returns:
+            One output a prompt, in order. With n > 1 it is the first sample, and `.outputs` has all n.
+
+        Raises:
+            RequestError, MemoryBudgetError: a prompt cannot be taken; none was started.
+            UnknownNameError: there is no such argument.
+            EngineError: a step failed. As after an interrupt, what else was started is aborted and nothing is leaked.
+        """
+        for name in unknown:
+            refuse("generate", name, CALLS, ("prompts", "sampling_params"))
+        params = self.default_sampling_params if sampling_params is None else sampling_params
+        batch = self.engine.intake.prepare_all(prompts, params)
+        engine, queue = self.engine, DeltaQueue()
+        total = sum(prepared.params.n for prepared in batch)
+        ended: dict[tuple[str, int], Delta] = {}
+        hidden = len(batch) < 2 or not _shows_bars()
+        with Interrupts() as interrupts, tqdm(total=total, disable=hidden, unit="sample", desc="generate") as bar:
+            try:
+                with engine.turns:
+                    ids = [engine.submit(prepared, stream=False, queue=queue) for prepared in batch]
+                while len(ended) < total:
+                    with engine.turns:
+                        if not queue:
+                            engine.run_step()
+                        deltas = queue.take()
+                    _raise_error(deltas)
+                    ended.update({(delta.request_id, delta.index): delta for delta in deltas})
+                    interrupts.check()
+                    bar.update(len(deltas))
+                return [
+                    whole_output(request_id, prepared.tokens, prepared.params.n, ended)
+                    for request_id, prepared in zip(ids, batch, strict=True)
+                ]
+            finally:
+                with engine.turns:
+                    engine.abandon(queue)
+                    engine.finish_launched()
+
+    @knows_names("stream", CALLS)
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Yields deltas as steps give them; with n > 1 the samples interleave. Once the iterator is closed or has gone,
+        the engine's next step aborts the request. The prompt is one of those that `generate` takes; None means
+        `default_sampling_params`.
+
+        Raises:
+            RequestError, MemoryBudgetError: at once, not at the first delta.
+            EngineError: while iterating: a step failed.
+        """
+        params = self.default_sampling_params if sampling_params is None else sampling_params
+        return self._stream(self.engine.prepare(prompt, params))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        **options: Unpack[ChatOptions],
+    ) -> list[ChatOutput]:
+        """Answers one conversation, or several at once.
+
+        Args:
+            messages: a list of {"role", "content"}, in OpenAI's form; or a list of such lists.
+            sampling_params: for all conversations; None is `default_sampling_params` with all the room there is.
+            tools: functions that the model may call: {"type": "function", "function": {"name", "parameters"}}.
+            tool_choice: "auto" (also None), "none", "required", or {"type": "function", "function": {"name"}}.
+            chat_template: Jinja text; None is the model's own.
+            tool_parser, reasoning_parser: names of formats (docs/chat.md); "auto" goes by the template, "none" is off.
+            options: see ChatOptions.
+
+        Returns:
+            One answer a conversation, in order. With n > 1 it is the first sample, and `.outputs` has all n.
+
+        Raises:
+            RequestError, MemoryBudgetError: a conversation cannot be taken; none was started.
+            CheckpointError: there is no chat template, or it fails.
+            EngineError: as `generate`.
+        """
+        chat = self.chats(chat_template, tool_parser, reasoning_parser)
+        given = as_conversations(messages, {"tools": tools, "tool_choice": tool_choice, **options})
+        params = self.chat_sampling_params(sampling_params)
+        batch = [self.prepare_chat(conversation, params, chat) for conversation in given]
+        outputs = self.generate([each.prompt for each in batch])
+        return [read_output(each, output) for each, output in zip(batch, outputs, strict=True)]
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat: Chat | None = None,
+        **options: Any,
+    ) -> Iterator[ChatDelta]:
+        """Yields what the answer to one conversation gains, as `stream` does.
+
+        Args:
+            chat: from `chats`; None is the model's own.
+            options: `tools`, `tool_choice` and ChatOptions, as in `chat`.
+
+        Raises:
+            as `chat`, at once; EngineError while iterating.
+        """
+        params = self.chat_sampling_params(sampling_params)
+        prepared = self.prepare_chat(read_conversation(messages, **options), params, chat or self.chats())
+        reader = ChatReader(prepared)
+        return (reader.read(delta) for delta in self._stream(prepared.prompt))
+
+    def chat_sampling_params(self, params: SamplingParams | None) -> SamplingParams:
+        """The parameters of a chat: None is the model's default with all the room there is."""
+        return replace(self.default_sampling_params, max_tokens=None) if params is None else params
+
+    def prepare_chat(self, conversation: Conversation, params: SamplingParams, chat: Chat) -> PreparedChat:
+        """Checks a conversation and converts it to tokens. Raises what `chat` raises before it starts."""
+        assert self.tokenizer is not None, "there is no Chat without a tokenizer"
+        return prepare_chat(self.engine, self.tokenizer, chat, conversation, params)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets cached prefixes, as `Engine.reset_prefix_cache` does."""
+        with self.engine.turns:
+            return self.engine.reset_prefix_cache()
+
+    def dump_cache(self, path: str | PathLike[str], *, text: bool = False) -> None:
+        """Writes what the prefix cache holds now to a JSON file, for `hybridrt inspect --cache`.
+
+        Args:
+            text: also write the cached texts, if there is a tokenizer. Without it the file holds none of them.
+
+        Raises:
+            RequestError: `path` is no path. OSError: the file cannot be written.
+        """
+        file = as_path("path", path)
+        with self.engine.turns:
+            dump = self.engine.cache_dump(text=text)
+        write_dump(file, dump)
+
+    def save_session(
+        self, path: str | PathLike[str], prompt: Prompt, *, cache_salt: str | None = None, note: str = ""
+    ) -> Session:
+        """Writes what the prefix cache has of a text to a file, for `load_session` of this or another process: the KV
+        and the recurrent states of the text's longest cached prefix.
+
+        Args:
+            path: of a safetensors file, which is replaced as a whole.
+            prompt: the text, most often prompt and answer of a request that has ended, best as token ids.
+            cache_salt: of that request.
+            note: text of the caller's own that the file keeps, up to 2**20 characters.
+
+        Returns:
+            What was saved. Its `token_ids` may be fewer than the prompt's: the last token of an answer has no state.
+
+        Raises:
+            RequestError: `prompt` is no prompt, or `cache_salt` no text.
+            SessionError: nothing of it is cached, `path` is no path, or the note is no text or too long.
+            OSError: the file cannot be written.
+        """
+        file, content = as_path("path", path, SessionError), text_or_ids(prompt)
+        if not isinstance(content, str):
+            content = content[: self.plan.max_model_len - 1]  # the last token of the longest text is never computed
+        prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
+        tokens = np.array(prepared.tokens, np.int32)
+        with undisturbed():
+            return self.engine.sessions.save(file, tokens, cache_salt or "", note)
+
+    def load_session(
+        self, path: str | PathLike[str], *, cache_salt: str | None = None, trusted: bool = False
+    ) -> Session:
+        """Puts the contents of a file of `save_session` into the prefix cache. Requests with this `cache_salt` that
+        begin with its tokens compute only what comes after them. The model, its weights, dtypes and tp_size must be
+        those of the LLM that saved it; `page_size`, drafting without prediction heads, and the device may differ.
+
+        Numbers of a file are used as weights are: whoever wrote them decides what their requests get. So a file that
+        this user has not signed serves only requests with a salt of its own, the result's `cache_salt`.
+
+        Args:
+            cache_salt: None: none for a file that this user's `save_session` has written, else the file's own.
+            trusted: take the file as one that this user has written.
+
+        Raises:
+            SessionError: `path` is no path, the file is damaged or belongs to another model, or there is no room.
+                Nothing has changed.
+            RequestError: `cache_salt` is no text.
+            OSError: the file cannot be opened.
+        """
+        SamplingParams(cache_salt=cache_salt)  # checks it
+        with undisturbed():
+            return self.engine.sessions.load(as_path("path", path, SessionError), cache_salt, trusted)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(self, name, LLM_ATTRIBUTES)
+
+    def close(self) -> None:
+        """Aborts all requests and frees the model and the pools, before it returns: no garbage collector has to
+        run. A second call does nothing, or what an exception kept the first from doing."""
+        engine = self._engine
+        with Interrupts():
+            try:
+                if engine is not None and engine.turns.here:
+                    engine.intake.compiler.close()
+                    with engine.turns:
+                        engine.abort_all()
+                        engine.finish_launched()
+                        self._engine = None
+            finally:
+                self._engine = None
+                if self._split:
+                    self._split.close()
+                    self._split = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _stream(self, prepared: PreparedPrompt) -> Iterator[Delta]:
+        """Runs a prompt and yields its deltas. A reader that leaves ends the request."""
+        engine, queue, running = self.engine, DeltaQueue(), prepared.params.n
+        try:
+            with engine.turns:
+                engine.submit(prepared, queue=queue)
+            while running:
+                with engine.turns:
+                    if not queue:
+                        self.engine.run_step()
+                    deltas = queue.take()
+                    running -= sum(delta.finish_reason is not None for delta in deltas)
+                    if not running or any(delta.error for delta in deltas):
+                        engine.abandon(queue)
+                        engine.finish_launched()  # what is launched for it is over: it holds nothing
+                _raise_error(deltas)
+                yield from deltas
+        finally:
+            # The garbage collector may run this in any thread, in the middle of a step: it only notes the queue.
+            engine.abandon(queue)
+
+
+def _shows_bars() -> bool:
+    """Whether progress bars are seen: standard error is a terminal, or tqdm has found a notebook. `sys.stderr` is None
+    where standard error is closed."""
+    return issubclass(tqdm, tqdm_notebook) or (sys.stderr is not None and sys.stderr.isatty())
+
+
+def _raise_error(deltas: Sequence[Delta]) -> None:
+    for delta in deltas:
+        if delta.error is not None:
+            raise delta.error

@@ -1,0 +1,136 @@
+"""Copies prefixes of waiting requests from main memory to the device while other requests run."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridrt.engine.cache.host_tier import HostTier
+from hybridrt.engine.cache.prefix_store import PrefixStore
+from hybridrt.engine.request.sample_request import Request
+from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
+from hybridrt.mem_cache.prefix_tree.state_worth import NewState
+
+LOOK_AHEAD = 8  # requests at the head of the queue whose prefixes are fetched
+LEAST_TOKENS = 64  # that a fetch must save: to compute fewer takes less time
+PATIENCE_S = 1.0  # after which a request is admitted without its fetch
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """A prefix that is being copied to the device.
+
+    Attributes:
+        tokens, salt: its text, as far as it is a prefix.
+        length: tokens with KV.
+        gain: of these, those that the device had no state for.
+        held: the pages that the device has of it, locked.
+        pages, state: of the device; the fetch owns them until it ends.
+        ticket: of its copy.
+        deadline: until when requests wait for it, in seconds of time.monotonic().
+    """
+
+    tokens: np.ndarray
+    salt: str
+    length: int
+    gain: int
+    held: PrefixMatch
+    pages: Slots
+    state: Slot | None
+    ticket: int
+    deadline: float
+
+
+class HostFetches:
+    """Fetches by the arrival of the request that they are for. What has been fetched becomes an ordinary entry of the
+    prefix cache, which the request hits when it is admitted.
+
+    A fetch owns pages and a slot of the device until its copies have ended. It takes only what no request needs. If
+    running requests need pages later, all fetches are cancelled (`cancel_all`).
+    """
+
+    def __init__(self, store: PrefixStore, tier: HostTier) -> None:
+        self._store, self._tier = store, tier
+        self._fetches: dict[int, _Fetch] = {}
+        self._looked: dict[int, tuple[int, ...]] = {}  # by arrival: what room there was when nothing could be fetched
+
+    def __bool__(self) -> bool:
+        return bool(self._fetches)
+
+    def awaited(self, request: Request) -> bool:
+        """Whether the request's prefix is being copied, and its deadline has not passed."""
+        fetch = self._fetches.get(request.arrival)
+        return fetch is not None and time.monotonic() < fetch.deadline
+
+    def finish(self) -> bool:
+        """Gives the prefix cache the prefixes whose copies have ended. True if there were any."""
+        over = [arrival for arrival, fetch in self._fetches.items() if self._tier.has_copied(fetch.ticket)]
+        for arrival in over:
+            fetch, store = self._fetches.pop(arrival), self._store
+            self._tier.wait_for(fetch.ticket)  # other ranks may not have ended
+            states = {} if fetch.state is None else {fetch.length: fetch.state}
+            store.adopt(fetch.tokens, fetch.held.pages, fetch.pages, states, fetch.salt)
+            store.unlock(fetch.held)
+            store.counts.fetched += fetch.gain
+        return bool(over)
+
+    def start(self, waiting: Iterable[Request], room: tuple[int, ...], spare_pages: int) -> None:
+        """Begins fetches for waiting requests.
+
+        Args:
+            room: changes when something has become free.
+            spare_pages: pages of the device that must stay free, or evictable, beside a fetch.
+        """
+        looked, self._looked = self._looked, {}
+        for request in waiting:
+            if request.arrival not in self._fetches:
+                seen = looked.get(request.arrival) == room
+                if seen or not self._start(request, spare_pages):
+                    self._looked[request.arrival] = room
+
+    def cancel(self, arrival: int) -> bool:
+        """Frees what the fetch for a request owns; later steps that write it wait for the copies. False if there is no
+        such fetch."""
+        fetch = self._fetches.pop(arrival, None)
+        if fetch is None:
+            return False
+        self._tier.withdraw(fetch.ticket)
+        self._store.give_up_room(fetch.pages, [] if fetch.state is None else [fetch.state])
+        self._store.unlock(fetch.held)
+        return True
+
+    def cancel_all(self) -> bool:
+        """`cancel` for all. True if there were any."""
+        return any([self.cancel(arrival) for arrival in list(self._fetches)])
+
+    def clear(self) -> None:
+        """Forgets all fetches, whose entries have been freed already."""
+        self._fetches.clear()
+        self._looked.clear()
+
+    def _start(self, request: Request, spare_pages: int) -> bool:
+        store, tree, salt = self._store, self._tier.tree, request.params.cache_salt or ""
+        if request.arrived is not None or not request.reads_cache:
+            return False
+        found = tree.match(request.ids, salt)
+        gain = found.length - store.match(request).length
+        if gain < LEAST_TOKENS:
+            return False
+        tokens = request.ids[: store.known_at(found.length)]
+        held = store.tree.held(request.ids[: found.length], salt)[0]
+        places = Slots(found.pages, () if found.tail is None else (found.tail,))[len(held.pages) :]
+        store.lock(held)
+        new = None if found.state is None else NewState(gain, [request.arrival])
+        room = store.room_for_fetch(len(places), spare_pages, new)
+        if room is None:
+            store.unlock(held)
+            return False
+        pages, slot = room
+        state = None if found.state is None or slot is None else (found.length, slot, found.state)
+        ticket = self._tier.fetch(pages, places, state)
+        tree.touch(tokens, salt)
+        deadline = time.monotonic() + PATIENCE_S
+        self._fetches[request.arrival] = _Fetch(tokens, salt, found.length, gain, held, pages, slot, ticket, deadline)
+        return True

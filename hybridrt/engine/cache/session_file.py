@@ -1,0 +1,254 @@
+"""Sessions on disk: a safetensors file of what the prefix cache holds of a text, and what identifies it."""
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from hybridrt.base.errors import SessionError, is_text, shown
+from hybridrt.base.files import SESSION_HEADER_BYTES
+from hybridrt.base.files_safetensors import DamagedFileError, TensorFile
+from hybridrt.mem_cache.pools.mamba_pool import Shapes
+from hybridrt.runtime.load.state_identity import Identity, first_difference
+from hybridrt.runtime.run.prefix_copy import Tensors
+
+FORMAT = "hybridrt session 1"
+TOKENS, POSITIONS, NOTE = "tokens", "positions", "note"
+MAX_NOTE = 1 << 20  # characters
+_NOTE_IN_HEADER = 1 << 14  # characters; a longer note is a tensor of its UTF-8 bytes, so that headers stay short
+_ENTRY = 160  # bytes of a header that a tensor takes at most
+MAX_TENSORS = SESSION_HEADER_BYTES // _ENTRY - 1024
+_CHECKS = "format", "note", "checksum", "signature"
+_DTYPES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32", torch.uint8: "U8",
+    torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Session:
+    """A session that was saved or loaded.
+
+    Attributes:
+        token_ids: the text, as far as it was cached. A prompt that begins with these tokens computes only the others.
+        note: the caller's own text.
+        cache_salt: of the requests that it serves, for SamplingParams.cache_salt: "" for those without one.
+    """
+
+    token_ids: list[int]
+    note: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """What the prefix cache holds of a text, copied to main memory.
+
+    Attributes:
+        tokens: [n] int32 token ids.
+        positions: numbers of tokens behind which recurrent states stand, in order.
+        tensors: as hybridrt.runtime.run.prefix_copy.prefix_shapes says.
+    """
+
+    tokens: np.ndarray
+    positions: list[int]
+    tensors: Tensors
+
+
+def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: str, key: bytes) -> None:
+    """Writes a temporary file next to `path` and renames it: a reader sees the old file or the whole new one.
+
+    Args:
+        key: signs it.
+
+    Raises:
+        SessionError: the note is no text, or too long; or the path is a device, a pipe or a socket, or no path.
+        OSError: as from any file.
+    """
+    _check_path(path)
+    if not isinstance(note, str) or not is_text(note) or len(note) > MAX_NOTE:
+        raise SessionError(f"the note is {shown(note)}; it must be text of at most {MAX_NOTE} characters")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise SessionError(f"{path} is not a regular file, and is not replaced; choose another name")
+    tensors = {
+        TOKENS: torch.from_numpy(prefix.tokens.astype(np.int32)),
+        POSITIONS: torch.tensor(prefix.positions, dtype=torch.int32),
+        **{name: tensor.contiguous() for name, tensor in prefix.tensors.items()},
+    }
+    metadata = {name: str(value) for name, value in identity.items()} | {"format": FORMAT, "note": note}
+    if len(note) > _NOTE_IN_HEADER:
+        metadata["note"], tensors[NOTE] = "", torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
+    metadata["checksum"] = _checksum(tensors, metadata)
+    metadata["signature"] = _signature(metadata["checksum"], key)
+    beside = path.parent / f".{secrets.token_hex(8)}.part"  # short: the name may be as long as a name can be
+    try:
+        save_file(tensors, beside, metadata)
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except SafetensorError as e:
+        raise OSError(f"{path} cannot be written: {e}") from e
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+class SessionReader:
+    """Reads a file of `write_session`. The constructor checks the header; nothing is allocated for the contents before
+    `read`.
+
+    Raises:
+        SessionError: it cannot be read, is no such file, is damaged, or belongs to another model.
+        OSError: there is no such file, or it cannot be opened.
+
+    Attributes:
+        num_tokens, num_states: how many token ids and recurrent states it holds.
+    """
+
+    def __init__(self, path: Path, identity: Identity) -> None:
+        self._path, self._identity = path, identity
+        _check_path(path)
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise SessionError(f"{path} is not a regular file")
+        try:
+            self._file = TensorFile(path, SESSION_HEADER_BYTES)
+        except DamagedFileError as e:
+            raise SessionError(f"{path} cannot be used: {e}") from e
+        try:
+            self._metadata = dict(self._file.metadata)
+            self._check_identity()
+            self.num_tokens, self.num_states = self._length(TOKENS), self._length(POSITIONS)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "SessionReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def signed_with(self, key: bytes) -> bool:
+        """Whether somebody who has this key has written the file; after `read`, which has compared the checksum."""
+        signature = _signature(self._metadata["checksum"], key)
+        return hmac.compare_digest(signature.encode(), self._metadata.get("signature", "").encode())
+
+    @property
+    def own_salt(self) -> str:
+        """A salt that no other contents have; after `read`."""
+        return f"session {self._metadata['checksum']}"
+
+    def read(self, shapes: Shapes, vocab_size: int) -> tuple[CachedPrefix, str]:
+        """All contents, checked, and the note.
+
+        Args:
+            shapes: of all tensors beside the tokens and the positions.
+
+        Raises:
+            SessionError: they are not what `shapes` says, or damaged.
+        """
+        self._check_shapes(shapes)
+        notes = [NOTE] if NOTE in self._file.entries else []
+        try:
+            found = {name: self._file.read(name) for name in (TOKENS, POSITIONS, *notes, *shapes)}
+            self._file.check_unchanged()
+        except (DamagedFileError, OSError) as e:
+            raise SessionError(f"{self._path} cannot be used: {e}") from e
+        if self._metadata.get("checksum") != _checksum(found, self._metadata):
+            raise SessionError(f"{self._path} is damaged: its contents do not match their checksum")
+        note = self._note(found)
+        tokens, positions = found.pop(TOKENS).numpy(), found.pop(POSITIONS).tolist()
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise SessionError(f"{self._path} holds token ids outside the vocabulary of {vocab_size}")
+        ordered = [0, *positions, self.num_tokens + 1]
+        if any(a >= b for a, b in pairwise(ordered)):
+            raise SessionError(f"{self._path} holds states at {shown(positions)} of {self.num_tokens} tokens")
+        for name, tensor in found.items():
+            if tensor.is_floating_point() and not tensor.float().isfinite().all():
+                raise SessionError(f"{name} of {self._path} is not finite: it is of no use to any request")
+        return CachedPrefix(tokens, positions, found), note
+
+    def _note(self, found: dict[str, torch.Tensor]) -> str:
+        """The note, which is taken out of the tensors if it is there."""
+        if NOTE not in found:
+            return self._metadata.get("note", "")
+        try:
+            return found.pop(NOTE).numpy().tobytes().decode()
+        except UnicodeDecodeError as e:
+            raise SessionError(f"{self._path} has a note that is no UTF-8: {e}") from e
+
+    def _check_identity(self) -> None:
+        theirs, ours = dict(self._metadata), {name: str(value) for name, value in self._identity.items()}
+        if theirs.get("format") != FORMAT:
+            raise SessionError(
+                f'{self._path} is no file of LLM.save_session: its "format" is {shown(theirs.get("format"))}, not '
+                f"{FORMAT!r}"
+            )
+        for name in _CHECKS:
+            theirs.pop(name, None)
+        differs = first_difference(ours, theirs)
+        if differs is not None:
+            raise SessionError(
+                f"{self._path} belongs to another model, or to one that runs otherwise: {differs} is "
+                f"{shown(ours.get(differs))} here and {shown(theirs.get(differs))} there"
+            )
+
+    def _length(self, name: str) -> int:
+        shape, dtype = self._described(name)
+        if len(shape) != 1 or dtype != "I32":
+            raise SessionError(f"{name} of {self._path} is {dtype} {list(shape)}; it must be a list of I32")
+        return shape[0]
+
+    def _check_shapes(self, shapes: Shapes) -> None:
+        note = self._file.entries.get(NOTE)
+        if note is not None and (note.dtype != "U8" or len(note.shape) != 1 or note.size > 4 * MAX_NOTE):
+            raise SessionError(f"the note of {self._path} is {note.dtype} {list(note.shape)}; it must be a text")
+        other = (self._file.entries.keys() - {NOTE}) ^ {TOKENS, POSITIONS, *shapes}
+        if other:
+            raise SessionError(f"{self._path} has tensors missing, or too many: {shown(min(other))}")
+        for name, (shape, dtype) in shapes.items():
+            found = self._described(name)
+            if found != (shape, _DTYPES[dtype]):
+                raise SessionError(
+                    f"{name} of {self._path} is {found[1]} {list(found[0])}; it must be {_DTYPES[dtype]} {list(shape)}"
+                )
+
+    def _described(self, name: str) -> tuple[tuple[int, ...], str]:
+        entry = self._file.entries.get(name)
+        if entry is None:
+            raise SessionError(f"{self._path} has no tensor {name!r}")
+        return entry.shape, entry.dtype
+
+
+def _check_path(path: Path) -> None:
+    """Raises SessionError for what no file can be called."""
+    try:
+        possible = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise SessionError(f"{shown(str(path))} holds a character that no file name may hold; choose another name")
+
+
+def _signature(checksum: str, key: bytes) -> str:
+    """HMAC-SHA-256 of a checksum (RFC 2104)."""
+    return hmac.new(key, checksum.encode(), hashlib.sha256).hexdigest()
+
+
+def _checksum(tensors: Tensors, metadata: Mapping[str, str]) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes of the tensors, and of the metadata."""
+    texts = {name: text for name, text in metadata.items() if name not in ("checksum", "signature")}
+    digest = hashlib.sha256(repr(sorted(texts.items())).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

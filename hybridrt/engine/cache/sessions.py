@@ -1,0 +1,198 @@
+"""Copies prefixes from the prefix cache to main memory and files, and back."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridrt.base.errors import SessionError
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.cache.prefix_store import PrefixStore
+from hybridrt.engine.cache.session_file import MAX_TENSORS, CachedPrefix, Session, SessionReader, write_session
+from hybridrt.engine.cache.session_key import session_key
+from hybridrt.engine.request.turns import Change, Turns
+from hybridrt.mem_cache.pools.slots import Slots
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
+from hybridrt.runtime.load.state_identity import Identity, state_identity
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.run.prefix_copy import PrefixCopy, Tensors, prefix_shapes
+from hybridrt.runtime.step.plan import Executor, StepPlan
+
+
+class Sessions:
+    """Saves what an engine's prefix cache holds of a text, and loads it.
+
+    Any thread may call `save` and `load`: they take their turn at the engine for the copies between the device and main
+    memory. Files are written, read and checked outside of it.
+
+    Args:
+        settle: launches the sampling of the last step if it waits for masks, so that another step can be launched.
+    """
+
+    def __init__(
+        self, executor: Executor, pools: CacheCoordinator, turns: Turns, change: Change, settle: Callable[[], None]
+    ) -> None:
+        self._executor, self._pools, self._turns, self._change = executor, pools, turns, change
+        self._settle = settle
+        self._identity: Identity | None = None
+
+    def save(self, path: Path, tokens: np.ndarray, salt: str, note: str) -> Session:
+        """Writes the longest cached prefix of a text [n] int32.
+
+        Raises:
+            SessionError: nothing of it is cached, or the note is no text or too long. There is no file then.
+            OSError: the file cannot be written.
+        """
+        identity = self._identify()
+        with self._turns:
+            prefix = self._read(tokens, salt)
+        write_session(path, prefix, identity, note, session_key())
+        return Session(prefix.tokens.tolist(), note, salt)
+
+    def load(self, path: Path, salt: str | None, trusted: bool) -> Session:
+        """Reads a file of `save`, here or in another process, and puts its contents into the prefix cache.
+
+        Args:
+            salt: of the requests that it serves. None: "" for a file that this user has signed, else one of its own.
+            trusted: take the file as one that this user has signed.
+
+        Raises:
+            SessionError: the file cannot be used, or the pools have no room for it. Nothing has changed.
+            OSError: there is no such file, or it cannot be opened.
+        """
+        runner, identity, key = self._runner(), self._identify(), session_key()
+        with SessionReader(path, identity) as reader:
+            with self._turns:  # checked before memory is taken for the contents
+                length = self._room(reader.num_tokens, reader.num_states)[0]
+            shapes = prefix_shapes(runner.pools, runner.target.tp.size, length, reader.num_states)
+            prefix, note = reader.read(shapes, runner.model_config.vocab_size)
+            if salt is None:
+                salt = "" if trusted or reader.signed_with(key) else reader.own_salt
+        with self._turns:
+            self._write(prefix, salt)
+        return Session(prefix.tokens.tolist(), note, salt)
+
+    def _runner(self) -> ModelRunner:
+        executor = self._executor
+        runner = executor.runner if isinstance(executor, TensorParallelExecutor) else executor
+        if not isinstance(runner, ModelRunner):
+            raise SessionError(f"the states of a {type(runner).__name__} cannot be copied")
+        return runner
+
+    def _copy(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
+        copy: Callable[..., Any] = self._executor.copy_prefix  # type: ignore[attr-defined]  # `_runner` has checked
+        return copy(task, data)
+
+    def _identify(self) -> Identity:
+        """What a file must be equal in. The first call reads a part of every weight."""
+        if self._identity is None:
+            runner = self._runner()
+            layers = {i: [list(t.shape[2:]) for t in runner.pools.kv.held(i)] for i in runner.pools.kv.specs}
+            self._identity = state_identity(runner.config, runner.target, runner.model_path) | {
+                "tp_size": runner.config.tp_size,
+                "kv_layers": ", ".join(f"{i}: {shapes}" for i, shapes in layers.items()),
+            }
+        return self._identity
+
+    def _read(self, tokens: np.ndarray, salt: str) -> CachedPrefix:
+        """Copies the longest cached prefix of a text to main memory, and waits for the device."""
+        store = self._pools.prefixes
+        _check_windows(store)
+        match, states = store.path(tokens, salt)
+        if not match.length:
+            raise SessionError(
+                f"nothing of these {len(tokens)} tokens is in the prefix cache: save what a request has just computed, "
+                "with the cache_salt that it had"
+            )
+        self._flush()
+        pages = Slots(match.pages, () if match.tail is None else (match.tail,))
+        states = states[-self._most_states(match.length) :]
+        copied = [(position, slot.index) for position, slot in states]
+        tensors = self._copy(PrefixCopy(match.length, pages.indices.tolist(), copied, write=False))
+        known = tokens[: store.known_at(match.length)].copy()
+        return CachedPrefix(known, [position for position, _ in states], tensors)
+
+    def _most_states(self, length: int) -> int:
+        """States that the header of a file has room for, one at least."""
+        names = prefix_shapes(self._runner().pools, 1, length, 1)
+        of_state = sum(name.startswith("states.") for name in names)
+        return max((MAX_TENSORS - len(names)) // max(of_state, 1), 1)
+
+    def _flush(self) -> None:
+        """Launches the pending donations and waits for the copies of the tier, as the next step would do first. After
+        that no slot of the cache lacks what is in a ring, and no copy reads a page that may be written."""
+        plan, tier = StepPlan(), self._pools.prefixes.tier
+        if tier is not None:
+            tier.wait_for(tier.last_ticket)
+        self._pools.seal(plan)
+        if plan.donations or plan.after_copies:
+            self._settle()
+            self._executor.launch(plan)
+            self._pools.launched(plan)
+
+    def _room(self, num_tokens: int, num_states: int) -> tuple[int, int, int]:
+        """What a prefix of so many token ids takes: tokens with KV, their pages, and how many of its states fit.
+
+        Raises:
+            SessionError: the pools have no room for it.
+        """
+        pools, store = self._pools, self._pools.prefixes
+        if not store.keeps:
+            raise SessionError("this LLM keeps no prefixes: build it with prefix_cache=True")
+        _check_windows(store)
+        length = store.length_of(num_tokens)
+        if length <= 0 or (store.tree.recurrent and not num_states):
+            raise SessionError(f"{num_tokens} tokens and {num_states} states are no prefix of this model")
+        pages, (free_pages, free_states) = pools.pages_for(length), store.room()
+        if pages > free_pages:
+            raise SessionError(
+                f"the session needs {pages} KV pages, and running requests leave {free_pages} of {pools.pages.total}: "
+                "load it when fewer run, or raise memory_fraction"
+            )
+        if num_states and not free_states:
+            raise SessionError("the session needs a state slot, and running requests hold all of them: load it later")
+        return length, pages, min(num_states, free_states)
+
+    def _write(self, prefix: CachedPrefix, salt: str) -> None:
+        """Copies a prefix into the pools and gives it to the cache. If there is no room for all states, the last ones
+        are kept."""
+        store = self._pools.prefixes
+        length, num_pages, num_states = self._room(len(prefix.tokens), len(prefix.positions))
+        skipped = len(prefix.positions) - num_states
+        self._flush()
+        taken = store.take_room(num_pages, num_states)
+        if taken is None:
+            raise SessionError("too few pages of the prefix cache can be evicted for the session now: load it later")
+        with self._change:
+            pages, slots = taken
+            states = dict(zip(prefix.positions[skipped:], slots, strict=True))
+            copied = [(position, slot.index) for position, slot in states.items()]
+            task = PrefixCopy(length, pages.indices.tolist(), copied, write=True)
+            self._copy(task, _without_states(prefix.tensors, skipped))
+            store.adopt(prefix.tokens, Slots(), pages, states, salt)
+            if store.tier is not None:
+                store.tier.offer(prefix.tokens, pages, states, salt)
+
+
+def _check_windows(store: PrefixStore) -> None:
+    """Raises SessionError for a model whose cached states have pages of their own."""
+    if store.windows is not None:
+        raise SessionError(
+            "all attention layers of this model have a sliding window: its prefixes can be neither saved nor loaded"
+        )
+
+
+def _without_states(tensors: Tensors, skipped: int) -> Tensors:
+    """The tensors without the first states, the others numbered from 0."""
+    found = dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
+        what, _, rest = name.partition(".")
+        if what == "states":
+            number, _, part = rest.partition(".")
+            if int(number) < skipped:
+                continue
+            name = f"states.{int(number) - skipped}.{part}"
+        found[name] = tensor
+    return found

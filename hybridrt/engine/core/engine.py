@@ -1,0 +1,388 @@
+"""The engine loop: requests in, outputs out, one step at a time."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import EngineError, RequestError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.cache.cache_dump import CacheDump, cache_dump
+from hybridrt.engine.cache.sessions import Sessions
+from hybridrt.engine.core.chunk_budget import ItlTarget
+from hybridrt.engine.core.fold_counts import FoldCounts
+from hybridrt.engine.core.grammar_masks import step_masks
+from hybridrt.engine.core.prefill_source import PrefillSource
+from hybridrt.engine.core.samples import Samples
+from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
+from hybridrt.engine.request.delta_queue import Abandonment, DeltaQueue
+from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, check_arrived, check_submission
+from hybridrt.engine.request.outputs import Delta, EngineCounters
+from hybridrt.engine.request.sample_request import Request, derive_seed, new_samples
+from hybridrt.engine.request.turns import Change, Turns, weakly
+from hybridrt.engine.text.prompts import Prompt
+from hybridrt.engine.text.tokenizer import Tokenizer
+from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
+from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
+from hybridrt.runtime.load.draft_needs import draft_needs
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.step.plan import Executor, StepHandle
+from hybridrt.speculative.drafter import Drafter
+from hybridrt.speculative.method import make_drafter
+
+
+class Engine:
+    """Drives an executor. `add_request`, `step` until `has_unfinished()` is false, `abort` between two steps.
+
+    One thread at a time: a call while another thread is inside raises EngineError. Threads that share an engine take
+    turns (`with engine.turns:`). Ctrl-C waits until a call has ended. If another exception breaks a call off in the
+    middle, the next call ends all requests with an error and continues with an empty engine.
+
+    A sample that fails (its step raised, or its text could not be made) ends alone, with finish_reason "abort" and
+    `Delta.error`; the others go on.
+
+    A process that serves should call `gc.collect()` and `gc.freeze()` after it has built its engine. Otherwise a full
+    collection examines every object that importing torch made: this takes a tenth of a second or more between two
+    steps. Call `gc.unfreeze()` before the last reference to the engine is dropped.
+
+    Args:
+        tokenizer: None means that token ids go in and come out.
+        overlap: launch a step before the tokens of the step before it are read.
+        seed: of requests whose `SamplingParams.seed` is None. Request number i gets derive_seed(seed, i); sample k > 0
+            of a request with seed s gets derive_seed(s, k), and sample 0 gets s itself.
+        drafter: proposes drafts for speculative decoding.
+        target: sizes chunks of prompts beside decode rows.
+
+    Attributes:
+        intake: checks prompts and parameters before they are queued.
+        turns: held by the thread that is inside; `with engine.turns:` waits for it, first come, first served.
+        sessions: saves parts of the prefix cache to files, and loads them.
+        prefixes: what requests share.
+        prefill_source: the PrefillSource that computes the prompts of later requests. None: this engine computes them.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        coordinator: CacheCoordinator,
+        limits: EngineLimits,
+        tokenizer: Tokenizer | None = None,
+        *,
+        overlap: bool = True,
+        seed: int = 0,
+        drafter: Drafter | None = None,
+        target: ItlTarget | None = None,
+    ) -> None:
+        self.executor = executor
+        self._coordinator, self.prefixes = coordinator, coordinator.prefixes
+        compiler = GrammarCompiler(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        self.intake = Intake(limits, tokenizer, compiler, coordinator.check_fits)
+        self.target, self.drafter = target, drafter
+        self._scheduler = Scheduler(coordinator, limits.chunked_prefill_size, drafter, target)
+        self._max_in_flight = 1 if overlap else 0
+        self._seed = seed
+        self._num_requests = 0
+        self._arrivals = count()
+        self.prefill_source: PrefillSource | None = None
+        self._samples = Samples(self._scheduler)
+        self._launched: deque[tuple[ScheduledStep, StepHandle]] = deque()
+        self._deltas = DeltaQueue()
+        self._abandoned = Abandonment()
+        self._change = Change(weakly(self._recover))
+        self.turns = Turns(self._change.begin)
+        self.sessions = Sessions(executor, coordinator, self.turns, self._change, weakly(self._sample_last))
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        runner: ModelRunner,
+        tokenizer: Tokenizer | None = None,
+        *,
+        split: TensorParallelExecutor | None = None,
+        overlap: bool | None = None,
+    ) -> "Engine":
+        """An engine over a runner built from `config`, or over the `split` of all ranks whose first the runner is.
+
+        Args:
+            overlap: None means `config.overlap` on a GPU, and False on a CPU, where `launch` returns after the step.
+        """
+        plan, model = runner.memory_plan, runner.model_config
+        chunk = config.chunked_prefill_size
+        limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids, model.image_tokens)
+        overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
+        drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
+        # The KV of a prediction head's token depends on the next token.
+        lookahead = int(bool(draft_needs(config).kv_layers(model)))
+        coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
+        buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
+        engine = cls(
+            split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
+            target=ItlTarget.of(config, runner.device, buckets),
+        )  # fmt: skip
+        engine._samples.folds = FoldCounts.of(runner.pools.req_to_token.mamba_pool)
+        return engine
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
+        """`Intake.prepare`: what `submit` takes. Changes nothing."""
+        return self.intake.prepare(prompt, params)
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, *, stream: bool = True
+    ) -> str:
+        """`prepare`, then `submit`. Raises what they raise; the engine is then unchanged."""
+        return self.submit(self.prepare(prompt, params), request_id, stream=stream)
+
+    def submit(
+        self,
+        prepared: PreparedPrompt,
+        request_id: str | None = None,
+        *,
+        stream: bool = True,
+        export_to: range | None = None,
+        export_from: int = 0,
+        queue: DeltaQueue | None = None,
+    ) -> str:
+        """Queues a prompt that this engine has prepared, and returns its id.
+
+        Args:
+            stream: give deltas while the request runs; False gives one delta a sample, at its end.
+            export_to: bytes of the executor's arena for state and KV of the prompt, once they are computed.
+            export_from: tokens whose KV is left out there.
+            queue: gets the deltas instead of the callers of `step` and `drain`. The engine holds a weak reference: if
+                the queue is garbage collected, the next step aborts the request.
+
+        Raises:
+            RequestError: an argument is of the wrong kind, or the id is taken. The engine is unchanged.
+        """
+        check_submission(prepared, request_id, export_to, export_from)
+        with self.turns.now:
+            if request_id is None:
+                request_id = next(n for i in count(self._num_requests) if not self._samples.of(n := f"request-{i}"))
+            if self._samples.of(request_id):
+                raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
+            seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
+            samples = new_samples(request_id, prepared, seed, self._arrivals, self.intake.tokenizer)
+            reader = self._abandoned.watch(self._deltas if queue is None else queue)
+            for request in samples:
+                request.stream, request.queue = stream, reader
+                request.export_to, request.export_from = export_to, export_from
+            source = self.prefill_source if prepared.may_travel else None
+            with self._change:
+                self._num_requests += 1
+                self._samples.add(request_id, samples)
+                if source is None:
+                    self._samples.queue(request_id, None)
+            if source is not None:
+                source.request(request_id, prepared.tokens[:-1], prepared.params.cache_salt or "")
+        return request_id
+
+    def start(self, request_id: str, arrived: PrefixMatch | None = None) -> None:
+        """Queues a request that waited for `prefill_source`.
+
+        Args:
+            arrived: what has been computed elsewhere; None computes the whole prompt here.
+
+        Raises:
+            RequestError: it does not wait, or nothing of its prompt would be left to compute. Nothing has changed.
+        """
+        with self.turns.now:
+            if not self._samples.waits(request_id):
+                raise RequestError(f"request {request_id!r} does not wait for its prompt to be computed elsewhere")
+            check_arrived(arrived, len(self._samples.of(request_id)[0].prompt))
+            with self._change:
+                self._samples.queue(request_id, arrived)
+
+    def step(self) -> list[Delta]:
+        """`run_step`, then takes the deltas.
+
+        Returns:
+            One delta for every sample that has gained something since the last `step` or `drain`, or has ended; none
+            of requests with a queue of their own.
+
+        Raises:
+            EngineError: as `run_step`.
+        """
+        self.run_step()
+        return self._deltas.take()
+
+    def run_step(self) -> None:
+        """Launches the next step, if anything can run. Then reads the oldest launched step. With overlap, one step
+        stays in flight. The next `step` or `drain` returns the deltas of the step that was read.
+
+        Raises:
+            EngineError: requests are queued, no step is in flight and no step can be scheduled: a pool leaked entries.
+                Or another thread uses the engine.
+        """
+        with self.turns.now:
+            self._end_abandoned()
+            self._sample_last()  # an interrupt may have kept the call before from doing it
+            if self.prefill_source is not None:
+                self.prefill_source.advance()
+            with self._change:
+                if (scheduled := self._scheduler.schedule()) is not None:
+                    try:
+                        self._launched.append((scheduled, self.executor.launch(scheduled.plan)))
+                        self._coordinator.launched(scheduled.plan)
+                        self._samples.totals.count_launch(scheduled.plan)
+                    except Exception as e:
+                        self._coordinator.failed()
+                        self._samples.fail_step(scheduled, e)
+            if scheduled is None and not self._launched and self._samples.any_queued():
+                if self._coordinator.fetches:
+                    time.sleep(0.0002)  # there is nothing to do but wait for main memory
+                    return
+                raise EngineError(f"nothing can be scheduled and nothing runs: {self.counters()}; abort the requests")
+            self._sample_last()
+            if len(self._launched) > (self._max_in_flight if scheduled is not None else 0):
+                self._consume()
+
+    def drain(self) -> list[Delta]:
+        """Reads every launched step and launches none: afterwards finished requests hold nothing."""
+        self.finish_launched()
+        return self._deltas.take()
+
+    def finish_launched(self) -> None:
+        """Waits for every launched step; the next `step` or `drain` returns their deltas."""
+        with self.turns.now:
+            self._end_abandoned()
+            self._sample_last()
+            while self._launched:
+                self._consume()
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request, whatever it is doing; its samples come out of the next `step` with reason "abort". False if
+        it is not known or has finished."""
+        with self.turns.now:
+            return self._end(self._samples.of(request_id), self._samples.abort)
+
+    def abort_all(self) -> None:
+        """Ends every request as `abort` does."""
+        with self.turns.now:
+            self._end(self._samples.all(), self._samples.abort)
+
+    def abandon(self, queue: DeltaQueue) -> None:
+        """The next step aborts the queue's requests. Any thread may call this at any time, a step included."""
+        self._abandoned.note(queue)
+
+    def fail(self, request_id: str, cause: BaseException) -> bool:
+        """Ends a request as `abort` does, with an EngineError caused by `cause`. False if it is not known or has
+        finished."""
+        with self.turns.now:
+            return self._end(self._samples.of(request_id), lambda request: self._samples.fail(request, cause))
+
+    def gained(self, request_id: str) -> int | None:
+        """The smallest number of output tokens over the request's unfinished samples, or None if there are none. From 1
+        on, the step that imported their state is over for all of them."""
+        return min((len(request.output) for request in self._samples.of(request_id)), default=None)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the cached prefixes that no running request reads. True if none is left."""
+        with self.turns.now, self._change:
+            return self._coordinator.forget_prefixes()
+
+    def cache_dump(self, *, text: bool = False) -> CacheDump:
+        """What the prefix cache holds now; with `text`, also of which texts, if there is a tokenizer."""
+        with self.turns.now:
+            decode = self.intake.tokenizer.decode if text and self.intake.tokenizer is not None else None
+            return cache_dump(self._coordinator, decode)
+
+    def has_unfinished(self) -> bool:
+        """True while `step` has something to do: requests, launched steps, or deltas not taken."""
+        return bool(self._samples or self._launched or self._deltas)
+
+    def device_is_busy(self) -> bool:
+        """The step that was launched last has not ended. False if it samples nothing: its end is not known here."""
+        with self.turns.now:
+            return bool(self._launched) and not self._launched[-1][1].ready()
+
+    def spare_seconds(self) -> float:
+        """How long `run_step` may be put off, so that later requests join its step: 0 without `target_itl_ms`."""
+        with self.turns.now:
+            if self.target is None or not self.device_is_busy():
+                return 0.0
+            step, _ = self._launched[-1]
+            return self.target.spare_seconds(step.plan, step.launched) if step.sampled else 0.0
+
+    def counters(self) -> EngineCounters:
+        """A snapshot."""
+        scheduler, pools = self._scheduler, self._coordinator
+        return replace(
+            self._samples.totals,
+            retractions=scheduler.num_retractions,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_rows=pools.rows.num_free,
+            free_slots=pools.slots.num_free,
+            free_pages=pools.pages.num_free,
+            cached_slots=pools.slots.num_cached - pools.slots.num_locked,
+            cached_pages=pools.pages.num_cached - pools.pages.num_locked,
+            step_cost_error=self.target.cost.error if self.target else None,
+            **pools.prefixes.counters(),
+        )
+
+    def _end(self, requests: Sequence[Request], end: Callable[[Request], None]) -> bool:
+        """Calls `end` with each request. False if there is none."""
+        if not requests:
+            return False
+        with self._change:
+            for request in list(requests):
+                end(request)
+        return True
+
+    def _end_abandoned(self) -> None:
+        """Aborts requests whose queue was abandoned, or has gone."""
+        if self._abandoned:
+            self._end(self._abandoned.take(self._samples.all()), self._samples.abort)
+
+    def _recover(self) -> None:
+        """Ends every request and takes everything back. An exception in the middle of a change may have left ledgers
+        that contradict each other."""
+        while self._launched:
+            # Read the result so that no copy to the host is pending. Stream order protects the pages.
+            with suppress(Exception):
+                self._launched[0][1].result()
+            self._launched.popleft()
+        self._scheduler.clear()
+        self._coordinator.reclaim(self._samples.all())
+        self._samples.clear()
+
+    def _sample_last(self) -> None:
+        """If the step launched last waits for masks: reads the steps before it, whose tokens decide the masks, while
+        the device computes it. Then launches its sampling."""
+        if not self._launched or self._launched[-1][0].sampled:
+            return
+        while len(self._launched) > 1:
+            self._consume()
+        step, _ = self._launched[0]
+        step.sampled = True
+        with self._change:
+            try:
+                self.executor.sample(step_masks(step, self.intake.compiler, self._samples.fail))
+                return
+            except Exception as e:
+                failure = e
+        self._consume(failure)
+
+    def _consume(self, failure: Exception | None = None) -> None:
+        """Reads the oldest launched step, also one that failed. An interrupt during the wait leaves it launched."""
+        step, handle = self._launched[0]
+        try:
+            step.late = len(self._launched) > 1 and handle.ready()  # a lost device raises here already
+            result = handle.result()
+            if failure is not None:
+                raise failure
+            step.check(result)
+        except Exception as e:
+            with self._change:
+                self._launched.popleft()
+                self._samples.fail_step(step, failure or e)
+            return
+        with self._change:
+            self._launched.popleft()
+            self._samples.take(step, result)

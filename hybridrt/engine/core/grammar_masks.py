@@ -1,0 +1,117 @@
+"""Makes the bitmasks of a launched step, once the host has read the tokens of the steps before it."""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hybridrt.base.errors import GrammarError
+from hybridrt.engine.core.scheduler import ScheduledStep
+from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
+from hybridrt.engine.grammar.mask_time import STEP_SECONDS, WATCH_SECONDS, thread_seconds
+from hybridrt.engine.grammar.matcher import MaskedRow, Matcher
+from hybridrt.engine.request.sample_request import Request
+from hybridrt.runtime.step.plan import DecodeRows
+from hybridrt.speculative.drafter import NO_DRAFT, Draft
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
+
+_SLICE = 32  # rows whose masks are made in one call
+
+
+def step_masks(
+    step: ScheduledStep, compiler: GrammarCompiler, fail: Callable[[Request, Exception], None]
+) -> np.ndarray:
+    """Masks as `Executor.sample` takes them. Calls `fail` for a request whose grammar cannot be followed any further.
+    Rows of ended requests may sample any token: it is dropped."""
+    decode, sampling = step.plan.decode, [request for request, max_new in step.rows if max_new]
+    ends = np.cumsum(decode.num_drafts)
+    rows, requests = [], []
+    for i in step.plan.constrained:
+        request = sampling[i]
+        draft = _draft(decode, i, int(ends[i])) if i < len(decode) else NO_DRAFT
+        rows.append(MaskedRow(request.matcher if request.finish_reason is None else None, draft))
+        requests.append(request)
+    masks = fill_masks(rows, compiler.words, compiler.executor)
+    for request, row in zip(requests, rows, strict=True):
+        try:
+            if row.matcher is not None:
+                row.matcher.check()
+        except GrammarError as e:
+            fail(request, e)
+    return masks
+
+
+def _draft(decode: DecodeRows, i: int, end: int) -> Draft:
+    """The draft of decode row i, which ends at `end` among all drafts."""
+    start = end - int(decode.num_drafts[i])
+    parents = range(end - start) if decode.parents is None else decode.parents[start:end].tolist()
+    return Draft.of_tree(decode.drafts[start:end].tolist(), parents)
+
+
+_Place = tuple[Matcher, Draft, int]  # and the number of its first mask
+
+
+def fill_masks(rows: Sequence[MaskedRow], words: int, executor: "LLExecutor") -> np.ndarray:
+    """[sum(1 + len(draft)), words] int32, bit i % 32 of word i // 32 set where token i may follow.
+
+    Masks are made together, by several threads, as long as they take little time. Else each row is measured, and a
+    request that takes too much fails (`Matcher.check`): its masks then allow all tokens.
+    """
+    starts = [0, *accumulate(1 + len(row.draft) for row in rows)]
+    masks = np.full((starts[-1], words), -1, np.int32)
+    live = [(row.matcher, row.draft, start) for row, start in zip(rows, starts) if row.matcher is not None]
+    watched = [place for place in live if place[0].allowance.watched]
+    _fill_together([place for place in live if not place[0].allowance.watched], masks, executor)
+    _fill_measured(watched, masks)
+    return masks
+
+
+def _fill_together(places: Sequence[_Place], masks: np.ndarray, executor: "LLExecutor") -> None:
+    """Once it has taken too long, the rows that are left are measured, and all of them from the next step on.
+    A thread takes neighbours, so those of one root stand together: two threads would wait for its lexer."""
+    ordered = sorted(places, key=lambda place: place[0].root)
+    slices = -(-len(ordered) // _SLICE)
+    began = time.monotonic()
+    for i in range(slices):  # each has rows of all roots
+        _fill_slice(ordered[i::slices], masks, executor)
+        if time.monotonic() - began > WATCH_SECONDS:
+            for matcher, _, _ in ordered:
+                matcher.allowance.watch()
+            _fill_measured([place for j in range(i + 1, slices) for place in ordered[j::slices]], masks)
+            return
+
+
+def _fill_slice(places: Sequence[_Place], masks: np.ndarray, executor: "LLExecutor") -> None:
+    """The masks of chains are computed in the executor's threads, without Python's lock."""
+    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+    plain, drafted = [], []
+    for matcher, draft, start in places:
+        if draft.parents is not None or not matcher.plain:
+            matcher.fill_tree(draft, masks[start : start + 1 + len(draft)])
+        elif len(draft):
+            drafted.append((matcher.inner, start, list(draft.tokens)))
+        else:
+            plain.append((matcher.inner, start))
+    if plain:
+        fill_next_token_bitmask_par(executor, plain, masks)
+    if drafted:
+        fill_next_token_bitmask_par_with_draft_tokens(executor, drafted, masks)
+
+
+def _fill_measured(places: Sequence[_Place], masks: np.ndarray) -> None:
+    """One after the other, light requests first. Heavy ones that have no room within the step's time fail."""
+    spent = 0.0
+    for matcher, draft, start in sorted(places, key=lambda place: place[0].allowance.last):
+        if matcher.allowance.heavy and spent > STEP_SECONDS:
+            matcher.allowance.fail(f"more than {1000 * STEP_SECONDS:g} ms of CPU time a step, with others of its kind")
+            continue
+        with thread_seconds() as taken:
+            matcher.fill_tree(draft, masks[start : start + 1 + len(draft)])
+        matcher.allowance.masked(taken[0], 1 + len(draft))
+        if matcher.allowance.heavy:
+            spent += taken[0]

@@ -1,0 +1,176 @@
+"""The samples that an engine has not finished: what each gains, and how it ends."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from hybridrt.base.errors import EngineError, GrammarError, NoTokenLeftError
+from hybridrt.engine.core.fold_counts import FoldCounts
+from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
+from hybridrt.engine.request.intake import check_name
+from hybridrt.engine.request.outputs import EngineCounters, FinishReason
+from hybridrt.engine.request.sample_request import NotFinite, Request
+from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
+from hybridrt.runtime.step.plan import StepResult, TokenLogprobs
+from hybridrt.runtime.step.token_scores import TokenScores
+
+UNREAD = 256  # tokens of a sample without a stream that wait for their text at a time
+
+
+class Samples:
+    """Unfinished samples by request id. A sample that ends leaves the scheduler, and its reader learns of it.
+
+    Attributes:
+        totals: counts what samples gain and how they end.
+        folds: counts the folds of steps; None for a model without state rings.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.totals = EngineCounters()
+        self.folds: FoldCounts | None = None
+        self._scheduler = scheduler
+        self._samples: dict[str, list[Request]] = {}
+        self._elsewhere: set[str] = set()  # requests whose prompts are computed elsewhere
+
+    def __bool__(self) -> bool:
+        return bool(self._samples)
+
+    def of(self, request_id: str) -> list[Request]:
+        """The unfinished samples of a request; empty if it is not known. RequestError for what is no id."""
+        check_name(request_id)
+        return self._samples.get(request_id, [])
+
+    def all(self) -> list[Request]:
+        return [request for samples in self._samples.values() for request in samples]
+
+    def waits(self, request_id: str) -> bool:
+        """The request is known and not queued yet."""
+        check_name(request_id)
+        return request_id in self._elsewhere
+
+    def any_queued(self) -> bool:
+        """The scheduler has a request."""
+        return len(self._samples) > len(self._elsewhere)
+
+    def add(self, request_id: str, samples: list[Request]) -> None:
+        self._samples[request_id] = samples
+        self._elsewhere.add(request_id)
+
+    def queue(self, request_id: str, arrived: PrefixMatch | None) -> None:
+        """Gives a request to the scheduler. `arrived`: what of its prompt was computed elsewhere."""
+        self._elsewhere.remove(request_id)
+        for request in self._samples[request_id]:
+            request.arrived = arrived
+            self._scheduler.add(request)
+
+    def take(self, step: ScheduledStep, result: StepResult) -> None:
+        """Gives each sample what a step has gained for it."""
+        gains = iter(zip(result.tokens, result.logprobs, strict=True))
+        if result.prompt_logprobs:
+            self._score(step, result.prompt_logprobs)
+        gained = []
+        for request, max_new in step.rows:
+            tokens, logprobs = next(gains) if max_new else ((), None)
+            gained.append(len(tokens))
+            if tokens and request.finish_reason is None and not request.restarting:
+                self._accept(request, tokens, logprobs, max_new > 1)
+            if -1 in tokens:  # also where the request has ended: the state behind them is not finite
+                request.broken = True
+        if self.folds is not None:
+            self.totals.count_folds(self.folds.of_step(step.plan, gained[: len(step.plan.decode)]))
+        self._scheduler.complete(step, gained)
+
+    def _score(self, step: ScheduledStep, found: Mapping[int, TokenScores]) -> None:
+        """Gives samples the log-probabilities of their prompts."""
+        for (request, _), chunk in zip(step.rows[len(step.plan.decode) :], step.plan.extend, strict=True):
+            if chunk.row in found and request.finish_reason is None:
+                try:
+                    request.score(chunk.computed + 1, found[chunk.row])
+                except Exception as e:
+                    self.fail(request, e)
+
+    def fail_step(self, step: ScheduledStep, cause: BaseException) -> None:
+        """Ends the samples of a step that has failed."""
+        for request, _ in step.rows:
+            request.broken = True
+            if request.finish_reason is None:
+                self.fail(request, cause)
+        self._scheduler.complete(step, [0] * len(step.rows))
+
+    def fail(self, request: Request, cause: BaseException) -> None:
+        kind = type(cause) if isinstance(cause, GrammarError | NoTokenLeftError) else EngineError
+        error = kind(f"request {request.request_id!r} failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        self._finish(request, "abort", error)
+
+    def abort(self, request: Request) -> None:
+        try:
+            self._finish(request, "abort")
+        except Exception as e:  # its text cannot be made; it ends with that error
+            self.fail(request, e)
+
+    def clear(self) -> None:
+        """Ends all samples with an error, after a change that was broken off. The scheduler has forgotten them."""
+        for request in self.all():
+            if request.finish_reason is None:
+                error = EngineError(f"request {request.request_id!r} failed: an exception broke a step off")
+                request.end("abort", error)
+                self.totals.count_end("abort", error)
+            _notify(request)
+        self._samples.clear()
+        self._elsewhere.clear()
+
+    def _accept(
+        self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, verified: bool
+    ) -> None:
+        """Gives a sample what a step has gained for it, and ends it with its last token."""
+        metrics, totals, known = request.metrics, self.totals, len(request.output)
+        if metrics.first_token_time is None:
+            metrics.first_token_time = time.monotonic()
+        metrics.target_steps += 1
+        totals.target_steps += 1
+        if verified:
+            for counters in (metrics, totals):
+                counters.accepted += len(tokens) - 1
+                counters.verify_steps += 1
+        try:
+            reason = request.append(tokens, logprobs)
+            if request.suspect:
+                self._scheduler.computed_anew(request)
+            if reason is not None:
+                self._finish(request, reason)
+            else:
+                self._go_on(request)
+        except NotFinite as e:
+            if not self._scheduler.restart(request):
+                self.fail(request, EngineError(*e.args))
+        except Exception as e:
+            self.fail(request, e)
+        totals.output_tokens += len(request.output) - known
+
+    def _go_on(self, request: Request) -> None:
+        """Makes text of what a sample has gained, and tells its reader. Without a stream the text is made a part at a
+        time: all of it at the end would delay every other sample."""
+        if request.detokenizer is not None and (request.stream or len(request.output) - request.decoded >= UNREAD):
+            request.read_text()
+        if request.stream:
+            _notify(request)
+
+    def _finish(self, request: Request, reason: FinishReason, error: EngineError | None = None) -> None:
+        """Ends a sample: the scheduler forgets it, and its reader gets the last delta."""
+        request_id = request.request_id
+        request.end(reason, error)
+        self.totals.count_end(reason, error)
+        if request_id not in self._elsewhere:
+            self._scheduler.remove(request)
+        _notify(request)
+        self._samples[request_id].remove(request)
+        if not self._samples[request_id]:
+            del self._samples[request_id]
+            self._elsewhere.discard(request_id)
+
+
+def _notify(request: Request) -> None:
+    """Tells the request's reader, if there still is one, that a delta can be taken."""
+    queue = request.queue() if request.queue is not None else None
+    if queue is not None:
+        queue.put(request)

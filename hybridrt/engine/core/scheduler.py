@@ -1,0 +1,383 @@
+"""Which requests run in the next step, and with what. Host integers only; the device is never waited for."""
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+
+import numpy as np
+
+from hybridrt.base.errors import EngineError
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.engine.core.chunk_budget import ChunkBudget, ItlTarget
+from hybridrt.engine.request.row_columns import RowColumns
+from hybridrt.engine.request.sample_request import Request
+from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
+from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A plan and the requests of its rows. `rows` has the plan's order, decode rows then extend rows: each request and
+    how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on other chunks). `sampled`: it has the masks that it
+    needs, if any. `launched`: when, by the clock of the scheduler's ItlTarget. `late`: it ended before it was read."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+    rows: list[tuple[Request, int]] = field(default_factory=list)
+    sampled: bool = True
+    launched: float = 0.0
+    late: bool = False
+
+    def check(self, result: StepResult) -> None:
+        """Raises EngineError if the result has a wrong number of rows, a row gained more than its limit, or an
+        unfinished request gained no token."""
+        rows = [(request, max_new) for request, max_new in self.rows if max_new]
+        if not len(rows) == len(result.tokens) == len(result.logprobs):
+            raise EngineError(
+                f"{len(rows)} rows sampled; the result has {len(result.tokens)} lists of tokens and "
+                f"{len(result.logprobs)} of log-probabilities"
+            )
+        for (request, max_new), tokens in zip(rows, result.tokens, strict=True):
+            if not len(tokens) <= max_new or (not tokens and request.finish_reason is None):
+                raise EngineError(
+                    f"row of request {request.request_id!r} gained {len(tokens)} tokens; 1 to {max_new} expected"
+                )
+
+
+def _pending(requests: Sequence[Request], columns: RowColumns) -> np.ndarray:
+    """`Request.pending` of all requests, whose columns are given: [n] int32."""
+    return columns.output_index - int32s([len(request.output) for request in requests])
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    """Sorts requests: the first is started first, the last gives its memory back first."""
+    return request.params.priority, request.arrival
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill: by priority, then first come, first served.
+
+    Every running request that can decode does so in every step, ahead of prefill; prefill gets what they leave of
+    `chunked_prefill_size`, and half of it at least, so that prompts advance in every step. A request is admitted when a
+    row, a slot and the pages of all its tokens are free, with a page to spare for each running request. When a decode
+    row finds no page, and no launched step may still free one, the latest arrival of the last priority is retracted: it
+    goes back to the queue with its output, which becomes part of what it prefills.
+
+    Args:
+        coordinator: lends rows, slots and pages.
+        chunked_prefill_size: tokens of a step, decode rows counted with their drafts.
+        drafter: proposes drafts; a step then waits for the tokens that they follow, and all rows decode together.
+        target: makes chunks beside decode rows shorter than that, so that such steps end in time.
+    """
+
+    def __init__(
+        self,
+        coordinator: CacheCoordinator,
+        chunked_prefill_size: int,
+        drafter: Drafter | None = None,
+        target: ItlTarget | None = None,
+    ) -> None:
+        self.waiting: list[Request] = []  # in order of `_turn`
+        self.running: dict[int, Request] = {}  # by arrival, in order of admission
+        self.num_retractions = 0
+        self._coordinator = coordinator
+        self._chunk = chunked_prefill_size
+        self._drafter = drafter
+        self._target = target
+        self._in_flight = 0
+        self._order: tuple[list[Request], np.ndarray] | None = None
+        self._constrained = False  # a running request has a grammar
+        self._blocked: tuple[int, ...] = ()  # the request that was not admitted last, and the room stamp at that time
+
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=_turn)
+        self._coordinator.prefixes.expect(request)
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, counted as launched from here on; None if nothing can run before a launched step ends."""
+        self._coordinator.begin_step(self.waiting, len(self.running))
+        step = ScheduledStep()
+        prefilling = self._schedule_running(step) if self.running else []
+        if prefilling is None:
+            return None
+        if prefilling or self.waiting:
+            self._schedule_prefill(step, prefilling)
+        if not self._coordinator.seal(step.plan, step.rows) and not step.rows:
+            return None
+        if self._constrained:
+            sampling = (request for request, max_new in step.rows if max_new)
+            step.plan.constrained = [i for i, request in enumerate(sampling) if request.matcher is not None]
+            step.sampled = not step.plan.constrained
+        self._in_flight += 1
+        if self._target is not None:
+            step.launched = self._target.clock()
+        for request, _ in step.rows:
+            request.in_flight += 1
+        return step
+
+    def _schedule_running(self, step: ScheduledStep) -> list[Request] | None:
+        """Adds the decode rows. Returns the requests whose prompts are not computed; None if the step is to wait."""
+        requests, rows = self._running_rows()
+        columns = self._coordinator.columns.of(rows)
+        prefilled = columns.computed >= columns.prefill_end
+        ready = prefilled & (columns.output_index < columns.max_output)
+        if self._drafter is not None:
+            needs_tokens = self._needs_tokens(requests, columns, ready)
+            # Schedule all ready rows together. Otherwise two groups would alternate, and a step would carry only one.
+            if needs_tokens.any() and not needs_tokens[ready].all():
+                return None
+            ready &= ~needs_tokens
+        indices, prefilling = ready.nonzero()[0], list[Request]()
+        if len(indices) < len(rows):
+            prefilling = list(compress(requests, (~prefilled).tolist()))
+            requests, rows, columns = [requests[i] for i in indices.tolist()], rows[indices], columns.of(indices)
+        if len(indices):
+            self._schedule_decode(step, requests, rows, columns)
+        return prefilling
+
+    def complete(self, step: ScheduledStep, gained: Sequence[int]) -> None:
+        """Call this after a launched step's result was read. `gained`: tokens of each row. Releases the requests that
+        have finished and that no other launched step names."""
+        self._in_flight -= 1
+        if self._target is not None:
+            self._target.ended(step.plan, step.launched, sum(gained), step.late)
+        decode, extend = step.plan.decode, step.plan.extend
+        lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
+        if any(lost):
+            rows = np.array([*decode.rows.tolist(), *(row.row for row in extend)], np.int64)
+            self._coordinator.columns.take_back(rows, int32s(lost))
+        computed = [*gained[: len(decode)], *(len(row.tokens) for row in extend)]
+        for (request, _), new in zip(step.rows, computed, strict=True):
+            request.in_flight -= 1
+            if request.restarting and request.finish_reason is None:
+                self._wait_again(request)
+            elif request.finish_reason is None:
+                self._coordinator.settle(request, new)
+            elif not request.in_flight:
+                self._coordinator.release(request)
+        if self._drafter is not None:
+            moved = [i for i, (r, max_new) in enumerate(step.rows) if max_new and r.arrival in self.running]
+            self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
+
+    def remove(self, request: Request) -> None:
+        """Removes a finished request from the queues. Releases it now if no launched step names it; otherwise
+        `complete` does."""
+        if request.row is None:
+            self.waiting.remove(request)
+            self._coordinator.prefixes.forget(request)
+            return
+        if not request.restarting:
+            self._stop_running(request)
+        if not request.in_flight:
+            self._coordinator.release(request)
+
+    def restart(self, request: Request) -> bool:
+        """A running request whose logits are not finite computes everything anew, without the cached prefix that it
+        started from, which no request may use again. False, and nothing has changed, if there was none."""
+        length = request.prefix.length
+        if not length or request.afresh:
+            return False
+        self._stop_running(request)
+        request.afresh = request.restarting = True
+        request.suspect = length
+        self._coordinator.drop_prefix(request, length, whole=False)
+        self._coordinator.prefixes.counts.dropped += 1
+        return True
+
+    def _wait_again(self, request: Request) -> None:
+        """Returns a request that restarts to the queue, once no launched step names it. It offers nothing."""
+        if not request.in_flight:
+            request.broken = True
+            self._coordinator.release(request)
+            request.broken = request.restarting = False
+            self.add(request)
+
+    def computed_anew(self, request: Request) -> None:
+        """Without its cached prefix the request's logits are finite: all entries that the prefix had are wrong, or may
+        be."""
+        length, request.suspect = request.suspect, 0
+        self._coordinator.drop_prefix(request, length, whole=True)
+
+    def clear(self) -> None:
+        """Forgets all requests and all launched steps."""
+        self.waiting.clear()
+        self._in_flight, self._order = 0, None
+        for request in list(self.running.values()):
+            self._stop_running(request)
+
+    def _stop_running(self, request: Request) -> None:
+        del self.running[request.arrival]
+        self._order = None
+        if self._drafter is not None:
+            self._drafter.end(request)
+
+    def _running_rows(self) -> tuple[list[Request], np.ndarray]:
+        """The running requests in order of admission, and their rows [n] int64, with which numpy indexes fastest. Made
+        anew where `running` has changed."""
+        if self._order is None:
+            requests = list(self.running.values())
+            self._order = requests, np.array([r.row.index for r in requests], np.int64)  # type: ignore[union-attr]
+            self._constrained = any(request.matcher is not None for request in requests)
+        return self._order
+
+    def _needs_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
+        """Returns a [n] bool mask: ready requests whose next step needs tokens that the host has not read."""
+        assert self._drafter is not None
+        pending = _pending(requests, columns)
+        needs_tokens = ready & (pending > 0)
+        for i in needs_tokens.nonzero()[0].tolist():
+            request = requests[i]
+            # A plain step adds at most one pending token. A verify step may add several, so the next position is
+            # unknown until its result is read.
+            needs_tokens[i] = pending[i] > request.in_flight or self._drafter.waits(request)
+        return needs_tokens
+
+    def _schedule_decode(
+        self, step: ScheduledStep, requests: list[Request], rows: np.ndarray, columns: RowColumns
+    ) -> None:
+        """Adds a decode row for each request that has or gets a page for its input. `rows` and `columns` are those of
+        the requests, all of which can decode."""
+        drafts = self._propose(requests, columns)
+        ends = columns.computed + int32s([len(draft.tokens) for draft in drafts]) if drafts else columns.computed
+        short = (ends >= columns.capacity).nonzero()[0].tolist()
+        if short:
+            found = self._find_pages(requests, drafts, short, step.plan)
+            rows, requests, columns = rows[found], [requests[i] for i in found], columns.of(found)
+            drafts = [drafts[i] for i in found] if drafts else []
+        lent = rows.astype(np.int32), columns.computed, columns.output_index
+        if drafts:
+            tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
+            step.plan.decode = DecodeRows.with_drafts(*lent, tokens, parents)
+            for request, draft in zip(requests, drafts, strict=True):
+                request.metrics.proposed += len(draft)
+        else:
+            step.plan.decode = DecodeRows(*lent, np.zeros(len(rows), np.int32))
+        gains = step.plan.decode.num_drafts + 1
+        self._coordinator.columns.advance(rows, columns, gains)
+        step.rows = list(zip(requests, gains.tolist(), strict=True))
+
+    def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
+        """A draft for each request, an empty one while tokens are pending; nothing where all are empty. No draft goes
+        on behind the end of its request: the state would hold tokens that the text lacks, and serve no request."""
+        if self._drafter is None:
+            return []
+        known = (_pending(requests, columns) == 0).nonzero()[0]
+        max_drafts, asked = columns.max_output - columns.output_index - 1, [requests[i] for i in known.tolist()]
+        if not asked:
+            return []
+        drafts = [NO_DRAFT] * len(requests)
+        proposed = self._drafter.propose(asked, max_drafts[known].tolist())
+        for i, request, draft in zip(known.tolist(), asked, proposed, strict=True):
+            if draft.tokens:
+                draft = draft.until(request.ends_within)
+                drafts[i] = draft if request.matcher is None else request.matcher.allowed(draft)
+        return drafts if any(draft.tokens for draft in drafts) else []
+
+    def _find_pages(
+        self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
+    ) -> list[int]:
+        """Lends pages to the requests at the indices `short`. Drafts without a page are dropped. Returns the indices of
+        all requests whose input has a page."""
+        lacking = set[int]()
+        for i in short:
+            request = requests[i]
+            if request.row is None:
+                continue  # retracted for an earlier one
+            if drafts and not self._coordinator.grow(request, request.computed + 1 + len(drafts[i]), plan):
+                drafts[i] = NO_DRAFT
+            if not self._grow(request, plan):
+                lacking.add(i)
+        return [i for i, request in enumerate(requests) if i not in lacking and request.row is not None]
+
+    def _grow(self, request: Request, plan: StepPlan) -> bool:
+        while not self._coordinator.grow(request, request.computed + 1, plan):
+            if self._in_flight:
+                return False  # a launched step may free pages
+            retracted = self._retract_latest(plan)
+            if retracted is request:
+                return False
+        return True
+
+    def _retract_latest(self, plan: StepPlan) -> Request:
+        """Returns the running request that comes last by `_turn` to the queue, and frees what it holds."""
+        victim = max(self.running.values(), key=_turn)
+        assert victim.row is not None
+        # Its row may be lent again in this step: pages that it has just got must not be written there.
+        plan.page_writes = [write for write in plan.page_writes if write.row != victim.row.index]
+        self._stop_running(victim)
+        self._coordinator.release(victim)
+        victim.metrics.retractions += 1
+        self.num_retractions += 1
+        self.add(victim)
+        return victim
+
+    def _budget(self, decode: DecodeRows) -> ChunkBudget:
+        """What decode rows leave to prompts."""
+        tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
+        if self._target is None:
+            return ChunkBudget(tokens)
+        since = self.waiting[0].metrics.arrival_time if self.waiting else None
+        return self._target.budget(tokens, decode, since)
+
+    def _schedule_prefill(self, step: ScheduledStep, admitted: Iterable[Request]) -> None:
+        """Adds chunks of the admitted prompts, then admits waiting requests. If a decode row found no page, no page is
+        free, so nothing is admitted."""
+        budget = self._budget(step.plan.decode)
+        for earlier in admitted:
+            if earlier.row is not None:  # it may just have been retracted
+                self._add_extend(step, earlier, budget)
+        while (request := self._next_waiting()) is not None and budget.room():
+            stamp = request.arrival, len(self.running), *self._coordinator.room_stamp()
+            if self._blocked == stamp:
+                break  # nothing has changed since the request was not admitted
+            if not self._coordinator.admit(request, len(self.running), step.plan):
+                self._blocked = stamp
+                break
+            self.waiting.remove(request)
+            self._coordinator.prefixes.forget(request)
+            self.running[request.arrival], self._order = request, None
+            self._constrained |= request.matcher is not None
+            if self._drafter is not None:
+                self._drafter.begin(request)
+            self._add_extend(step, request, budget)
+
+    def _next_waiting(self) -> Request | None:
+        """The first request of the queue that waits for nothing else: another sample of its prompt that is computed, or
+        its prefix that is fetched."""
+        shares = self._coordinator.prefixes.shares
+        for request in self.waiting:
+            if self._coordinator.waits(request):
+                continue
+            first = request.leader
+            if first is None or first.output or first.finish_reason is not None or request.arrived is not None:
+                return request
+            if not shares(len(request.prompt)):
+                return request
+        return None
+
+    def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:
+        """Adds the next chunk; none if the budget has no room, or a launched step still reads the pages that it
+        needs."""
+        assert request.row is not None
+        start = request.computed
+        end = min(start + budget.room(start), request.prefill_end)
+        end = self._coordinator.prefixes.chunk_end(request, start, end)
+        end = self._coordinator.use_spare_pages(request, end, step.plan)
+        if end <= start:
+            return
+        budget.take(start, end - start)
+        tokens, row, columns = request.tokens, request.row.index, self._coordinator.columns
+        last = end == request.prefill_end
+        columns.computed[row] = end
+        columns.output_index[row] += last
+        following = 0 if last else tokens[end]
+        state = request.prefix.state
+        read_state_slot = state.index if state is not None and start == request.prefix.length else 0
+        saves = self._coordinator.prefixes.save(request, start, end)
+        step.plan.extend.append(
+            ExtendRow(row, start, tokens[start:end], len(request.output), last, following, read_state_slot, saves)
+        )
+        step.rows.append((request, int(last)))
+        if last and request.export_to is not None:
+            room = request.export_to
+            step.plan.exports.append(StateCopy(row, end, room.start, len(room), request.export_from))

@@ -1,0 +1,61 @@
+"""Texts of grammars as llguidance reads them, and what in them is too large for it."""
+
+import json
+import math
+import re
+
+from hybridrt.base.structured_outputs import WHITESPACE, StructuredOutputs
+
+# llguidance tries the remainders of "multipleOf" one by one, under none of its limits: ten million take a minute and
+# gigabytes. Powers of ten cost nothing. Parts of a schema that are combined have the least common multiple.
+MAX_REMAINDERS = 100_000
+_MOST_DIGITS = 40  # llguidance itself refuses more
+_KEY_AND_NUMBER = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(-?[0-9][0-9.]*)')
+# Where only one text can follow, llguidance would walk through all of it for each mask, to allow the one token that
+# begins it as a tokenizer writes it: 0.3 ms for a thousand characters, under none of its limits. Without, any token
+# that begins the text may come. The last line of this kind in a grammar holds.
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+
+
+def grammar_text(outputs: StructuredOutputs) -> str:
+    """Text of the grammar in llguidance's own form."""
+    from llguidance import LLMatcher
+
+    if outputs.regex is not None:
+        own = json.loads(LLMatcher.grammar_from_regex(outputs.regex))
+        return str(own["grammars"][0]["lark_grammar"]) + NO_FORCING
+    if outputs.choice is not None:
+        # One terminal: as alternatives of a rule they would be as many items of the parser, which takes 2000.
+        texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
+        return f"start: CHOICE\nCHOICE: {texts}{NO_FORCING}"
+    if outputs.grammar is not None:
+        return LLMatcher.grammar_from_lark(outputs.grammar + NO_FORCING)
+    schema = outputs.schema
+    if "x-guidance" not in schema:
+        schema = schema | {"x-guidance": {"whitespace_pattern": WHITESPACE}}
+    parts = [
+        {"name": "start", "lark_grammar": f"start: @schema{NO_FORCING}"},
+        {"name": "schema", "json_schema": schema},
+    ]
+    return json.dumps({"grammars": parts})
+
+
+def remainders(grammar: str) -> int:
+    """The least common multiple of the digits of all "multipleOf" in a grammar's text, without zeros at the end;
+    MAX_REMAINDERS + 1 if it is more."""
+    found = 1
+    for key, number in _KEY_AND_NUMBER.findall(grammar):
+        digits = number.replace(".", "").replace("-", "").strip("0")
+        if "multipleOf" not in (key, _unescaped(key)) or not digits or len(digits) > _MOST_DIGITS:
+            continue
+        found = math.lcm(found, int(digits))
+        if found > MAX_REMAINDERS:
+            return MAX_REMAINDERS + 1
+    return found
+
+
+def _unescaped(key: str) -> str:
+    try:
+        return str(json.loads(f'"{key}"'))
+    except ValueError:
+        return key

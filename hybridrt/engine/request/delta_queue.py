@@ -1,0 +1,68 @@
+"""Deltas on their way from an engine to its readers."""
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from hybridrt.engine.request.outputs import Delta
+
+if TYPE_CHECKING:
+    from hybridrt.engine.request.sample_request import Request
+
+
+class DeltaQueue:
+    """Holds the samples that have something new for one reader. A sample's delta is built when it is taken: a reader
+    that lags gets the gains of several steps in one, and waiting costs nothing.
+
+    Use it within the engine's turns (`with engine.turns:`) where several threads share the engine.
+
+    Args:
+        arrays: deltas keep log-probabilities of prompts as arrays (`Delta.prompt_scores`): to make dictionaries of them
+            takes long, and is the reader's work.
+    """
+
+    def __init__(self, *, arrays: bool = False) -> None:
+        self._arrays = arrays
+        self._moved: dict[Request, None] = {}  # in the order of their first gain
+
+    def __bool__(self) -> bool:
+        """`take` would return deltas."""
+        return bool(self._moved)
+
+    def put(self, request: "Request") -> None:
+        """The request has something new."""
+        self._moved[request] = None
+
+    def take(self) -> list[Delta]:
+        """One delta for each sample that has gained something since the last `take`, or has ended."""
+        moved, self._moved = self._moved, {}
+        deltas = [request.delta() for request in moved]
+        if not self._arrays:
+            for delta in deltas:
+                delta.spell_out()
+        return deltas
+
+
+class Abandonment:
+    """Notes which queues were abandoned or have gone: the requests that feed them are to end."""
+
+    def __init__(self) -> None:
+        self._notes: deque[weakref.ref[DeltaQueue]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._notes)
+
+    def watch(self, queue: DeltaQueue) -> "weakref.ref[DeltaQueue]":
+        """The reference that a request keeps. When the queue goes, in whatever thread, C code alone leaves the note: no
+        interrupt can come between."""
+        return weakref.ref(queue, self._notes.append)
+
+    def note(self, queue: DeltaQueue) -> None:
+        """Any thread may call this at any time."""
+        self._notes.append(weakref.ref(queue))
+
+    def take(self, requests: "Iterable[Request]") -> "list[Request]":
+        """Those of the requests whose queue was abandoned or has gone; the notes are read then."""
+        gone = [None, *(self._notes.popleft()() for _ in range(len(self._notes)))]
+        return [r for r in requests if r.queue is not None and r.queue() in gone]

@@ -1,0 +1,300 @@
+"""Limits of a model and its memory plan: requests outside them are refused before they are queued."""
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import cast
+
+from hybridrt.base.errors import PromptTooLongError, RequestError, is_text, shown
+from hybridrt.base.sampling_params import SamplingParams, is_number
+from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
+from hybridrt.engine.grammar.matcher import Matcher
+from hybridrt.engine.text.prompts import Prompt, as_prompts, text_or_ids, token_ids
+from hybridrt.engine.text.stop_strings import StopStrings
+from hybridrt.engine.text.tokenizer import Tokenizer, encode_prompt
+from hybridrt.kernels.sampling.token_rules import TokenRules
+from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
+from hybridrt.runtime.step.sampling_table import SamplingTable
+from hybridrt.runtime.step.token_rules import any_allowed, make_rules
+
+MAX_NAME_CHARACTERS = 1024
+_FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")  # fields that may forbid tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt and parameters that an engine has checked and would take (`Engine.prepare`).
+
+    Attributes:
+        max_len: prompt + output tokens at which a sample ends.
+        stop_ids: tokens that end it.
+        rules: what the parameters allow of single tokens; None for all.
+        boundaries: numbers of the prompt's tokens at which others may go on differently, such as the system prompt's.
+        matcher: follows `structured_outputs`, before the first token; None without. Each sample gets a copy.
+        stop: finds `params.stop`; None without. Samples share it.
+    """
+
+    tokens: list[int]
+    params: SamplingParams
+    max_len: int
+    stop_ids: frozenset[int]
+    rules: TokenRules | None = None
+    boundaries: tuple[int, ...] = ()
+    matcher: Matcher | None = None
+    stop: StopStrings | None = None
+
+    @property
+    def may_travel(self) -> bool:
+        """All of the prompt but its last token may be computed elsewhere."""
+        return len(self.tokens) > 1 and self.params.prompt_logprobs is None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParams:
+    """What a model makes of parameters, the same for every prompt: fields of PreparedPrompt."""
+
+    stop_ids: frozenset[int]
+    rules: TokenRules | None
+    stop: StopStrings | None
+
+
+@dataclass(slots=True)
+class Known:
+    """What was made of a batch's latest parameters."""
+
+    params: SamplingParams | None = None
+    made: ModelParams | None = None
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """The numbers of the model and its plan that limit requests.
+
+    Attributes:
+        max_model_len: longest prompt + output of a request, in tokens.
+        chunked_prefill_size: tokens of one step.
+        eos_token_ids: end a request unless it says `ignore_eos`.
+        image_tokens: as in ModelConfig.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    chunked_prefill_size: int
+    eos_token_ids: Sequence[int] = ()
+    image_tokens: Mapping[int, str] = field(default_factory=dict)
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raises PromptTooLongError if a prompt has too many tokens."""
+        longest = self.max_model_len - 1
+        if num_tokens > longest:
+            # Clients know an overlong prompt by the words of OpenAI's error.
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens; this model's maximum context length is {longest + 1} tokens "
+                f"(max_model_len), so it may have at most {longest}, which leaves room for one output token: shorten "
+                "it or raise max_model_len",
+                "prompt",
+            )
+
+
+@dataclass(frozen=True)
+class Intake:
+    """Makes of what a caller passes what an engine takes.
+
+    Attributes:
+        compiler: of grammars.
+        check_fits: raises MemoryBudgetError if a request of so many tokens could not run even alone.
+    """
+
+    limits: EngineLimits
+    tokenizer: Tokenizer | None
+    compiler: GrammarCompiler
+    check_fits: Callable[[int], None]
+
+    def prepare(self, prompt: Prompt, params: SamplingParams, known: Known | None = None) -> PreparedPrompt:
+        """Checks a prompt and its parameters, and compiles its grammar. Changes nothing.
+
+        Args:
+            prompt: as in hybridrt.engine.text.prompts: text or token ids, as they are or under their name.
+            known: of one batch: what the prompt before has made of its parameters, if they are the same object. The
+                largest ones take long, and a batch has a thousand prompts.
+
+        Raises:
+            RequestError: the prompt is no prompt, empty, too long, holds ids outside the vocabulary, or needs a
+                tokenizer; or the parameters do not fit the vocabulary; or a grammar cannot be compiled.
+            MemoryBudgetError: the request could not run even alone.
+            QueueFullError: too many grammars are being compiled.
+        """
+        if not isinstance(params, SamplingParams):
+            raise _no_params(params)
+        tokens = self._tokens(prompt, params)
+        known = Known() if known is None else known
+        if known.params is not params:
+            known.params, known.made = params, self._of_model(params)
+        made = known.made
+        assert made is not None, "it was made for these parameters"
+        longest = self.limits.max_model_len
+        max_len = longest if params.max_tokens is None else min(longest, len(tokens) + params.max_tokens)
+        structured = params.structured_outputs
+        matcher = None if structured is None else self.compiler.matcher(structured, params.n)
+        if made.rules is not None:
+            _check_first(params, made.rules, matcher)
+        self.check_fits(max_len)
+        return PreparedPrompt(tokens, params, max_len, made.stop_ids, made.rules, matcher=matcher, stop=made.stop)
+
+    def _tokens(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Checked token ids of a prompt."""
+        limits = self.limits
+        self._check_params(params)
+        tokens = self._encode(prompt, params)
+        if not tokens:
+            raise RequestError("the prompt is empty; give it at least one token", "prompt")
+        if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
+            bad = next(t for t in tokens if not 0 <= t < limits.vocab_size)
+            raise RequestError(
+                f"token id {shown(bad)} is outside the vocabulary; valid ids are 0 to {limits.vocab_size - 1}", "prompt"
+            )
+        if limits.image_tokens and (held := limits.image_tokens.keys() & set(tokens)):
+            raise RequestError(
+                f"the prompt holds token {min(held)} ({limits.image_tokens[min(held)]}), which stands for an image or "
+                "a video; hybridrt runs the text part of this model alone: leave images out",
+                "prompt",
+            )
+        limits.check_length(len(tokens))
+        return tokens
+
+    def _of_model(self, params: SamplingParams) -> ModelParams:
+        limits = self.limits
+        eos = () if params.ignore_eos else limits.eos_token_ids
+        # As in vLLM, min_tokens forbids end-of-sequence ids also where they would not end the request.
+        forbidden = {*limits.eos_token_ids, *params.stop_token_ids}
+        rules = make_rules(params, forbidden, self._bad_words(params), limits.vocab_size)
+        _check_constants(params, rules)
+        stop = StopStrings(params.stop) if params.stop else None
+        return ModelParams(frozenset((*eos, *params.stop_token_ids)), rules, stop)
+
+    def prepare_all(
+        self, prompts: object, sampling_params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[PreparedPrompt]:
+        """`prepare` for one prompt or several. A prompt that is prepared already keeps its own parameters.
+
+        Raises:
+            RequestError, MemoryBudgetError: as `prepare`; also if there are not as many parameters as prompts.
+        """
+        given = as_prompts(prompts)
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(given)
+        if not isinstance(sampling_params, Sequence):
+            raise _no_params(sampling_params)
+        if len(sampling_params) != len(given):
+            raise RequestError(
+                f"{len(given)} prompts and {len(sampling_params)} SamplingParams; pass one for all, or one each"
+            )
+        known = Known()
+        return [
+            prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, params, known)
+            for prompt, params in zip(given, sampling_params, strict=True)
+        ]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """What parameters can be wrong about only beside a model."""
+        vocab = self.limits.vocab_size
+        for name, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):
+            if getattr(params, name) and self.tokenizer is None:
+                raise RequestError(f"{name} needs a tokenizer and this model has none; use {instead}", name)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            last = max(getattr(params, name) or (), default=0)
+            if last >= vocab:
+                raise RequestError(f"{name} holds {last}; the vocabulary ends at {vocab - 1}: remove it", name)
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(params, name)
+            if number is not None and number > vocab:
+                raise RequestError(f"{name} is {number} and the vocabulary has {vocab} tokens; lower it", name)
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Token ids of `bad_words`: of each word at the beginning of a text and, as vLLM does, of the word behind a
+        space where that makes as many tokens with another first one."""
+        found = list[list[int]]()
+        if self.tokenizer is None:
+            return found
+        for word in params.bad_words:
+            begun, behind_space = (self.tokenizer.encode_bare(space + word.lstrip()) for space in ("", " "))
+            if not begun or max((*begun, *behind_space)) >= self.limits.vocab_size:
+                raise RequestError(f"bad_words holds {shown(word)}, which the model has no tokens for", "bad_words")
+            found.append(begun)
+            if len(begun) == len(behind_space) and begun[0] != behind_space[0]:
+                found.append(behind_space)
+        return found
+
+    def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Token ids of a prompt, cut to its end where the parameters say so."""
+        content, kept = text_or_ids(prompt), params.truncate_prompt_tokens
+        if kept is not None:
+            kept = self.limits.max_model_len - 1 if kept < 0 else kept
+        if not isinstance(content, str):
+            content = content if kept is None else content[-kept:]
+            self.limits.check_length(len(content))
+            return token_ids(content)
+        if self.tokenizer is None:
+            raise RequestError("the prompt is text and this model has no tokenizer; pass a list of token ids", "prompt")
+        found = encode_prompt(self.tokenizer, content, self.limits.max_model_len - 1, truncated=kept is not None)
+        return found if kept is None else found[-kept:]
+
+
+def check_arrived(arrived: PrefixMatch | None, num_tokens: int) -> None:
+    """Raises RequestError unless what has been computed elsewhere is a part of a prompt of so many tokens."""
+    if arrived is not None and not 0 < arrived.length < num_tokens:
+        raise RequestError(
+            f"{arrived.length} tokens of a prompt of {num_tokens} have arrived; the last token is always computed "
+            f"here: pass 1 to {num_tokens - 1}, or None"
+        )
+
+
+def _check_constants(params: SamplingParams, rules: TokenRules | None) -> None:
+    """Raises RequestError for numbers that a step cannot pack: there they would fail all rows, and end other ranks."""
+    try:
+        SamplingTable.constants(params, params.seed or 0, rules)
+    except (struct.error, OverflowError, TypeError) as e:
+        raise RequestError(f"sampling_params holds a number that no buffer of the device holds: {e}") from e
+
+
+def _check_first(params: SamplingParams, rules: TokenRules, matcher: Matcher | None) -> None:
+    """Raises RequestError if no token may come first."""
+    if any_allowed(rules, None if matcher is None else matcher.mask(), ()):
+        return
+    fields = [name for name in _FORBIDDING if getattr(params, name)]
+    raise RequestError(f"{' and '.join(fields)} forbid every first token: change one of them", fields[0])
+
+
+def _no_params(value: object) -> RequestError:
+    return RequestError(
+        f"sampling_params is {shown(value)}, a {type(value).__name__}; pass a hybridrt.SamplingParams, for several "
+        "prompts also a list of them"
+    )
+
+
+def check_prepared(prepared: object) -> None:
+    """Raises RequestError for anything but what `prepare` returns."""
+    if not isinstance(prepared, PreparedPrompt):
+        raise RequestError(f"prepared is {shown(prepared)}; pass what `prepare` returns for a prompt", "prompt")
+
+
+def check_name(request_id: object) -> None:
+    """Raises RequestError for what is no id of a request: text of 1 to MAX_NAME_CHARACTERS (1024) characters."""
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_NAME_CHARACTERS or not is_text(request_id):
+        raise RequestError(
+            f"request_id is {shown(request_id)}; pass a string of text of 1 to {MAX_NAME_CHARACTERS} characters, or "
+            "None to get one",
+            "request_id",
+        )
+
+
+def check_submission(prepared: object, request_id: object, export_to: object, export_from: object) -> None:
+    """Raises RequestError for arguments that `Engine.submit` cannot take."""
+    check_prepared(prepared)
+    if request_id is not None:
+        check_name(request_id)
+    if not is_number(export_from, Integral) or not 0 <= cast(int, export_from) < 2**63:
+        raise RequestError(f"export_from is {shown(export_from)}; pass a number of tokens")
+    if export_to is not None and not (isinstance(export_to, range) and 0 <= export_to.start < export_to.stop < 2**63):
+        raise RequestError(f"export_to is {shown(export_to)}; pass a range of bytes in the arena, or None")

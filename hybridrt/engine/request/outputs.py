@@ -1,0 +1,244 @@
+"""What an engine gives its callers: deltas, whole outputs, and counters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+import msgspec
+
+from hybridrt.base.errors import EngineError
+from hybridrt.base.errors_foreign import no_attribute
+from hybridrt.runtime.step.plan import StepPlan
+from hybridrt.runtime.step.token_scores import TokenScores
+
+FinishReason = Literal["stop", "length", "abort"]
+_DELTA_NAMES = {
+    "outputs": "a Delta is what one sample has gained, and has .text and .token_ids itself; whole outputs are what "
+    "LLM.generate and AsyncLLM.complete give",
+    "finished": "finish_reason is not None in the last delta",
+    "choices": "a Delta has .text",
+}
+_OUTPUT_NAMES = {
+    "prompt": "its tokens are prompt_token_ids",
+    "finished": "a RequestOutput is always whole; finish_reason says why it has ended",
+    "choices": "a RequestOutput has .text, and .outputs has all samples",
+    "cumulative_logprob": "it is the sum of what .logprobs has for token_ids",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenCounters:
+    """Output tokens and what drafts brought of them, of a request or of an engine.
+
+    Attributes:
+        output_tokens: of a request, set when the sample ends.
+        proposed, accepted: drafts of speculative decoding.
+        target_steps: steps that gave tokens; verify_steps: those of them with drafts.
+    """
+
+    output_tokens: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    target_steps: int = 0
+    verify_steps: int = 0
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Inputs that a verify step keeps, the last known token included: 1 if every draft fails. None without one."""
+        return 1 + self.accepted / self.verify_steps if self.verify_steps else None
+
+    @property
+    def tokens_per_target_step(self) -> float | None:
+        """Output tokens over steps of the target that gave some; 1 without speculation. None before the first."""
+        return self.output_tokens / self.target_steps if self.target_steps else None
+
+
+@dataclass(slots=True)
+class RequestMetrics(TokenCounters):
+    """Of one sample. Times are seconds of `time.monotonic()`; `admission_time` is when it began to run first.
+    `cached_tokens` of the prompt needed no computing: they came from the prefix cache."""
+
+    prompt_tokens: int
+    arrival_time: float
+    admission_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    retractions: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class EngineCounters(TokenCounters):
+    """Since the engine was built: steps, tokens, drafts and how samples ended. Now: requests that run and wait, and
+    free entries of the pools.
+
+    Attributes:
+        cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised, cache_fetched: the CacheCounts
+            of hybridrt.mem_cache.prefix_tree.prefix_cache, in tokens.
+        cache_dropped: entries that the prefix cache has dropped, because their use gave logits that are not finite.
+        cached_slots, cached_pages: what the prefix cache holds and no running request reads: it gives up what requests
+            need.
+        step_cost_error: median relative error of the last steps' predicted times; None without `target_itl_ms`, or
+            before enough steps have run.
+        host_pages, host_states: what the prefix cache holds in main memory.
+        folds: state rings that became part of their states, over all steps; most_folds: in one step. 0 without rings.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    retractions: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_rows: int = 0
+    free_slots: int = 0
+    free_pages: int = 0
+    cached_slots: int = 0
+    cached_pages: int = 0
+    cache_asked: int = 0
+    cache_hit: int = 0
+    cache_without_state: int = 0
+    cache_without_kv: int = 0
+    cache_retokenised: int = 0
+    step_cost_error: float | None = None
+    cache_fetched: int = 0
+    cache_dropped: int = 0
+    host_pages: int = 0
+    host_states: int = 0
+    folds: int = 0
+    most_folds: int = 0
+
+    def count_launch(self, plan: StepPlan) -> None:
+        """A step was launched."""
+        self.steps += 1
+        self.prompt_tokens += sum(len(row.tokens) for row in plan.extend)
+        self.proposed += len(plan.decode.drafts)
+
+    def count_folds(self, folds: int) -> None:
+        """A step has folded so many rings."""
+        self.folds += folds
+        self.most_folds = max(self.most_folds, folds)
+
+    def count_end(self, reason: FinishReason, error: EngineError | None) -> None:
+        """A sample has ended."""
+        self.finished += reason != "abort"
+        self.failed += error is not None
+        self.aborted += reason == "abort" and error is None
+
+
+class Delta(msgspec.Struct):
+    """What a sample has gained since its last delta. The deltas of a sample, joined in order, are its output.
+
+    Plain data: `msgspec.msgpack.encode(deltas, enc_hook=str)` carries a step's deltas, each error as its text.
+
+    Attributes:
+        request_id: what `add_request` returned.
+        index: which of the prompt's `n` samples.
+        token_ids: new output tokens, the token that stopped the sample included. They may come before their text.
+        text: new text, without the stopping token or stop string; "" without a tokenizer. Text is held back while its
+            last character is unfinished, or while it may be the start of a stop string.
+        logprobs: for every new token, token id -> log-probability of it and of the likeliest; None if not asked for.
+        finish_reason: "stop", "length" or "abort" in the last delta; None before.
+        metrics: the sample's counters, in the last delta; None before.
+        error: why the request failed; finish_reason is then "abort".
+        prompt_logprobs: in the first delta of sample 0, if asked for: for every prompt token what `logprobs` is for new
+            ones, None for the first of them.
+        stop_reason: in the last delta, the stop string or the one of `stop_token_ids` that has ended the sample. None
+            if something else has, such as the end-of-sequence token.
+        prompt_scores: `prompt_logprobs` as arrays, a chunk of the prompt each. `spell_out` makes `prompt_logprobs` of
+            them: a DeltaQueue has done so unless its reader wants arrays.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    text: str
+    logprobs: list[dict[int, float]] | None = None
+    finish_reason: FinishReason | None = None
+    metrics: RequestMetrics | None = None
+    error: EngineError | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    stop_reason: int | str | None = None
+    prompt_scores: list[TokenScores] | None = None
+
+    def spell_out(self) -> None:
+        """Turns log-probabilities of the prompt from arrays into dictionaries."""
+        if self.prompt_scores is not None:
+            self.prompt_logprobs = [None, *(entry for chunk in self.prompt_scores for entry in chunk.entries())]
+            self.prompt_scores = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(self, name, _DELTA_NAMES)
+
+    def extend(self, later: "Delta") -> None:
+        """Adds the sample's next delta."""
+        self.token_ids += later.token_ids
+        self.text += later.text
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason, self.metrics, self.error = later.finish_reason, later.metrics, later.error
+        self.stop_reason = later.stop_reason
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A whole sample, as `LLM.generate` returns it.
+
+    Attributes:
+        index: which of the prompt's `n` samples.
+        prompt_token_ids: one list, which the prompt's samples share.
+        token_ids: all output tokens, the token that stopped the sample included.
+        text: their text, without the stopping token or stop string; "" without a tokenizer.
+        logprobs: for every token, token id -> log-probability of it and of the likeliest; None if not asked for.
+        prompt_logprobs: the same for every prompt token, None for the first; one list, which the prompt's samples
+            share; None if not asked for.
+        stop_reason: the stop string or the one of `stop_token_ids` that has ended the sample; None if something else
+            has.
+        siblings: the samples 1 to n - 1 of the same prompt, on sample 0.
+    """
+
+    request_id: str
+    index: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    logprobs: list[dict[int, float]] | None
+    metrics: RequestMetrics
+    siblings: "tuple[RequestOutput, ...]" = ()
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    stop_reason: int | str | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(self, name, _OUTPUT_NAMES)
+
+    @property
+    def outputs(self) -> "list[RequestOutput]":
+        """All `n` samples of the prompt, this one first."""
+        return [self, *self.siblings]
+
+
+def whole_output(request_id: str, prompt: list[int], n: int, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
+    """The `n` samples of a prompt, each of whose tokens came in one delta, by request and index."""
+    scores = ended[request_id, 0].prompt_logprobs
+    first, *siblings = (_sample(prompt, scores, ended[request_id, index]) for index in range(n))
+    first.siblings = tuple(siblings)
+    return first
+
+
+def _sample(prompt: list[int], scores: list[dict[int, float] | None] | None, delta: Delta) -> RequestOutput:
+    assert delta.finish_reason is not None and delta.metrics is not None, "it has ended"
+    return RequestOutput(
+        request_id=delta.request_id,
+        index=delta.index,
+        prompt_token_ids=prompt,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        finish_reason=delta.finish_reason,
+        logprobs=delta.logprobs,
+        metrics=delta.metrics,
+        prompt_logprobs=scores,
+        stop_reason=delta.stop_reason,
+    )

@@ -1,0 +1,313 @@
+"""A request as the host sees it."""
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from hybridrt.base.errors import EngineError, NoTokenLeftError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.grammar.matcher import Matcher
+from hybridrt.engine.request.delta_queue import DeltaQueue
+from hybridrt.engine.request.intake import PreparedPrompt
+from hybridrt.engine.request.outputs import Delta, FinishReason, RequestMetrics
+from hybridrt.engine.request.row_columns import RowColumns
+from hybridrt.engine.text.detokenizer import Detokenizer
+from hybridrt.engine.text.tokenizer import Tokenizer
+from hybridrt.kernels.sampling.token_rules import TokenRules
+from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
+from hybridrt.runtime.step.plan import TokenLogprobs, int32s
+from hybridrt.runtime.step.token_rules import any_allowed
+from hybridrt.runtime.step.token_scores import TokenScores
+
+NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): its weights are damaged, or its numbers leave the range of "
+    "its dtype on this prompt; other requests are not affected"
+)
+NONE_LEFT = (
+    "no token is left: each one is forbidden by structured_outputs, allowed_token_ids, bad_words or min_tokens; allow "
+    "more of them"
+)
+
+
+class NotFinite(EngineError):
+    """Logits of a request are not finite."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Host state of one sample.
+
+    `prompt` and `output` are known. `columns` hold what is launched for a running request, at its row.
+
+    Attributes:
+        arrival: order of arrival, unique.
+        max_len: prompt + output tokens at which the request ends.
+        stop_ids: tokens that end it.
+        rules: what its parameters allow of single tokens.
+        matcher: follows its output, where that has a grammar; a retracted request keeps it.
+        prompt_scores: log-probabilities of the first `scored` tokens of the prompt but the very first, by chunk. None
+            if the request did not ask for them, and once they are in a delta.
+        stream: its reader gets deltas while it runs; False: one delta at its end.
+        told: tokens that are in deltas already.
+        decoded: tokens that the detokenizer has read.
+        queue: its reader's queue, while there is one.
+        row, state_slot, pages, spare, prefix: what the cache coordinator lent; see there.
+        given: pages of its own that the prefix cache has taken over while the request runs.
+        saves: slots with states of its prompt, by the number of tokens, and then with states of its answer
+            (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states.
+        shared: its prompt has been offered to the prefix cache.
+        leader: the first sample of the same prompt, whose prompt this one waits for; None: it is the first.
+        boundaries: numbers of the prompt's tokens at which others may go on differently, such as the system prompt's.
+        first_page: which of the request's pages pages[0] is: those before it have left the sliding window.
+        settled: tokens that consumed steps have computed: a lower bound of `computed`.
+        prefill_end: how many of `tokens` are computed before decoding starts: those known at admission.
+        arrived: the prefix that came from elsewhere, until admission takes it: a retracted request computes anew.
+        export_to: bytes of the executor's arena for state and KV, once the prompt is computed; None leaves them.
+        export_from: tokens whose KV is not wanted there.
+        afresh: it computes everything itself, because with a cached prefix its logits were not finite; `suspect`: so
+            many tokens that prefix had, until a step with finite logits has shown that it was wrong.
+        restarting: it gives back what it holds, and waits again, once no launched step names it.
+        broken: a step that named it failed, so its state and KV may not be what its tokens say.
+        in_flight: launched steps that name the request and whose result has not been consumed.
+    """
+
+    request_id: str
+    index: int
+    arrival: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    max_len: int
+    stop_ids: frozenset[int]
+    metrics: RequestMetrics
+    rules: TokenRules | None = None
+    matcher: Matcher | None = None
+    stream: bool = True
+    detokenizer: Detokenizer | None = None
+    output: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
+    prompt_scores: list[TokenScores] | None = None
+    scored: int = 1
+    finish_reason: FinishReason | None = None
+    error: EngineError | None = None
+    row: Slot | None = None
+    state_slot: Slot | None = None
+    pages: Slots = field(default_factory=Slots)
+    spare: Slots = field(default_factory=Slots)
+    first_page: int = 0
+    prefix: PrefixMatch = NO_MATCH
+    given: Slots = field(default_factory=Slots)
+    saves: dict[int, Slot] = field(default_factory=dict)
+    save_at: Sequence[int] = ()
+    shared: bool = False
+    leader: "Request | None" = None
+    boundaries: Sequence[int] = ()
+    prefill_end: int = 0
+    columns: RowColumns | None = None
+    arrived: PrefixMatch | None = None
+    export_to: range | None = None
+    export_from: int = 0
+    settled: int = 0
+    afresh: bool = False
+    suspect: int = 0
+    restarting: bool = False
+    broken: bool = False
+    in_flight: int = 0
+    told: int = 0
+    decoded: int = 0
+    queue: weakref.ref[DeltaQueue] | None = None
+    _prompt_ids: np.ndarray | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Every known token, prompt first. Not to be changed."""
+        return self.prompt + self.output if self.output else self.prompt
+
+    @property
+    def ids(self) -> np.ndarray:
+        """`tokens` as [n] int32. The prompt's part is made once."""
+        return np.concatenate((self.prompt_ids, int32s(self.output))) if self.output else self.prompt_ids
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        if self._prompt_ids is None:
+            self._prompt_ids = int32s(self.prompt) if self.leader is None else self.leader.prompt_ids
+        return self._prompt_ids
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it may start from a cached prefix. One that is computed already gives no log-probabilities."""
+        return self.params.prompt_logprobs is None and not self.afresh
+
+    @property
+    def computed(self) -> int:
+        """Tokens with KV and state once every launched step has run; 0 while the request does not run."""
+        return int(self.columns.computed[self.row.index]) if self.columns is not None and self.row is not None else 0
+
+    @property
+    def pending(self) -> int:
+        """Tokens sampled but not read yet."""
+        if self.columns is None or self.row is None:
+            return 0
+        return int(self.columns.output_index[self.row.index]) - len(self.output)
+
+    @property
+    def end_page(self) -> int:
+        """Pages that the request has had so far: the number of the next one."""
+        return self.first_page + len(self.pages)
+
+    @property
+    def borrowed_pages(self) -> int:
+        """How many of `pages` the prefix cache owns; they come first."""
+        return len(self.prefix.pages)
+
+    def score(self, start: int, found: TokenScores) -> None:
+        """Takes log-probabilities of the prompt's tokens from number `start` on. Those that have come already are
+        dropped: a retracted request computes its prompt once more.
+
+        Raises:
+            EngineError: one is no number.
+        """
+        fresh = found.part(self.scored - start)
+        if not fresh.finite:
+            raise EngineError(NOT_FINITE)
+        self.scored += len(fresh)
+        if self.prompt_scores is not None:
+            self.prompt_scores.append(fresh)
+
+    def append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> FinishReason | None:
+        """Takes what a step gained, up to the token that ends the request; the surplus is dropped.
+
+        Returns:
+            Why the request ends, or None.
+
+        Raises:
+            NotFinite: a token stands for logits that are not finite.
+            NoTokenLeftError: no token was allowed.
+            GrammarError: as Matcher.advance.
+        """
+        output, max_output = self.output, self.max_len - len(self.prompt)
+        stop_ids, stop_strings, matcher = self.stop_ids, self.params.stop, self.matcher
+        for i, token in enumerate(tokens):
+            if token < 0:
+                mask = None if matcher is None else matcher.mask()
+                finite = not any_allowed(self.rules, mask, output)
+                raise NoTokenLeftError(NONE_LEFT) if finite else NotFinite(NOT_FINITE)
+            output.append(token)
+            if logprobs is not None and self.logprobs is not None:
+                self.logprobs.append(logprobs[i])
+            if token in stop_ids or (stop_strings and self.read_text()):
+                return "stop"
+            if matcher is not None and matcher.advance(token):
+                return "stop"
+            if len(output) >= max_output:
+                return "length"
+        return None
+
+    def ends_within(self, tokens: Sequence[int]) -> bool:
+        """Whether the request ends within these tokens, if they come next: at a token that stops it, at a stop string,
+        or at an error, because no text can be made of them."""
+        if not self.stop_ids.isdisjoint(tokens):
+            return True
+        if self.detokenizer is None or len(self.output) + len(tokens) <= self.params.min_tokens:
+            return False
+        try:
+            return self.detokenizer.would_stop(tokens)
+        except Exception:
+            return True
+
+    def read_text(self) -> bool:
+        """Makes text of the tokens since the last call. True if a stop string has appeared in it; none is looked for
+        in the text of the first `min_tokens`."""
+        tokens = self.output[self.decoded :]
+        self.decoded += len(tokens)
+        if not tokens or self.detokenizer is None:
+            return False
+        return self.detokenizer.advance(tokens, may_stop=self.decoded > self.params.min_tokens)
+
+    def end(self, reason: FinishReason, error: EngineError | None = None) -> None:
+        """Ends the request. Without an error all of its text is made: a stop string may be hidden in what was held back
+        for an unfinished character."""
+        if error is None and self.detokenizer is not None:
+            rest = self.output[self.decoded :]
+            if rest and rest[-1] in self.stop_ids and not self.params.include_stop_str_in_output:
+                del rest[-1]
+            stopped = self.detokenizer.finish(rest, len(self.output) > self.params.min_tokens)
+            reason = "stop" if stopped and reason == "length" else reason
+        self.metrics.output_tokens = len(self.output)
+        self.metrics.finish_time = time.monotonic()
+        self.finish_reason, self.error = reason, error
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """Of a request that has stopped: the stop string or the one of `stop_token_ids` that has ended it."""
+        if self.detokenizer is not None and self.detokenizer.stopped_by is not None:
+            return self.detokenizer.stopped_by
+        return self.output[-1] if self.output[-1] in self.params.stop_token_ids else None
+
+    def delta(self) -> Delta:
+        """What is new since the last delta; with the last one why the request ended, and its metrics."""
+        tokens = self.output[self.told :]
+        self.told += len(tokens)
+        reason, detokenizer, logprobs = self.finish_reason, self.detokenizer, self.logprobs
+        if logprobs is not None:
+            self.logprobs = []
+        text = detokenizer.take(reason is not None) if detokenizer is not None else ""
+        metrics = self.metrics if reason is not None else None
+        prompt_scores, self.prompt_scores = self.prompt_scores, None
+        return Delta(
+            self.request_id, self.index, tokens, text, logprobs, reason, metrics, self.error, None,
+            self.stop_reason if reason == "stop" else None, prompt_scores,
+        )  # fmt: skip
+
+
+def new_samples(
+    request_id: str, prepared: PreparedPrompt, seed: int, arrivals: Iterator[int], tokenizer: Tokenizer | None
+) -> list[Request]:
+    """The `n` samples of a prompt. The first one brings the log-probabilities of the prompt."""
+    tokens, params = prepared.tokens, prepared.params
+    others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
+    samples = [
+        Request(
+            request_id=request_id,
+            index=index,
+            arrival=next(arrivals),
+            prompt=tokens,
+            params=params if index == 0 else others,
+            seed=derive_seed(seed, index) if index else seed,
+            max_len=prepared.max_len,
+            stop_ids=prepared.stop_ids,
+            rules=prepared.rules,
+            boundaries=prepared.boundaries,
+            matcher=None if prepared.matcher is None else prepared.matcher.copy(),
+            metrics=RequestMetrics(prompt_tokens=len(tokens), arrival_time=time.monotonic()),
+            detokenizer=_detokenizer(tokenizer, prepared),
+            logprobs=None if params.logprobs is None else [],
+            prompt_scores=[] if index == 0 and params.prompt_logprobs is not None else None,
+        )
+        for index in range(params.n)
+    ]
+    for request in samples[1:]:
+        request.leader = samples[0]
+    return samples
+
+
+def _detokenizer(tokenizer: Tokenizer | None, prepared: PreparedPrompt) -> Detokenizer | None:
+    if tokenizer is None:
+        return None
+    include, skip = prepared.params.include_stop_str_in_output, prepared.params.skip_special_tokens
+    return Detokenizer(tokenizer, prepared.tokens, prepared.stop, include_stop=include, skip_special_tokens=skip)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Seed number `index` of the stream that `seed` starts, in [0, 2**63): SplitMix64 (Steele, Lea and Flood 2014),
+    whose output at step i is a hash of seed + i * 0x9E3779B97F4A7C15."""
+    mask = 2**64 - 1
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1

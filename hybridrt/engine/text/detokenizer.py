@@ -1,0 +1,99 @@
+"""Text of a request, token by token: characters that span tokens, and stop strings."""
+
+from collections.abc import Sequence
+
+from hybridrt.engine.text.stop_strings import StopStrings
+from hybridrt.engine.text.tokenizer import Tokenizer
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT = 6  # prompt tokens that decide how the first output token reads (leading space, a split character)
+
+
+class Detokenizer:
+    """Decodes a small window again with new tokens, because a token's text depends on its neighbours.
+
+    tokenizers.decoders.DecodeStream does not serve: it raises where byte fallback reads a run of bytes anew (a newline,
+    then a byte that is no character), gives the prompt's text as output where the prompt ends within a character, and
+    keeps what it holds back at the end.
+
+    The first `_read` tokens of the window are text already, of `_known` characters; what the whole window's text has
+    beyond them is new, and becomes text once it does not end within a character.
+
+    Args:
+        prompt: the prompt's token ids; output reads as their continuation.
+        stop: strings that end the text; it is cut before the first of them. Samples of one request share the object.
+        include_stop: it is cut behind that string instead.
+        skip_special_tokens: special tokens leave nothing in the text.
+
+    Attributes:
+        stopped_by: the stop string that has ended the text; None while there is none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: StopStrings | None = None,
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special_tokens
+        self._stop, self._include_stop = stop, include_stop
+        self._stop_state = 0
+        self.stopped_by: str | None = None
+        self._text = ""  # not taken yet
+        self._window = list(prompt[-_CONTEXT:])
+        self._read = len(self._window)
+        self._known = len(self._decode(self._window))
+
+    def advance(self, tokens: Sequence[int], may_stop: bool = True) -> bool:
+        """Reads on. True if a stop string has appeared and may; the text is then cut before it."""
+        window = self._window
+        window += tokens
+        text = self._decode(window)
+        known = self._known
+        if len(text) <= known:
+            # Special tokens in a row: decoding all of them in each step would take quadratic time.
+            del window[self._read : -_CONTEXT]
+            return False
+        if text.endswith(_INCOMPLETE):
+            return False
+        self._window = window = window[self._read :]
+        self._read, self._known = len(window), len(self._decode(window))
+        return self._extend(text[known:], may_stop)
+
+    def would_stop(self, tokens: Sequence[int]) -> bool:
+        """Whether a stop string appears in the text of these tokens, if they come next. Nothing is read."""
+        if self._stop is None:
+            return False
+        text = self._decode([*self._window, *tokens]).rstrip(_INCOMPLETE)
+        return self._stop.scan(self._stop_state, text[self._known :])[1] > 0
+
+    def finish(self, tokens: Sequence[int], may_stop: bool = True) -> bool:
+        """Reads the last tokens, but for a character whose last bytes never came. True as for `advance`."""
+        text = self._decode([*self._window, *tokens]).rstrip(_INCOMPLETE)
+        return self._extend(text[self._known :], may_stop)
+
+    def take(self, final: bool) -> str:
+        """The text since the last `take`. Unless it is the final one, an end that may be the beginning of a stop string
+        stays."""
+        held = self._stop.held(self._stop_state) if self._stop is not None and not final else 0
+        end = len(self._text) - held
+        text, self._text = self._text[:end], self._text[end:]
+        return text
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
+
+    def _extend(self, fresh: str, may_stop: bool) -> bool:
+        """Appends text. True if a stop string has ended in it; the text is then cut there."""
+        self._text += fresh
+        if self._stop is None:
+            return False
+        self._stop_state, behind = self._stop.scan(self._stop_state, fresh)
+        if behind and may_stop:
+            start = len(self._text) - behind
+            self.stopped_by = self._stop.string_at(self._text, start)
+            self._text = self._text[: start + len(self.stopped_by) * self._include_stop]
+        return behind > 0 and may_stop

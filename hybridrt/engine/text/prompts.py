@@ -1,0 +1,127 @@
+"""Which values are accepted as a prompt."""
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, SupportsIndex, TypedDict, TypeGuard, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybridrt.base.errors import RequestError, shown
+from hybridrt.base.sampling_params import is_number
+
+TokenIds = Sequence[SupportsIndex] | npt.NDArray[np.integer[Any]] | torch.Tensor
+
+
+class TextPrompt(TypedDict):
+    """Text under its name."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """Token ids under their name."""
+
+    prompt_token_ids: TokenIds
+
+
+Prompt = str | TokenIds | TextPrompt | TokensPrompt
+ACCEPTED = (
+    'a prompt is a string, token ids (a list, a tuple, or a 1-D integer array of numpy or torch), {"prompt": text} or '
+    '{"prompt_token_ids": ids}'
+)
+Ids = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
+
+
+def text_or_ids(prompt: object) -> str | Ids:
+    """The text of a prompt, or its token ids. `token_ids` checks their elements; a caller can check their number first.
+
+    Raises:
+        RequestError: it is not a prompt.
+    """
+    named = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
+    if isinstance(named, (np.ndarray, torch.Tensor)):
+        accepted = named.ndim == 1 and _is_integer_array(named)
+    else:
+        accepted = _is_sequence(named)
+    if not accepted:
+        raise _not_a_prompt(named)
+    return cast(str | Ids, named)
+
+
+def as_prompts(prompts: object) -> list[Any]:
+    """One prompt as a list of one; a list, tuple or other sequence of prompts as a list. `text_or_ids` checks the
+    prompts themselves.
+
+    Raises:
+        RequestError: neither a prompt nor a sequence of prompts.
+    """
+    if isinstance(prompts, (str, Mapping, np.ndarray, torch.Tensor)):
+        return [prompts]
+    if not _is_sequence(prompts):
+        raise _not_a_prompt(prompts)
+    return [prompts] if len(prompts) and _is_token_id(prompts[0]) else list(prompts)
+
+
+def token_ids(ids: Ids) -> list[int]:
+    """Token ids as Python integers.
+
+    Raises:
+        RequestError: one of them is not an integer.
+    """
+    if isinstance(ids, (np.ndarray, torch.Tensor)):
+        ids = ids.tolist()
+    if set(map(type, ids)) <= {int}:
+        return list(ids)
+    bad = next(((i, t) for i, t in enumerate(ids) if not _is_token_id(t)), None)
+    if bad is not None:
+        raise RequestError(
+            f"token id {bad[0]} of the prompt is {shown(bad[1])}, a {_kind(bad[1])}; {ACCEPTED}", "prompt"
+        )
+    return [int(t) for t in ids]
+
+
+def _is_token_id(value: object) -> bool:
+    """True for integers of Python, numpy and torch. A bool is not a token id."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return value.ndim == 0 and _is_integer_array(value)
+    return is_number(value, Integral)
+
+
+def _only_value(prompt: Mapping[Any, Any]) -> object:
+    """What a dictionary holds under the one key that it may have."""
+    if list(prompt) == ["prompt"] and isinstance(prompt["prompt"], str):
+        return prompt["prompt"]
+    if list(prompt) == ["prompt_token_ids"] and not isinstance(prompt["prompt_token_ids"], (str, Mapping)):
+        return prompt["prompt_token_ids"]
+    held = ", ".join(f"{shown(key)}: {_kind(value)}" for key, value in list(prompt.items())[:4])
+    raise RequestError(f"the prompt is a dictionary with {{{held}}}; {ACCEPTED}", "prompt")
+
+
+def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
+    if isinstance(array, np.ndarray):
+        return array.dtype.kind in "iu"  # a duration, too, is one of numpy's integers
+    if array.is_meta or array.is_quantized or array.layout is not torch.strided:
+        return False
+    return not array.dtype.is_floating_point and not array.dtype.is_complex and array.dtype != torch.bool
+
+
+def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    """True for text, too, but not for bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))
+
+
+def _not_a_prompt(value: object) -> RequestError:
+    kind = _kind(value)
+    return RequestError(f"the prompt is {'an' if kind[0] in 'aeiou' else 'a'} {kind}; {ACCEPTED}", "prompt")
+
+
+def _kind(value: object) -> str:
+    """The type's name; of an array also how many dimensions it has and of what."""
+    name = type(value).__name__
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
+        name = f"{'meta' if value.is_meta else str(value.layout).removeprefix('torch.')} {name}"
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return f"{value.ndim}-D {name} of {value.dtype}"
+    return name

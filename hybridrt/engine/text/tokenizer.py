@@ -1,0 +1,263 @@
+"""Text to token ids and back."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from hybridrt.base.config_json import read_object
+from hybridrt.base.errors import (
+    CheckpointError,
+    ConfigError,
+    PromptTooLongError,
+    RequestError,
+    is_failure,
+    reason,
+    shown,
+)
+from hybridrt.base.files import CONFIG_BYTES, TOKENIZER_BYTES, check_file
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # for every loader of transformers
+# Normal form C and its kin make one character of at most so many: no canonical decomposition is longer (UAX 15).
+_COMPOSED = 4
+# Text of which only the last tokens are used is tokenised whole: a suffix by itself may become other tokens. So it may
+# have as many characters as a prompt that is used whole, and at least so many.
+_MAX_TRUNCATED = 2**20
+# Text has three to five characters a token, and seldom more than this. Longer text is refused by its beginning if that
+# alone has too many tokens. At the place of the cut some tokens may differ from those of the whole text.
+_USUAL, _AT_CUT = 8, 1024
+
+
+class Tokenizer(Protocol):
+    @property
+    def characters_per_token(self) -> int:
+        """The longest text of one token, in characters."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with whatever the tokenizer puts before it."""
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Token ids of text that holds its special tokens already: nothing is put before it."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids; U+FFFD replaces bytes that are no character (yet)."""
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer; `hf` is the object itself (chat templates, special tokens). Call what works on text or
+    tokens here, not on `hf`: transformers checks little of what the files say before it uses it, and a regular
+    expression of theirs may fail on one text alone.
+
+    Raises:
+        CheckpointError: by every method, where the tokenizer's files make it fail.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+
+    @cached_property
+    def characters_per_token(self) -> int:
+        """The length of the longest token; where a normaliser may compose characters, of what it may have composed. A
+        byte-level vocabulary spells bytes, of which a character has at least one."""
+        backend = getattr(self.hf, "backend_tokenizer", None)
+        plain = backend is not None and backend.normalizer is None
+        try:
+            return max(map(len, self.hf.get_vocab())) * (1 if plain else _COMPOSED)
+        except BaseException as e:
+            _raise(e)
+
+    @cached_property
+    def _plain(self) -> bool:
+        """The backend alone decodes: calling it directly takes a third of the time."""
+        from transformers import PreTrainedTokenizerFast
+
+        kind, fast = type(self.hf), PreTrainedTokenizerFast
+        return issubclass(kind, fast) and (kind.decode, kind._decode) == (fast.decode, fast._decode)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, as `Tokenizer.encode`."""
+        return self._encode(text)
+
+    def encode_bare(self, text: str) -> list[int]:
+        """As `encode`, with nothing put before or behind the text."""
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, **options: bool) -> list[int]:
+        try:
+            return list(self.hf.encode(text, **options))
+        except BaseException as e:
+            _raise(e)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids, as `Tokenizer.decode`."""
+        options = {"skip_special_tokens": skip_special_tokens}
+        try:
+            if self._plain:
+                return self.hf.backend_tokenizer.decode(token_ids, **options)
+            # Cleaning up spaces would change text that has already been streamed.
+            return self.hf.decode(token_ids, clean_up_tokenization_spaces=False, **options)
+        except BaseException as e:
+            _raise(e)
+
+    def piece(self, token_id: int) -> str | None:
+        """How the vocabulary spells a token; None for an id that it does not have."""
+        try:
+            return self.hf.convert_ids_to_tokens(token_id)
+        except BaseException as e:
+            _raise(e)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    """Raises what a tokenizer has raised: a failure as a CheckpointError, anything else as it is."""
+    if not is_failure(error):
+        raise error
+    raise CheckpointError(
+        f"the model's tokenizer fails ({type(error).__name__}: {reason(error)}); repair its files, or pass token ids "
+        "instead"
+    ) from error
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, text: str, max_tokens: int, *, bare: bool = False, truncated: bool = False
+) -> list[int]:
+    """Token ids of a prompt. Text too long for `max_tokens` whatever its tokens are is refused before it costs more
+    than its length; so is text of which a tokenizer would drop so much that it might fit (repeated spaces). Of other
+    text that is too long the beginning alone is tokenised.
+
+    Args:
+        bare: as `encode_bare` does.
+        truncated: the caller uses the last tokens alone. The text may then have _MAX_TRUNCATED (2**20) characters in
+            any case.
+
+    Raises:
+        RequestError: the text is too long, or no Unicode text.
+    """
+    width = tokenizer.characters_per_token
+    most = max(max_tokens * width, _MAX_TRUNCATED if truncated else 0)
+    if len(text) > most:
+        limit = (
+            f"truncate_prompt_tokens takes up to {most} characters, because all of them are tokenised: send the end of "
+            "the text alone"
+            if truncated
+            else f"it may have at most {max_tokens} tokens (this model's maximum context length is {max_tokens + 1} "
+            f"tokens, one of them for the output), and none stands for more than {width} characters: shorten it or "
+            "raise max_model_len"
+        )
+        raise PromptTooLongError(f"the prompt has {len(text)} characters; {limit}", "prompt")
+    check_text(text)
+    if not truncated:
+        _check_beginning(tokenizer, text, max_tokens)
+    return tokenizer.encode_bare(text) if bare else tokenizer.encode(text)
+
+
+def _check_beginning(tokenizer: Tokenizer, text: str, max_tokens: int) -> None:
+    """Raises PromptTooLongError for long text of which the beginning has too many tokens. To tokenise megabytes in
+    order to refuse them would take seconds."""
+    length = _USUAL * (max_tokens + _AT_CUT)
+    if len(text) <= length:
+        return
+    tokens = len(tokenizer.encode_bare(text[:length])) - _AT_CUT
+    if tokens > max_tokens:
+        raise PromptTooLongError(
+            f"the prompt has {len(text)} characters, and the first {length} of them have {tokens} tokens or more; it "
+            f"may have at most {max_tokens} (this model's maximum context length is {max_tokens + 1} tokens, one of "
+            "them for the output): shorten it or raise max_model_len",
+            "prompt",
+        )
+
+
+def check_text(prompt: str) -> None:
+    """Raises RequestError for a lone surrogate, which no tokenizer takes."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:
+        raise RequestError(
+            f"the prompt's character {e.start} is U+{ord(prompt[e.start]):04X}, half of a surrogate pair or, on a "
+            "command line, a byte that is no UTF-8: decode the prompt from its bytes anew, or remove it",
+            "prompt",
+        ) from e
+
+
+def load_tokenizer(path: str | Path) -> HFTokenizer | None:
+    """The tokenizer of a checkpoint directory, None if it has no tokenizer files. No code of the checkpoint is run.
+
+    Raises:
+        CheckpointError: the files are there but cannot be read, or only with code of the checkpoint.
+        ConfigError: transformers, which chooses the tokenizer, refuses the model's config.json.
+    """
+    directory = Path(path)
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer  # slow to import, and useless where token ids go in and come out
+
+    _check_kinds(directory)
+    asks_for_code = _check_settings(directory)
+    config = _read_config(directory)
+    try:
+        return HFTokenizer(AutoTokenizer.from_pretrained(str(directory), config=config, **_LOCAL))
+    except BaseException as e:
+        if not is_failure(e):
+            raise
+        if asks_for_code:
+            raise CheckpointError(
+                f"the tokenizer in {directory} asks for trust_remote_code=True: auto_map in its tokenizer_config.json "
+                "names Python code of the checkpoint, and hybridrt never runs such code; convert the tokenizer to a "
+                "tokenizer.json, or pass token ids instead of text"
+            ) from e
+        raise CheckpointError(
+            f"the tokenizer in {directory} cannot be loaded ({type(e).__name__}: {e}); fix its files, or remove "
+            f"{', '.join(TOKENIZER_FILES)} to pass token ids instead of text"
+        ) from e
+
+
+def _read_config(directory: Path) -> Any:
+    """config.json as transformers reads it, to choose a class of tokenizer; by default AutoTokenizer does the same. It
+    checks fields that hybridrt does not read. None without the file."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if not (directory / "config.json").exists():
+        return None
+    try:
+        try:
+            return AutoConfig.from_pretrained(str(directory), **_LOCAL)
+        except (ValueError, OSError):  # a kind of model that transformers does not know
+            return PreTrainedConfig.from_pretrained(str(directory), **_LOCAL)
+    except BaseException as e:
+        if not is_failure(e):
+            raise
+        raise ConfigError(
+            f"{directory / 'config.json'}: transformers, which reads it to choose the tokenizer, refuses it "
+            f"({reason(e)}); correct that field"
+        ) from e
+
+
+def _check_kinds(directory: Path) -> None:
+    """transformers reads the files whole, and chooses which by their names: CheckpointError where one may not end."""
+    for file in directory.iterdir():
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and file.exists():
+            try:
+                check_file(file, CONFIG_BYTES if file.stem.endswith("config") else TOKENIZER_BYTES)
+            except OSError as e:
+                raise CheckpointError(f"{file} cannot be read: {e.strerror or e}; replace it by the file itself") from e
+
+
+def _check_settings(directory: Path) -> bool:
+    """Whether the files ask for code of the checkpoint. transformers looks up whatever class they name and loads it
+    without our option: a model's class would ask on the terminal and run code, so only tokenizers pass.
+
+    Raises:
+        CheckpointError: a file is damaged, or names a class that is no tokenizer.
+    """
+    import transformers
+
+    files = [directory / name for name in ("tokenizer_config.json", "config.json")]
+    settings = [read_object(file, CheckpointError) for file in files if file.exists()]
+    for file, name in ((f, s.get("tokenizer_class")) for f, s in zip(files, settings)):
+        found = getattr(transformers, name, None) if isinstance(name, str) else name
+        is_tokenizer = isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase)
+        if found is not None and not is_tokenizer:
+            raise CheckpointError(f"{file}: tokenizer_class is {shown(name)}, which is no tokenizer of transformers")
+    return any(s.get("auto_map") for s in settings)

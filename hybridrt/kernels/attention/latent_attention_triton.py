@@ -1,0 +1,236 @@
+"""Triton implementations of multi-head latent attention: storing latent vectors, and prefill over them."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.attention import prefill_attention_triton as prefill
+from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
+from hybridrt.kernels.attention.prefill_attention_triton import KeySources, described, width_of
+from hybridrt.kernels.core.launch import H200_SHARED_MEMORY, multiprocessors
+from hybridrt.kernels.core.pdl_triton import begin, pdl
+from hybridrt.kernels.core.records import AttentionPrompts, LatentWeights, PagedKV
+
+FEW_TOKENS = 4  # up to so many, a head's matrix times a vector takes one launch, and the tails need no copy
+MAX_DECOMPRESSED = 1 << 28  # bytes of the keys and values that are made at a time, of as many heads as that allows
+# On an H200 a multiply-add of absorbed queries takes as long as two others. Both count in tiles of so many rows.
+ABSORBED_COST, ABSORBED_ROWS, MADE_ROWS = 2, 32, 64
+
+
+@triton.jit
+def _rotated(x, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The two halves of the numbers at x [R] that turn, rotated: [R, BLOCK_HALF] float32 each."""
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    angles = cos_sin_ptr + position.to(tl.int64) * (2 * HALF) + i
+    cos, sin = tl.load(angles, mask=i < HALF, other=0.0), tl.load(angles + HALF, mask=i < HALF, other=0.0)
+    mask = mask[:, None] & (i < HALF)
+    first = tl.load(x[:, None] + i, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(x[:, None] + HALF + i, mask=mask, other=0.0).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _turn(  # type: ignore[no-untyped-def]
+    x, out, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
+):
+    """Stores the numbers at x [R], rotated, at out [R]. A thread holds both halves of a pair, so that out may be x."""
+    first, second = _rotated(x, cos_sin_ptr, position, mask, HALF, BLOCK_HALF)
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = mask[:, None] & (i < HALF)
+    tl.store(out[:, None] + i, first.to(out.dtype.element_ty), mask=mask)
+    tl.store(out[:, None] + HALF + i, second.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _write_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, eps, q_st, q_sh, k_st,
+    H: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [tokens, 1 or 2]: the first program of a token stores its latent vector, the second rotates its queries."""
+    t = tl.program_id(0).to(tl.int64)
+    slot, position = tl.load(slots_ptr + t).to(tl.int64), tl.load(positions_ptr + t)
+    d = tl.arange(0, BLOCK_D)
+    weight = tl.load(weight_ptr + d, mask=d < RANK, other=0.0)
+    begin(PDL)
+    if HALF > 0:  # noqa: SIM102  # in one condition the branch would be compiled without cos_sin too
+        if tl.program_id(1) == 1:
+            h = tl.arange(0, BLOCK_H)
+            x = q_ptr + t * q_st + NOPE + h * q_sh
+            _turn(x, x, cos_sin_ptr, position, h < H, HALF, BLOCK_HALF)
+            return
+    if slot < PAGE:
+        return
+    source, target = k_ptr + t * k_st, cache_ptr + slot * (RANK + ROPE)
+    r = 2 * HALF + tl.arange(0, BLOCK_R)
+    x = tl.load(source + d, mask=d < RANK, other=0.0).to(tl.float32)
+    rest = tl.load(source + RANK + r, mask=r < ROPE)
+    x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + eps)
+    tl.store(target + d, (x * weight).to(cache_ptr.dtype.element_ty), mask=d < RANK)
+    tl.store(target + RANK + r, rest.to(cache_ptr.dtype.element_ty), mask=r < ROPE)
+    if HALF > 0:
+        one = tl.arange(0, 1)
+        _turn(source + RANK + one, target + RANK + one, cos_sin_ptr, position, one < 1, HALF,
+              BLOCK_HALF)  # fmt: skip
+
+
+def write_latent_triton(
+    q: Tensor, k: Tensor, weights: LatentWeights, positions: Tensor, cos_sin: Tensor | None, cache: Tensor,
+    out_cache_loc: Tensor,
+) -> Tensor:  # fmt: skip
+    """`write_latent` in one launch, in place."""
+    (tokens, heads, query_dim), (_, nope, rank) = q.shape, weights.up_k.shape
+    half = 0 if cos_sin is None else cos_sin.shape[1] // 2
+    if tokens:
+        _write_kernel[(tokens, 2 if half else 1)](
+            q, k, weights.norm, positions, cos_sin, cache, out_cache_loc, weights.norm_eps, q.stride(0), q.stride(1),
+            k.stride(0),
+            H=heads, NOPE=nope, RANK=rank, ROPE=query_dim - nope, HALF=half, PAGE=cache.shape[1],
+            BLOCK_H=triton.next_power_of_2(heads), BLOCK_D=triton.next_power_of_2(rank),
+            BLOCK_R=triton.next_power_of_2(query_dim - nope), BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
+            **pdl(q.device),
+        )  # fmt: skip
+    return q
+
+
+@triton.jit
+def _heads_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, w_ptr, out_ptr, x_st, x_sh, out_st, out_sh,
+    K: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [blocks of N, heads, tokens]: out[t, h, :N] = x[t, h, :K] w[h]; the TAIL numbers behind are copied."""
+    h, t = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    k, n = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (k < K)[:, None] & (n < N)[None, :]
+    tile = tl.load(w_ptr + h * (K * N) + k[:, None] * N + n[None, :], mask=mask, other=0.0)
+    begin(PDL)
+    x, out = x_ptr + t * x_st + h * x_sh, out_ptr + t * out_st + h * out_sh
+    vector = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    found = tl.sum(tile.to(tl.float32) * vector[:, None], 0)
+    tl.store(out + n, found.to(out_ptr.dtype.element_ty), mask=n < N)
+    if TAIL > 0:
+        r = tl.arange(0, BLOCK_R)
+        copied = r < tl.where(tl.program_id(0) == 0, TAIL, 0)
+        tl.store(out + N + r, tl.load(x + K + r, mask=copied), mask=copied)
+
+
+def into_latent_triton(q: Tensor, weights: LatentWeights) -> Tensor:
+    """`into_latent`, of few tokens in one launch."""
+    heads, nope, rank = weights.up_k.shape
+    tail = q.shape[-1] - nope
+    flat = q.reshape(-1, heads, q.shape[-1])
+    if not 0 < len(flat) <= FEW_TOKENS:
+        return into_latent.reference(q, weights)
+    out = q.new_empty(*q.shape[:-1], rank + tail)
+    _multiply_heads(flat, weights.up_k, out.view(-1, heads, rank + tail), tail)
+    return out
+
+
+def from_latent_triton(x: Tensor, weights: LatentWeights) -> Tensor:
+    """`from_latent`, of few tokens in one launch."""
+    heads, rank, value_dim = weights.up_v.shape
+    flat = x.reshape(-1, heads, rank)
+    if not 0 < len(flat) <= FEW_TOKENS:
+        return from_latent.reference(x, weights)
+    out = x.new_empty(*x.shape[:-1], value_dim)
+    _multiply_heads(flat, weights.up_v, out.view(-1, heads, value_dim), 0)
+    return out
+
+
+def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor, tail: int) -> None:
+    """out [T, H, N + tail] of x [T, H, K + tail] and contiguous matrices [H, K, N]."""
+    heads, inputs, outputs = matrices.shape
+    block_k = triton.next_power_of_2(inputs)
+    block_n = max(8, min(triton.next_power_of_2(outputs), 16384 // block_k))
+    _heads_kernel[triton.cdiv(outputs, block_n), heads, len(x)](
+        x, matrices, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+        K=inputs, N=outputs, TAIL=tail, BLOCK_K=block_k, BLOCK_N=block_n, BLOCK_R=triton.next_power_of_2(max(tail, 1)),
+        num_warps=4, **pdl(x.device),
+    )  # fmt: skip
+
+
+def latent_extend_triton(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
+    """`latent_extend`: absorbed for few tokens; decompressed for many, if the device has a tensor memory accelerator
+    and the copied vectors take at most MAX_GATHERED bytes."""
+    lens = batch.seq_lens_host  # empty in a graph, which could not hold copies of changing sizes
+    copied = sum(lens) * kv.k_cache.shape[3] * q.element_size()
+    allowed = bool(lens) and prefill.ample(q) and copied <= prefill.MAX_GATHERED
+    if allowed and decompressed_pays(q, weights, batch.query_lens, lens):
+        return _decompressed(q, kv, weights, batch)
+    return from_latent_triton(prefill.attention_extend_triton(into_latent_triton(q, weights), kv, batch), weights)
+
+
+def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
+    """Whether keys and values made for all heads take less time than absorbed queries: by the multiply-adds of a head,
+    and by how many multiprocessors have a tile, because a tile walks all keys of its row by itself."""
+    (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
+    rope, matrices, device = q.shape[2] - nope, rank * (nope + value_dim), multiprocessors(q.device)
+
+    def pairs(rows: int, heads_of_tile: int, launched: int) -> float:
+        """Pairs of a query and a key, queries in whole tiles of `rows`; more where tiles leave multiprocessors idle."""
+        tiles = [triton.cdiv(n * heads_of_tile, rows) for n in query_lens]
+        count = sum(t * rows / heads_of_tile * (k - n / 2) for t, n, k in zip(tiles, query_lens, seq_lens, strict=True))
+        return count * max(device / max(launched * sum(tiles), 1), 1.0)
+
+    absorbed = pairs(ABSORBED_ROWS, heads, 1) * (2 * rank + rope) * ABSORBED_COST + sum(query_lens) * matrices
+    made = pairs(MADE_ROWS, 1, _heads_at_once(q, weights, sum(seq_lens))) * (nope + rope + value_dim)
+    return made + sum(seq_lens) * matrices < absorbed
+
+
+def _heads_at_once(q: Tensor, weights: LatentWeights, keys: int) -> int:
+    """Of how many heads keys and values are made at a time."""
+    (heads, nope, _), value_dim = weights.up_k.shape, weights.up_v.shape[2]
+    row_bytes = (width_of(nope) + width_of(value_dim)) * q.element_size()
+    return min(max(MAX_DECOMPRESSED // max(keys * row_bytes, 1), 1), heads)
+
+
+def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
+    """Gathers the vectors that the batch sees. Then, some heads at a time, makes keys and values and attends."""
+    (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
+    out = q.new_empty(*q.shape[:2], value_dim)
+    out[sum(batch.query_lens) :].zero_()
+    blocks = prefill.key_blocks(batch.query_lens, batch.seq_lens_host, kv.sliding_window)
+    parts = kv.k_cache[..., :rank], kv.k_cache[..., rank:]
+    latents, tails, total = prefill.gather(*parts, kv, batch, blocks, q.dtype)
+    at_once = _heads_at_once(q, weights, total)
+    for first in range(0, heads, at_once):
+        mine = slice(first, first + at_once)
+        keys = _made(latents[:, :rank], weights.up_k[mine].transpose(1, 2))
+        values = _made(latents[:, :rank], weights.up_v[mine])
+        sources = KeySources(described(keys), described(values), described(tails), total)
+        shape = (len(weights.up_k[mine]), nope, value_dim, q.shape[2] - nope)
+        tile = _tile_of(q[:, mine], nope, value_dim, batch.query_lens)
+        prefill.run_extend(q[:, mine], sources, kv, batch, shape, tile, out[:, mine])
+    return out
+
+
+def _tile_of(q: Tensor, nope: int, value_dim: int, query_lens: Sequence[int]) -> dict[str, int]:
+    """Tile sizes and launch options over keys and values that were made for the heads of q, as measured on an H200.
+    Queries and three stages of keys take a multiprocessor's shared memory; in long prompts 256 queries share what is
+    loaded, if they fit. Few queries have small tiles, of which two fit a multiprocessor."""
+    (_, heads, query_dim), dim, device = q.shape, max(nope, value_dim), multiprocessors(q.device)
+    tile = prefill.tile_of(q, dim, heads, query_lens, gathered=True)
+
+    def programs(rows: int) -> int:
+        return heads * sum(triton.cdiv(n, rows) for n in query_lens)
+
+    if dim > 128 or max(query_lens) <= 64 or 2 * programs(128) <= device:
+        return tile
+    key = width_of(nope) + width_of(query_dim - nope)
+    stages = 3 * tile["BLOCK_N"] * (key + width_of(value_dim))
+    fits = (256 * key + stages) * q.element_size() < H200_SHARED_MEMORY - 1024  # of which barriers take some bytes
+    long = min(query_lens) >= 2048 and programs(256) >= 2 * device
+    return tile | {"BLOCK_M": 256 if long and fits else 128, "num_warps": 8, "num_stages": 3}
+
+
+def _made(latents: Tensor, matrices: Tensor) -> Tensor:
+    """latents [total, rank] times matrices [h, rank, dim]: [h * total, width], zeros behind dim."""
+    heads, _, dim = matrices.shape
+    made = torch.bmm(latents.expand(heads, -1, -1), matrices)  # matmul would leave it transposed
+    return (made if width_of(dim) == dim else F.pad(made, (0, width_of(dim) - dim))).flatten(0, 1)

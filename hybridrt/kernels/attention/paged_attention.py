@@ -1,0 +1,230 @@
+"""Softmax attention over a paged KV cache.
+
+Shapes: B rows, T tokens per row, Hq query and Hkv key/value heads (query head h reads key head h // (Hq // Hkv)), D
+dim of queries and keys, Dv of values (see PagedKV), L the longest context looked at. A token's slot is page * page_size
++ offset; `req_to_token[row, position]` holds slots. Page 0 is padding: it is never written, and no row reads
+what another one wrote or left behind, so that NaN in one request reaches no other.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.core.recording import live, steady
+from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, PagedKV
+
+
+@operation(By("triton"))
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+    """Store k, v `[T, Hkv, D]` at slots out_cache_loc `[T]` of the caches `[pages, page, Hkv, D]`, in place. What would
+    go to page 0 is padding and dropped."""
+    store(((k_cache, k), (v_cache, v)), out_cache_loc)
+
+
+def store(caches: Iterable[tuple[Tensor, Tensor]], out_cache_loc: Tensor) -> None:
+    """`write_kv` of caches, each with what it gets, in plain torch."""
+    caches = tuple(caches)
+    live(lambda: store_at(caches, cell_places(out_cache_loc, caches[0][0].shape[1])))
+
+
+class CellPlaces(NamedTuple):
+    """Where tokens go in the cells [pages * page, ...] of a cache, the same in all layers of a step.
+
+    Attributes:
+        cells: [T] int64; 0 for padding.
+        padding: [T] bool; None where it is known that there is none.
+    """
+
+    cells: Tensor
+    padding: Tensor | None
+
+
+def cell_places(out_cache_loc: Tensor, page: int) -> CellPlaces:
+    """The places of slots [T] in pages of so many tokens."""
+    slots = out_cache_loc.long()
+    if slots.device.type == "cpu" and steady(lambda: (slots.numpy() >= page).all()):
+        return CellPlaces(slots, None)
+    padding = slots < page
+    return CellPlaces(slots.masked_fill(padding, 0), padding)
+
+
+def store_at(caches: Iterable[tuple[Tensor, Tensor]], places: CellPlaces) -> None:
+    """Each cache [pages, page, ...] gets its values [T, ...], but for padding."""
+    for cache, new in caches:
+        cells, values = cache.view(-1, *cache.shape[2:]), new.to(cache.dtype)
+        if places.padding is not None:
+            values = torch.where(places.padding[:, None, None], cells[:1], values)
+        cells.index_copy_(0, places.cells, values)
+
+
+@operation(By("triton"), By("sgl_kernel", priority=5))
+def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
+    """Attention of T new tokens per row, already in the cache, over each row's whole context.
+
+    q `[B, T, Hq, D]`. Token t of a chain sees seq_len - T + t + 1 keys. A node of a tree sees the first seq_len - T
+    keys and those of the last T that its mask names. The places of padding drafts are not read. Keys that have left
+    the window of all T tokens are not read either, and their table entries may be stale. Returns `[B, T, Hq, Dv]` in
+    q's dtype; rows with seq_len 0 (padding) are zeros. If `out` of that shape is given, they are left there: heads
+    contiguous, tokens at any distance, also between rows. ConfigError: a kernel cannot write to an `out` of other
+    strides.
+    """
+    return attend(q, kv, row_context(kv.req_to_token, batch, q.shape[1], kv.sliding_window), out)
+
+
+@operation(
+    By("triton", "hybridrt.kernels.attention.prefill_attention_triton:attention_extend_triton"),
+    By("sgl_kernel", priority=5),
+)
+def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
+    """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.
+
+    q `[T, Hq, D]`: the last token of row b is at position seq_lens[b] - 1. Returns `[T, Hq, Dv]` in q's dtype; tokens
+    past the last row are zeros. If `out`, of any token stride, is given, they are left there.
+    """
+    k_cache, v_cache, req_to_token, scale, sliding_window = kv
+    rows, _, _, query_lens, seq_lens_host = batch
+    out = q.new_zeros(*q.shape[:2], v_cache.shape[3]) if out is None else out.zero_()
+    start = 0
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens_host, strict=True)):
+        end = start + query_len
+        if query_len > 0:
+            first = 0 if sliding_window is None else max(seq_len - query_len - sliding_window + 1, 0)
+            slots = req_to_token[:, first:seq_len].index_select(0, rows[row : row + 1]).view(-1)
+            keys, values = (_by_head(cache, slots, 1, q.dtype) for cache in (k_cache, v_cache))
+            query = q[start:end].transpose(0, 1).unsqueeze(0)
+            out[start:end] = _causal_attention(query, keys, values, scale, sliding_window)[0].transpose(0, 1)
+        start = end
+    return out
+
+
+class RowContext(NamedTuple):
+    """The keys of B rows of T tokens, the same for all layers of a window.
+
+    Attributes:
+        slots: [B * L] KV slots; a slice if they are adjacent on a CPU, and all are seen.
+        visible: [B, T, L] bool, which of them each token sees; None: all.
+        seq_lens: [B], as in AttentionRows.
+    """
+
+    slots: Tensor | slice
+    visible: Tensor | None
+    seq_lens: Tensor
+
+
+def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding_window: int | None) -> RowContext:
+    """What rows of T `tokens` see."""
+    rows, seq_lens, tree_mask, num_drafts, max_len = batch
+    slots, position = _last_slots(req_to_token, rows, seq_lens, tokens, sliding_window, max_len)
+    if tokens == 1 and sliding_window is None and _all_reach(seq_lens, slots.shape[1]):
+        return RowContext(_run(slots), None, seq_lens)
+    last = seq_lens - 1 if num_drafts is None else seq_lens - tokens + num_drafts
+    in_context = (position >= 0) & (position <= last.unsqueeze(1))
+    # Other slots may name another request's page or a stale one. What is masked is still multiplied by zero,
+    # and 0 * NaN is NaN: the row's own last key replaces it.
+    stand_in = slots.gather(1, (last - position[:, 0]).clamp(min=0).long().unsqueeze(1))
+    slots = torch.where(in_context, slots, stand_in).view(-1)
+    if tokens == 1:
+        return RowContext(slots, in_context.unsqueeze(1), seq_lens)
+    node = position - (seq_lens.unsqueeze(1) - tokens)
+    return RowContext(slots, _visible(in_context, node, tokens, sliding_window, tree_mask), seq_lens)
+
+
+def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = None) -> Tensor:
+    """`attention_decode` of rows whose context is known."""
+    k_cache, v_cache, scale = kv.k_cache, kv.v_cache, kv.scale
+    num_rows, tokens, query_heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    groups = query_heads // kv_heads
+    slots, visible, seq_lens = context
+    if visible is not None:
+        visible = visible.unsqueeze(1)
+        if tokens > 1:
+            visible = visible.expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * tokens, -1)
+    keys, values = _by_head(k_cache, slots, num_rows, q.dtype), _by_head(v_cache, slots, num_rows, q.dtype)
+    # The query heads that share a key head become extra query positions of that head: nothing is repeated.
+    if tokens == 1:
+        query = q.view(num_rows, kv_heads, groups, head_dim)
+    else:
+        query = q.view(num_rows, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    result = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
+    if visible is not None:
+        result.masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
+    if out is None:
+        out = q.new_empty(num_rows, tokens, query_heads, v_cache.shape[3])
+    if tokens == 1:
+        out.view(num_rows, kv_heads, groups, -1).copy_(result)
+    else:
+        out.copy_(result.unflatten(2, (groups, tokens)).permute(0, 3, 1, 2, 4).flatten(2, 3))
+    return out
+
+
+def _run(slots: Tensor) -> Tensor | slice:
+    """Slots [B, L] on a CPU: a slice if they are adjacent, whose keys need no copy, else [B * L]."""
+    numbers = slots.numpy().reshape(-1)
+    first, end = int(numbers[0]), int(numbers[0]) + len(numbers)
+    return slice(first, end) if numbers[-1] == end - 1 and (np.diff(numbers) == 1).all() else slots.view(-1)
+
+
+def _all_reach(seq_lens: Tensor, context: int) -> bool:
+    """Whether every row's context is the whole table width, where looking waits for nothing: no mask is needed then."""
+    return not seq_lens.is_cuda and seq_lens.tolist() == [context] * len(seq_lens)
+
+
+def _by_head(cache: Tensor, slots: Tensor | slice, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """[B, Hkv, L, D]: what B rows find at slots [B * L] of a cache. Adjacent slots are a view."""
+    heads, dim = cache.shape[2:]
+    if isinstance(slots, slice):
+        (_, token, head, element), length = cache.stride(), (slots.stop - slots.start) // num_rows
+        shape, strides = (num_rows, heads, length, dim), (length * token, head, token, element)
+        return cache.as_strided(shape, strides, cache.storage_offset() + slots.start * token).to(dtype)
+    cells = cache.view(-1, heads * dim).index_select(0, slots)
+    return cells.view(num_rows, -1, heads, dim).transpose(1, 2).to(dtype)
+
+
+def _last_slots(
+    req_to_token: Tensor, rows: Tensor, seq_lens: Tensor, tokens: int, sliding_window: int | None, max_len: int | None
+) -> tuple[Tensor, Tensor]:
+    """KV slots `[B, L]` of all that a row's last `tokens` tokens may see, and their positions; a slot means nothing
+    outside [0, seq_len). What has left the window is not looked up."""
+    if sliding_window is None:
+        slots = req_to_token[:, :max_len].index_select(0, rows)
+        return slots, torch.arange(slots.shape[1], device=rows.device).expand_as(slots)
+    span = min(sliding_window + tokens - 1, max_len or req_to_token.shape[1])
+    position = seq_lens.unsqueeze(1) - span + torch.arange(span, device=rows.device)
+    return req_to_token[rows.unsqueeze(1), position.clamp(min=0)], position
+
+
+def _visible(
+    in_context: Tensor, node: Tensor, tokens: int, sliding_window: int | None, tree_mask: Tensor | None
+) -> Tensor:
+    """`[B, T, L]` bool: which of L keys each of a row's T tokens sees. node `[B, L]` says which of the T tokens a key
+    belongs to; it is negative in the prefix."""
+    if tree_mask is None:
+        tree_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=node.device).tril()
+        tree_mask = tree_mask.expand(len(node), -1, -1)
+    clamped = node.clamp(0, tokens - 1).unsqueeze(1)
+    in_tree = tree_mask.gather(2, clamped.expand(-1, tokens, -1))
+    visible = in_context.unsqueeze(1) & ((node < 0).unsqueeze(1) | in_tree)
+    if sliding_window is None:
+        return visible
+    depth = tree_mask.sum(-1) - 1  # a node's mask holds its ancestors and itself
+    key_depth = torch.where(node < 0, node, depth.gather(1, clamped.squeeze(1)))
+    return visible & (depth.unsqueeze(2) - key_depth.unsqueeze(1) < sliding_window)
+
+
+def _causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+    """query `[1, Hq, n, D]` at the end of keys, values `[1, Hkv, L, D]`. Returns `[1, Hq, n, D]`."""
+    query_len, context = query.shape[2], keys.shape[2]
+    mask = None
+    if query_len < context or (sliding_window is not None and sliding_window < context):
+        mask = torch.ones(query_len, context, dtype=torch.bool, device=query.device).tril_(context - query_len)
+        if sliding_window is not None:
+            mask.triu_(context - query_len - sliding_window + 1)
+    return F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )

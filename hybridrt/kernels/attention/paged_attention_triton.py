@@ -1,0 +1,389 @@
+"""Triton kernels of paged decode attention (flash attention, Dao et al. 2022; split over the context, Dao et al. 2023).
+
+All query heads that share a key/value head are rows of one tile, so a key is loaded once for the group: row m of a tile
+is token m // GROUPS and head m % GROUPS of the group. Scores are in units of log 2.
+
+Keys of a latent cache are D + ROPE numbers, of which the first D are also their values: they are loaded once for both,
+and the ROPE others apart, so that each part is a power of two wide. Other caches have ROPE = 0.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.core.launch import (
+    H200_SHARED_MEMORY,
+    arrival_counters,
+    dot_precision,
+    multiprocessors,
+    shared_memory,
+)
+from hybridrt.kernels.core.pdl_triton import begin, pdl
+from hybridrt.kernels.core.records import AttentionRows, PagedKV
+
+BLOCK_N = 64  # context positions per tile; half of it in float32
+BLOCK_M = 64  # query rows per tile at most; half of it in float32
+PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # of heads up to 128, and of wider ones
+LONG_CONTEXT = 4096  # positions that one program may have to walk where the device is full anyway
+# A row has FEW_SPLITS programs at most where the device is full: every row of the batch has as many, and memory for as
+# many parts. With few rows it may have MAX_SPLITS. The further ones gain nothing before each of FEW_SPLITS has some
+# blocks, because their parts take time to join. Programs of wide heads, which load more at once, need half as many.
+FEW_SPLITS, MAX_SPLITS = 64, 256
+PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # that `_combine_kernel` loads together
+
+
+@triton.jit
+def _split_range(  # type: ignore[no-untyped-def]
+    seq_len, split, T: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr,
+    LEAST: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """First position that any token sees, aligned; the split's first and end block; how many splits have blocks. Where
+    they suffice, FEW splits have up to LEAST blocks each."""
+    origin = 0
+    if WINDOW > 0:
+        origin = tl.maximum(seq_len - T - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    blocks = tl.cdiv(seq_len - origin, BLOCK_N)
+    few = tl.maximum(tl.minimum(tl.cdiv(blocks, FEW), LEAST), 1)
+    per_split = tl.maximum(tl.cdiv(blocks, SPLITS), few)
+    return origin, split * per_split, tl.minimum((split + 1) * per_split, blocks), tl.cdiv(blocks, per_split)
+
+
+@triton.jit
+def _tree_depth(tree, node, node_mask, tree_st, T: tl.constexpr, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ancestors of each node of a row's tree: its mask holds them and the node itself."""
+    t = tl.arange(0, BLOCK_T)
+    mask = node_mask[:, None] & (t < T)[None, :]
+    seen = tl.load(tree + node[:, None] * tree_st + t[None, :], mask=mask, other=0)
+    return tl.sum((seen != 0).to(tl.int32), 1) - 1
+
+
+@triton.jit
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
+    arrivals_ptr, q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, out_st, scale_log2,
+    T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [rows, key heads and blocks of their query rows, SPLITS]. If they count arrivals, a row with one part at
+    most is finished at once, and the parts of others are joined by the last program to arrive; else `_combine_kernel`
+    joins them."""
+    b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + b)
+    table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
+    keys = seq_len
+    if drafts_ptr is not None:
+        keys -= T - 1 - tl.load(drafts_ptr + b)  # behind them is padding of the T: it belongs to another row
+    origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
+    if ROPE > 0:
+        pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
+        slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
+    begin(PDL)
+    if (SPLITS > 1) & (split > 0) & (first >= end):
+        return
+    m_blocks: tl.constexpr = (T * GROUPS + BLOCK_M - 1) // BLOCK_M
+    kv_head = head_block // m_blocks
+    m = (head_block % m_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    live, token, head = m < T * GROUPS, m // GROUPS, kv_head * GROUPS + m % GROUPS
+    d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
+    mask = live[:, None] & (d < D)[None, :]
+    q_row = q_ptr + b.to(tl.int64) * q_sb + token * q_st + head * q_sh
+    q = tl.load(q_row[:, None] + d[None, :], mask=mask, other=0.0)
+    q_rope = q
+    if ROPE > 0:
+        q_rope = tl.load(q_row[:, None] + D + r[None, :], mask=live[:, None] & (r < ROPE)[None, :], other=0.0)
+    depth = token
+    if tree_ptr is not None:
+        tree = tree_ptr + b.to(tl.int64) * tree_sb
+        if WINDOW > 0:
+            depth = _tree_depth(tree, token, live, tree_st, T, BLOCK_T)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    for block in range(first, end):
+        pos = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
+        in_context = pos < keys
+        if WINDOW > 0:
+            in_context &= pos > seq_len - T - WINDOW  # the pages before may be another request's by now
+        node = pos - (seq_len - T)  # which of the T tokens is at `pos`; negative before them
+        key_depth = node
+        if tree_ptr is not None:
+            in_tree = in_context & (node >= 0)
+            named = tree + token[:, None] * tree_st + node[None, :]
+            named = tl.load(named, mask=live[:, None] & in_tree[None, :], other=0) != 0
+            visible = in_context[None, :] & ((node < 0)[None, :] | named)
+            if WINDOW > 0:
+                key_depth = tl.where(node < 0, node, _tree_depth(tree, node, in_tree, tree_st, T, BLOCK_T))
+        else:
+            visible = in_context[None, :] & (node[None, :] <= token[:, None])
+        if WINDOW > 0:
+            visible &= depth[:, None] - key_depth[None, :] < WINDOW
+        # One step of the online softmax. `in_context` guards the loads: nothing is read at other positions. `visible`
+        # guards the scores: other keys get no weight.
+        if ROPE == 0:
+            slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
+        base = (slot * HKV + kv_head) * (D + ROPE)
+        key_mask = in_context[:, None] & (d < D)[None, :]
+        k = tl.load(k_ptr + base[:, None] + d[None, :], mask=key_mask, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if ROPE > 0:
+            rope_mask = in_context[:, None] & (r < ROPE)[None, :]
+            k_rope = tl.load(k_ptr + base[:, None] + D + r[None, :], mask=rope_mask, other=0.0).to(q.dtype)
+            scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
+            # The slots of the next block: with them here, the compiler has two blocks of keys on their way.
+            pos += BLOCK_N
+            slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
+        scores = tl.where(visible, scores * scale_log2, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # A row that has seen nothing yet keeps -inf; 0 in its place keeps the differences from being NaN.
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - safe_max[:, None])
+        rescale = tl.exp2(row_max - safe_max)
+        if ROPE > 0:
+            v = k
+        else:
+            v = tl.load(v_ptr + base[:, None] + d[None, :], mask=key_mask, other=0.0).to(q.dtype)
+        acc = acc * rescale[:, None] + tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
+        row_max, row_sum = new_max, row_sum * rescale + tl.sum(weights, 1)
+    row_sum = tl.where(row_sum == 0, 1.0, row_sum)
+    y = acc / row_sum[:, None]
+    finished = SPLITS == 1
+    if SPLITS > 1:
+        parted = True
+        if arrivals_ptr is not None:
+            parted, finished = used > 1, used <= 1
+        if parted:
+            part: tl.constexpr = T * HKV * GROUPS
+            first_part = (b.to(tl.int64) * SPLITS * T + token) * (HKV * GROUPS) + head
+            own = first_part + split * part
+            tl.store(partial_ptr + own[:, None] * D + d[None, :], y, mask=mask)
+            tl.store(lse_ptr + own, row_max + tl.log2(row_sum), mask=live)
+            if arrivals_ptr is not None:
+                arrivals = arrivals_ptr + b * tl.num_programs(1) + head_block
+                tl.debug_barrier()  # the arrival below publishes what all threads stored
+                if tl.atomic_add(arrivals, 1, sem="acq_rel") == used - 1:
+                    tl.store(arrivals, 0)
+                    y = _join(partial_ptr, lse_ptr, first_part, part, used, live, d, D, BLOCK_M, BLOCK_D)
+                    finished = parted
+    if finished:
+        cells = out_ptr + ((b.to(tl.int64) * T + token) * out_st + head * D)[:, None] + d[None, :]
+        tl.store(cells, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _join(  # type: ignore[no-untyped-def]
+    partial_ptr, lse_ptr, first, part: tl.constexpr, used, live, d, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows [BLOCK_M] of a split context: the parts' outputs weighted by their sums of exponentials."""
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for s in range(used):
+        largest = tl.maximum(largest, tl.load(lse_ptr + first + s * part, mask=live, other=0.0, cache_modifier=".cg"))
+    # A row that no part has seen anything for keeps -inf; 0 in its place keeps the differences from being NaN.
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for s in range(used):
+        own = first + s * part
+        weight = tl.exp2(tl.load(lse_ptr + own, mask=live, other=0.0, cache_modifier=".cg") - largest)
+        cells = partial_ptr + own[:, None] * D + d[None, :]
+        mask = live[:, None] & (d < D)[None, :]
+        acc += tl.load(cells, mask=mask, other=0.0, cache_modifier=".cg") * weight[:, None]
+        total += weight
+    return acc / tl.where(total == 0, 1.0, total)[:, None]
+
+
+@triton.jit
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    partial_ptr, lse_ptr, seq_lens_ptr, out_ptr, out_st,
+    T: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token and head: the splits' outputs weighted by their sums of exponentials. EARLY: the first parts' outputs
+    are loaded beside these sums instead of behind them, which takes registers."""
+    b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
+    begin(PDL)
+    d, s, part = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, PARTS)
+    first = b * SPLITS * (T * HQ) + head
+    lse = tl.load(lse_ptr + first + s * (T * HQ), mask=s < used, other=float("-inf"))
+    if EARLY:
+        lse_here, partial = _parts(partial_ptr, lse_ptr, first, part, used, d, T * HQ, D)
+    largest = tl.max(lse, 0)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp2(lse - largest), 0)
+    total = tl.where(total == 0, 1.0, total)
+    if not EARLY:
+        lse_here, partial = _parts(partial_ptr, lse_ptr, first, part, used, d, T * HQ, D)
+    out = tl.sum(partial * (tl.exp2(lse_here - largest) / total)[:, None], 0)
+    for start in range(PARTS, used, PARTS):
+        lse_here, partial = _parts(partial_ptr, lse_ptr, first, start + part, used, d, T * HQ, D)
+        out += tl.sum(partial * (tl.exp2(lse_here - largest) / total)[:, None], 0)
+    cells = out_ptr + (b * T + head // HQ) * out_st + (head % HQ) * D + d
+    tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _parts(partial_ptr, lse_ptr, first, part, used, d, APART: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logarithms of the sums of exponentials of parts number `part` [P], and their outputs [P, len(d)]."""
+    row = first + part * APART
+    lse = tl.load(lse_ptr + row, mask=part < used, other=float("-inf"))
+    mask = (part < used)[:, None] & (d < D)[None, :]
+    return lse, tl.load(partial_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0)
+
+
+def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
+    """`attention_decode` in one launch, or two where all contexts are split among programs (`_walk`).
+
+    The split depends on shapes alone (max_len is not looked at), so that a graph's replay and an eager call of the same
+    batch size give the same bits.
+    """
+    k_cache, v_cache, req_to_token, scale, sliding_window = kv
+    rows, seq_lens, tree_mask, num_drafts, _ = batch
+    (num_rows, tokens, query_heads, key_dim), (kv_heads, head_dim) = q.shape, v_cache.shape[2:]
+    rope, rows_per_head = key_dim - head_dim, tokens * query_heads // kv_heads
+    tile = _tile(rows_per_head, head_dim, q)
+    head_blocks = kv_heads * triton.cdiv(rows_per_head, tile["BLOCK_M"])
+    walk, joined = _walk(max(num_rows * head_blocks, 1), req_to_token.shape[1], tile, q)
+    tile |= walk
+    splits, window = tile["SPLITS"], sliding_window or 0
+    if out is None:
+        out = q.new_empty(*q.shape[:3], head_dim)
+    token_stride = _token_stride(out)
+    partial = lse = arrivals = None
+    if splits > 1:
+        partial = torch.empty(num_rows, splits, tokens, query_heads, head_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
+        arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if joined else None
+    _decode_kernel[(num_rows, head_blocks, splits)](
+        q, k_cache, v_cache, req_to_token, rows, seq_lens, tree_mask, num_drafts, out, partial, lse, arrivals,
+        q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
+        0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
+        token_stride, scale * math.log2(math.e),
+        T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=window,
+        BLOCK_R=rope_block(rope), BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
+        **pdl(q.device),
+    )  # fmt: skip
+    if splits > 1 and not joined:
+        wide, block_s = tile["BLOCK_D"] > 256, triton.next_power_of_2(splits)
+        parts = min(block_s, WIDE_AT_ONCE if wide else PARTS_AT_ONCE)
+        # More programs than multiprocessors would take the room of what runs beside attention.
+        early = wide or num_rows * tokens * query_heads <= multiprocessors(q.device)
+        _combine_kernel[(num_rows, tokens * query_heads)](
+            partial, lse, seq_lens, out, token_stride,
+            T=tokens, HQ=query_heads, D=head_dim, WINDOW=window,
+            **{name: tile[name] for name in ("SPLITS", "FEW", "LEAST", "BLOCK_N", "BLOCK_D")},
+            BLOCK_S=block_s, PARTS=parts, EARLY=early, num_warps=8 if wide and parts > 8 else 4, **pdl(q.device),
+        )  # fmt: skip
+    return out
+
+
+def _token_stride(out: Tensor) -> int:
+    """Elements from one token of out [B, T, Hq, D] to the next; ConfigError if one number does not say it."""
+    batch, tokens, heads, dim = out.shape
+    stride = out.stride(1) if tokens > 1 else out.stride(0)
+    apart = out.stride(3) != 1 or (heads > 1 and out.stride(2) != dim)
+    if apart or (batch > 1 and out.stride(0) != tokens * stride):
+        raise ConfigError(f"out has strides {out.stride()}; heads must be contiguous and tokens equally far apart")
+    return stride
+
+
+def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> tuple[dict[str, int], bool]:
+    """How programs share a row's context and walk it, by the batch and the table's width alone.
+
+    Returns:
+        What differs from `_tile`, and SPLITS programs that a row's context is split among at most, of which FEW get
+        LEAST blocks each before any further ones get some. Then whether the last program of a row joins the parts:
+        where only long contexts are split, a launch for that would nearly always find nothing to do; where all are
+        (few rows, wide heads, many query rows), its many programs beat the one.
+
+    As measured on an H200: with programs for every multiprocessor a context is best left whole, if it is not so long
+    that one row would keep the others waiting; two warps each are enough then. With fewer, a key's wait for the slot
+    that its address needs decides, and short tiles, four of them under way, beat long ones. Tiles of many query rows
+    and of wide heads are bound by registers instead.
+    """
+    device = multiprocessors(q.device)
+    if tile["BLOCK_D"] > 256:
+        return _walk_latent(max(device // programs, 1), max_context, tile["BLOCK_N"], q)
+    bound, filled = tile["BLOCK_M"] > 32 or tile["BLOCK_D"] > 128, programs >= device
+    pipeline = {"num_stages": 2}
+    if not bound and filled:
+        pipeline = {"num_warps": 2 if tile["BLOCK_M"] == 16 else 4, "num_stages": 3}
+    elif not bound:
+        pipeline = {"BLOCK_N": min(32, tile["BLOCK_N"]), "num_stages": 4}
+    blocks = triton.cdiv(max_context, pipeline.get("BLOCK_N", tile["BLOCK_N"]))
+    joined = filled and not bound
+    if joined:
+        wanted = max((2 * device + programs // 2) // programs, triton.cdiv(max_context, LONG_CONTEXT))
+        few, least = 1, triton.cdiv(LONG_CONTEXT // 4, tile["BLOCK_N"])
+    else:
+        each = PROGRAMS_PER_MULTIPROCESSOR if tile["BLOCK_D"] <= 128 else WIDE_PER_MULTIPROCESSOR
+        wanted = triton.cdiv(each * device, programs)
+        few, least = FEW_SPLITS, 4
+    most = FEW_SPLITS if joined else MAX_SPLITS if tile["BLOCK_D"] <= 128 else MAX_SPLITS // 2
+    return pipeline | {"SPLITS": max(1, min(wanted, blocks, most)), "FEW": few, "LEAST": least}, joined
+
+
+def _walk_latent(room: int, max_context: int, block_n: int, q: Tensor) -> tuple[dict[str, int], bool]:
+    """`_walk` of latent vectors. A program takes a multiprocessor's shared memory for itself: the device has room for
+    `room` programs of each."""
+    stages = {"num_stages": 3 if shared_memory(q.device) >= H200_SHARED_MEMORY else 2}
+    blocks = triton.cdiv(max_context, block_n)
+    if room > 2:
+        return stages | {"SPLITS": min(room, blocks, MAX_SPLITS // 2), "FEW": 1, "LEAST": 1}, False
+    splits = min(max(room, triton.cdiv(max_context, LONG_CONTEXT)), blocks, FEW_SPLITS)
+    return stages | {"SPLITS": splits, "FEW": room, "LEAST": triton.cdiv(LONG_CONTEXT, block_n)}, room == 1
+
+
+def rope_block(rope: int) -> int:
+    """Width of the tile of the numbers that only keys have, no matter where there are none."""
+    return max(16, triton.next_power_of_2(rope))
+
+
+def _tile(rows: int, head_dim: int, q: Tensor) -> dict[str, int]:
+    """Tile sizes and warps for `rows` query rows per key/value head."""
+    block_d, halved = max(16, triton.next_power_of_2(head_dim)), q.dtype == torch.float32
+    max_rows = BLOCK_M >> (halved + (block_d > 256))  # the accumulator of 64 rows of 512 numbers does not fit registers
+    block_m = min(max(16, triton.next_power_of_2(rows)), max(16, max_rows))
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": max(16, BLOCK_N >> halved),
+        "BLOCK_D": block_d,
+        "num_warps": 8 if block_m * block_d > 8192 else 4,
+    }
+
+
+@triton.jit
+def _write_kv_kernel(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, k_st, k_sh, v_st, v_sh,
+    HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    t = tl.program_id(0).to(tl.int64)
+    h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    slot = tl.load(slots_ptr + t).to(tl.int64)
+    if slot < PAGE:
+        return
+    mask = (h < HKV) & (d < D)
+    target = slot * (HKV * D) + h * D + d
+    k = tl.load(k_ptr + t * k_st + h * k_sh + d, mask=mask)
+    v = tl.load(v_ptr + t * v_st + h * v_sh + d, mask=mask)
+    tl.store(k_cache_ptr + target, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(v_cache_ptr + target, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+
+
+def write_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
+    """`write_kv`, one program a token."""
+    tokens, kv_heads, head_dim = k.shape
+    _write_kv_kernel[(tokens,)](
+        k, v, k_cache, v_cache, out_cache_loc, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        HKV=kv_heads, D=head_dim, PAGE=k_cache.shape[1], BLOCK_H=triton.next_power_of_2(kv_heads),
+        BLOCK_D=triton.next_power_of_2(head_dim), **pdl(k.device),
+    )  # fmt: skip

@@ -1,0 +1,310 @@
+"""Triton kernels of prefill attention over pages (flash attention, Dao et al. 2022).
+
+As in decode, all query heads that share a key/value head are rows of one tile: row m of a tile is token m // GROUPS and
+head m % GROUPS of the group; scores are in units of log 2. Long chunks copy the keys and values of their contexts
+together first: the tensor memory accelerator then fetches whole tiles, and neither registers nor instructions go into
+addresses. Short ones read the pages where they are.
+
+Keys are D + ROPE numbers and values DV. Where ROPE is not 0, the last ROPE of a key stand apart, so that each part is a
+power of two wide: in the pages of a latent cache, whose values are the first DV = D numbers of the keys, and in copies
+made from it (latent_attention_triton.py), where they serve all heads.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hybridrt.kernels.core.launch import H200_SHARED_MEMORY, dot_precision, multiprocessors, shared_memory
+from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
+
+BLOCK_M, BLOCK_N = 128, 64  # query rows and context positions per tile; half of them in float32
+GATHER_FROM = 8192  # query rows of a key/value head and request, in the mean, from which on copying keys together pays
+MAX_GATHERED = 1 << 30  # bytes of such a copy: contexts so long that it would be larger are read from their pages
+
+
+@triton.jit
+def _span(starts_ptr, seq_lens_ptr, b, mask, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First query, queries, length of the rows b, and the first position, aligned, that any of their queries sees."""
+    start = tl.load(starts_ptr + b, mask=mask, other=0)
+    query_len = tl.load(starts_ptr + b + 1, mask=mask, other=0) - start
+    seq_len = tl.load(seq_lens_ptr + b, mask=mask, other=0)
+    origin = seq_len * 0
+    if WINDOW > 0:
+        origin = tl.maximum(seq_len - query_len - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    return start, query_len, seq_len, origin
+
+
+@triton.jit
+def _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where row b's keys begin among the gathered: each row fills whole tiles."""
+    blocks = 0
+    for first in range(0, b, 64):
+        i = first + tl.arange(0, 64)
+        _, _, seq_len, origin = _span(starts_ptr, seq_lens_ptr, i, i < b, WINDOW, BLOCK_N)
+        blocks += tl.sum(tl.cdiv(seq_len - origin, BLOCK_N), 0)
+    return blocks * BLOCK_N
+
+
+# The rows of prompts stand behind those that decode: their integers are aligned for some numbers of rows only.
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    k_cache_ptr, v_cache_ptr, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, k_ptr, v_ptr, table_sr, total,
+    HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A tile of one row and key/value head; zeros past the row's end, before its window and past the head's width."""
+    block, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, query_len, seq_len, origin = _span(starts_ptr, seq_lens_ptr, b, b >= 0, WINDOW, BLOCK_N)
+    if origin + block * BLOCK_N >= seq_len:
+        return
+    offset, d, e = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    pos = origin + offset
+    kept = pos < seq_len
+    if WINDOW > 0:
+        kept &= pos > seq_len - query_len - WINDOW  # the pages before may be another request's by now
+    slot = tl.load(table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr + pos, mask=kept, other=0).to(tl.int64)
+    source = ((slot * HKV + kv_head) * STRIDE)[:, None]
+    row = kv_head.to(tl.int64) * total + _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N) + offset
+    k = tl.load(k_cache_ptr + source + d[None, :], mask=kept[:, None] & (d < D)[None, :], other=0.0)
+    tl.store(k_ptr + row[:, None] * BLOCK_D + d[None, :], k.to(k_ptr.dtype.element_ty))
+    v = tl.load(v_cache_ptr + source + e[None, :], mask=kept[:, None] & (e < DV)[None, :], other=0.0)
+    tl.store(v_ptr + row[:, None] * BLOCK_V + e[None, :], v.to(v_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _query_rows(block_m, query_len, kv_head, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tile's first token; its rows' tokens counted from there, their heads, and which rows there are."""
+    m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = block_m * BLOCK_M // GROUPS
+    return first, m // GROUPS - first, kv_head * GROUPS + m % GROUPS, m < query_len * GROUPS
+
+
+@triton.jit
+def _tile(  # type: ignore[no-untyped-def]
+    source, slot, row, kv_head, HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGED: tl.constexpr,
+):  # fmt: skip
+    """Keys or values [BLOCK_N, BLOCK_D]: at slots of a cache, or from a row of a tensor descriptor on."""
+    if PAGED:
+        d = tl.arange(0, BLOCK_D)
+        at = ((slot.to(tl.int64) * HKV + kv_head) * STRIDE)[:, None] + d[None, :]
+        return tl.load(source + at, mask=(d < D)[None, :], other=0.0)
+    else:
+        return source.load([row, 0])
+
+
+@triton.jit
+def _softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-untyped-def]
+    """Weights of a tile, what the sums so far shrink by, the new maxima and sums."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
+def _extend_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, keys, values, ropes, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, out_ptr, q_st, q_sh, table_sr, total,
+    scale_log2,
+    HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROPE: tl.constexpr,
+    WINDOW: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, OUT_ST: tl.constexpr,
+):  # fmt: skip
+    # The last blocks of a row see the longest context: start them first.
+    kv_head, block_m, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
+    start, query_len, seq_len, origin = _span(starts_ptr, seq_lens_ptr, b, b >= 0, WINDOW, BLOCK_N)
+    if block_m * BLOCK_M >= query_len * GROUPS:
+        return
+    first, token, head, live = _query_rows(block_m, query_len, kv_head, GROUPS, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    at = (start + first).to(tl.int64) * q_st + (token * q_st + head * q_sh)[:, None] + d[None, :]
+    q = tl.load(q_ptr + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    if ROPE > 0:
+        r = tl.arange(0, BLOCK_R)
+        at = (start + first).to(tl.int64) * q_st + D + (token * q_st + head * q_sh)[:, None] + r[None, :]
+        q_rope = tl.load(q_ptr + at, mask=live[:, None] & (r < ROPE)[None, :], other=0.0)
+    if PAGED:
+        table, shift, base = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr, 0, 0
+    else:
+        base = _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N) - origin
+        shift = kv_head * total + base
+    nearest = seq_len - query_len + first
+    furthest = seq_len - query_len + tl.minimum((block_m * BLOCK_M + BLOCK_M - 1) // GROUPS, query_len - 1)
+    position = nearest + token
+    begin, oldest, masked_from = 0, 0, (nearest + 1) // BLOCK_N * BLOCK_N
+    if WINDOW > 0:
+        oldest = tl.maximum(nearest - WINDOW + 1, 0)
+        begin = oldest // BLOCK_N * BLOCK_N
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    # Finite, so that a query that has seen nothing yet has the weights exp2(-inf - row_max) = 0 and not NaN.
+    row_max = tl.full([BLOCK_M], -1e30, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # disable_licm: what is the same in all turns would cost registers if it were computed before the loop.
+    for offset in tl.range(begin, furthest + 1, BLOCK_N, disable_licm=True):
+        pos = offset + tl.arange(0, BLOCK_N)
+        slot = 0
+        if PAGED:
+            # Keys that no query sees are multiplied by zero, and 0 * NaN is NaN: own ones stand in for them.
+            slot = tl.load(table + tl.minimum(tl.maximum(pos, oldest), furthest))
+        k = _tile(keys, slot, shift + offset, kv_head, HKV, D + ROPE, D, BLOCK_D, PAGED).to(q.dtype)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        if ROPE > 0:
+            k_rope = _tile(ropes, slot, base + offset, kv_head, HKV, D + ROPE, ROPE, BLOCK_R, PAGED).to(q.dtype)
+            scores = tl.dot(q_rope, k_rope.T, scores, input_precision=PRECISION)
+        masked = offset >= masked_from
+        if WINDOW > 0:
+            masked |= offset <= furthest - WINDOW
+        if masked:  # a loop of its own for these blocks makes ptxas serialize the matrix instructions of both
+            visible = pos[None, :] <= position[:, None]
+            if WINDOW > 0:
+                visible &= position[:, None] - pos[None, :] < WINDOW
+            scores = tl.where(visible, scores, float("-inf"))
+        weights, rescale, row_max, row_sum = _softmax_step(scores, row_max, row_sum, scale_log2)
+        if PAGED and ROPE > 0:
+            v = k
+        else:
+            v = _tile(values, slot, shift + offset, kv_head, HKV, DV, DV, BLOCK_V, PAGED).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    # Where the tile goes is computed anew, from values that the compiler cannot know to be the same: carried through
+    # the loop, the addresses would cost it registers that it does not have.
+    again = tl.load(starts_ptr + b, volatile=True)
+    query_len = tl.load(starts_ptr + b + 1, volatile=True) - again
+    block_m += tl.load(starts_ptr + b, volatile=True) - again
+    first, token, head, live = _query_rows(block_m, query_len, kv_head, GROUPS, BLOCK_M)
+    e = tl.arange(0, BLOCK_V)
+    at = (again + first).to(tl.int64) * OUT_ST + (token * OUT_ST + head * DV)[:, None] + e[None, :]
+    out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, out, mask=live[:, None] & (e < DV)[None, :])
+
+
+class KeySources(NamedTuple):
+    """Where the kernel finds keys and values: in the caches, or in copies with whole tiles for each row.
+
+    Attributes:
+        keys, values: caches, or descriptors of [heads * total, width].
+        ropes: the part of keys that is stored apart, or a descriptor of [total, width]; None without.
+        total: rows that one head has in a copy; 0 of caches.
+    """
+
+    keys: Any
+    values: Any
+    ropes: Any = None
+    total: int = 0
+
+
+def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
+    """`attention_extend` in one launch, or two where keys and values are copied together first."""
+    k_cache, v_cache, _, _, sliding_window = kv
+    query_lens, (kv_heads, dim) = batch.query_lens, v_cache.shape[2:]
+    rope, groups = k_cache.shape[3] - dim, q.shape[1] // kv_heads
+    out = q.new_empty(*q.shape[:2], dim) if out is None else out
+    out[sum(query_lens) :].zero_()
+    if not any(query_lens):
+        return out
+    many = sum(query_lens) * groups >= GATHER_FROM * len(query_lens)
+    # A graph knows no lengths that the copy could be as large as.
+    blocks = key_blocks(query_lens, batch.seq_lens_host, sliding_window) if many and batch.seq_lens_host else []
+    copied = 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size()
+    gathered = bool(blocks) and not rope and ample(q) and copied <= MAX_GATHERED
+    tile = tile_of(q, dim, kv_heads, query_lens, gathered)
+    sources = KeySources(k_cache, v_cache, k_cache[..., dim:] if rope else None)
+    if gathered:
+        keys, values, total = gather(k_cache, v_cache, kv, batch, blocks, q.dtype)
+        sources = KeySources(described(keys), described(values), total=total)
+    run_extend(q, sources, kv, batch, (kv_heads, dim, dim, rope), tile, out)
+    return out
+
+
+def run_extend(
+    q: Tensor,
+    sources: KeySources,
+    kv: PagedKV,
+    batch: AttentionPrompts,
+    shape: tuple[int, int, int, int],
+    tile: dict[str, int],
+    out: Tensor,
+) -> None:
+    """Launches the kernel over q [T, Hq, D + ROPE] into out [T, Hq, DV].
+
+    Args:
+        shape: key/value heads, D, DV and ROPE. tile: as `tile_of` gives it.
+    """
+    kv_heads, dim, value_dim, rope = shape
+    groups = q.shape[1] // kv_heads
+    blocks = triton.cdiv(max(batch.query_lens) * groups, tile["BLOCK_M"])
+    _extend_kernel[(kv_heads, blocks, len(batch.query_lens))](
+        q, *sources[:3], kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, out, q.stride(0),
+        q.stride(1), kv.req_to_token.stride(0), sources.total, kv.scale * math.log2(math.e),
+        HKV=kv_heads, GROUPS=groups, D=dim, DV=value_dim, ROPE=rope, WINDOW=kv.sliding_window or 0,
+        PAGED=not sources.total, BLOCK_D=width_of(dim), BLOCK_V=width_of(value_dim), BLOCK_R=width_of(rope),
+        PRECISION=dot_precision(q.dtype), OUT_ST=out.stride(0), **tile,
+    )  # fmt: skip
+
+
+def width_of(dim: int) -> int:
+    """Columns of the tile that holds `dim` columns: a power of two."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def ample(q: Tensor) -> bool:
+    """Whether the device has Hopper's shared memory, and so the tensor memory accelerator, and tiles of q fit."""
+    return shared_memory(q.device) >= H200_SHARED_MEMORY and q.element_size() == 2 and q.shape[-1] <= 256
+
+
+def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathered: bool) -> dict[str, int]:
+    """Tile sizes and launch options for keys and values of `dim` numbers, as measured on an H200.
+
+    Four warps of up to 255 registers leave room for two gathered programs on a multiprocessor. With pages it takes
+    eight of 128: addresses need registers too. Where tiles are too few for all multiprocessors, halves are more.
+    """
+    block_d, single = width_of(dim), q.dtype == torch.float32
+    wide, groups = block_d > 128, q.shape[1] // kv_heads
+    few = kv_heads * sum(triton.cdiv(n * groups, BLOCK_M) for n in query_lens) <= multiprocessors(q.device)
+    halvings = single + (not ample(q) if wide else few and not single)
+    block_m = min(max(16, triton.next_power_of_2(max(query_lens) * groups)), max(16, BLOCK_M >> halvings))
+    latent = q.shape[-1] > dim > 256
+    if latent and not single and shared_memory(q.device) >= H200_SHARED_MEMORY:
+        return {"BLOCK_M": min(block_m, 32), "BLOCK_N": BLOCK_N, "num_stages": 2, "num_warps": 4}
+    tile = {"BLOCK_M": block_m, "BLOCK_N": max(16, BLOCK_N >> (single + (block_d > 256))), "num_stages": 2}
+    if gathered:
+        return tile | {"num_warps": 8 if wide else 4, "num_stages": 3 if block_d <= 64 else 2}
+    tile["num_warps"] = 8 if block_m * block_d > 8192 else 4
+    if block_m * block_d >= 128 * 128 and ample(q):
+        return tile | {"num_stages": 3} | ({} if wide else {"maxnreg": 128})
+    return tile
+
+
+def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int | None) -> list[int]:
+    """Tiles that each row's keys fill at most."""
+    blocks = [triton.cdiv(n, BLOCK_N) for n in seq_lens]
+    if sliding_window is None:
+        return blocks
+    seen = (triton.cdiv(n + sliding_window - 1, BLOCK_N) + 1 for n in query_lens)
+    return [min(pair) for pair in zip(blocks, seen, strict=True)]
+
+
+def gather(
+    k_cache: Tensor, v_cache: Tensor, kv: PagedKV, batch: AttentionPrompts, blocks: Sequence[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, int]:
+    """Copies what a batch sees of two caches, or of two parts of the vectors of one cache: [Hkv * total, width] each,
+    and total, the rows of one head. Behind each other lie the rows of the batch, in whole tiles."""
+    kv_heads, total, dims = k_cache.shape[2], BLOCK_N * sum(blocks), (k_cache.shape[3], v_cache.shape[3])
+    keys, values = (k_cache.new_empty(kv_heads * total, width_of(dim), dtype=dtype) for dim in dims)
+    _gather_kernel[(max(blocks), kv_heads, len(blocks))](
+        k_cache, v_cache, kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, keys, values,
+        kv.req_to_token.stride(0), total,
+        HKV=kv_heads, STRIDE=k_cache.stride(2), D=dims[0], DV=dims[1], WINDOW=kv.sliding_window or 0, BLOCK_N=BLOCK_N,
+        BLOCK_D=keys.shape[1], BLOCK_V=values.shape[1], num_warps=8,
+    )  # fmt: skip
+    return keys, values, total
+
+
+def described(copy: Tensor) -> TensorDescriptor:
+    """A copy [rows, width] as the kernel reads it, tile by tile."""
+    return TensorDescriptor.from_tensor(copy, [BLOCK_N, copy.shape[1]])

@@ -1,0 +1,86 @@
+"""Reading and writing pool rows by slot, where slot -1 marks a padding row. Nothing here waits for the device."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.core.records import StateSlots
+
+
+def pad_mask(slots: Tensor, ndim: int) -> Tensor:
+    """True where a row is padding: `slots` [B] as [B, 1, ...] with `ndim` dimensions."""
+    return (slots < 0).view(-1, *[1] * (ndim - 1))
+
+
+def neighbours(slots: Tensor) -> tuple[slice, Tensor | None] | None:
+    """Slots [B] on a CPU as a slice of the pool and the row of each entry of the slice [B] int64, if they are s, s + 1,
+    ... in any order and none is padding: then the rows are a view and no copy. The rows are None where they are in
+    order. None otherwise, and on a GPU, where looking would wait for the device."""
+    if slots.device.type != "cpu":
+        return None
+    numbers = slots.tolist()
+    first, end = min(numbers), min(numbers) + len(numbers)
+    in_order = list(range(first, end))
+    if first < 0 or sorted(numbers) != in_order:
+        return None
+    return slice(first, end), None if numbers == in_order else slots.argsort()
+
+
+def read_rows(pool: Tensor, slots: Tensor) -> Tensor:
+    """Copy of pool[slots] [B, ...]; padding rows get the scratch row 0."""
+    return pool.index_select(0, slots.clamp(min=0))
+
+
+def initial_states(states: Tensor, slots: Tensor, has_initial_state: Tensor) -> Tensor:
+    """[B, *state] float32: a copy of states[slots], zeros where has_initial_state [B] is False."""
+    return read_rows(states, slots).float().masked_fill_(~has_initial_state.view(-1, *[1] * (states.ndim - 1)), 0.0)
+
+
+def write_rows(pool: Tensor, slots: Tensor, values: Tensor) -> None:
+    """pool[slots] = values [B, ...] in the pool's dtype; padding rows touch nothing."""
+    # Padding rows land in row 0, which gets its bytes back: copying one row is cheaper than masking all of them.
+    scratch = pool[:1].clone()
+    pool.index_copy_(0, slots.clamp(min=0).long(), values.to(pool.dtype))
+    pool[:1] = scratch
+
+
+def advance_states(state: StateSlots, tokens: int, step: Callable[[int, Tensor], Tensor]) -> None:
+    """Advances the states of B rows by `tokens` tokens each and leaves them where `state` says.
+
+    The state is rounded to its dtype after every token, as in so many steps of one token. In a draft tree a node starts
+    from the state of its parent.
+
+    Args:
+        step: (number of a token, state before it [B, *state] float32, which it may overwrite) to the state after it.
+    """
+    states, read_slots, write_slots, intermediate = state
+    current = read_rows(states, read_slots).float()
+    if intermediate is None:
+        for t in range(tokens):
+            current = step(t, current).to(states.dtype).float()
+        write_rows(states, write_slots, current)
+        return
+    (stored, rows, parents), initial = intermediate, current
+    kept = torch.where(read_slots < 0, -1, rows)
+    for t in range(tokens):
+        if parents is not None:
+            found = stored[rows.clamp(min=0), parents[:, t].clamp(min=0)].float()
+            current = torch.where(pad_mask(parents[:, t], found.ndim), initial, found)
+        current = step(t, current).to(states.dtype).float()
+        write_rows(stored[:, t], kept, current)
+
+
+def write_columns(rings: Tensor, slots: Tensor, columns: Tensor, values: Tensor, rows: Tensor | None = None) -> None:
+    """rings[rows[b], :, columns[b, i]] = values [B, n, C, ...]; rows whose slot is -1 are padding and touch nothing.
+    rows [B] is where the rings of states stand; None: at `slots`, as those of convs do."""
+    ring = (slots.clamp(min=0) if rows is None else rows)[:, None]
+    old = rings[ring, :, columns]
+    rings[ring, :, columns] = torch.where(pad_mask(slots, values.ndim), old, values.to(rings.dtype))
+
+
+def live_tokens(slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
+    """[T] bool: the token belongs to a row of `query_start_loc` [B+1] that is not padding."""
+    tokens = torch.arange(num_tokens, device=slots.device, dtype=query_start_loc.dtype)
+    row = torch.searchsorted(query_start_loc[1:].contiguous(), tokens, right=True)
+    return (row < len(slots)) & (slots[row.clamp(max=len(slots) - 1)] >= 0)

@@ -1,0 +1,67 @@
+"""A whole decode or verify step of the gated delta rule in one operation: conv, SiLU, l2 norms, gates, delta rule.
+
+It serves Gated Delta Nets and Kimi Delta Attention, whose raw gate inputs have one dimension more. It reads the
+merged projection and ends at the input of the gated norm, in one of three state modes:
+
+- classic: the state is read and written each step;
+- replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`decode_ring.py`);
+- intermediate: with `state.intermediate`; the state is read only, and the state after each token stored.
+
+Tokens of a row form a chain; in the mode intermediate they may be the nodes of a draft tree.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.core.records import DeltaInputs, FusedStep, GateWeights
+from hybridrt.kernels.core.views import by_head
+from hybridrt.kernels.delta_rule.decode_ring import gdn_replay
+from hybridrt.kernels.delta_rule.delta_rule import gdn_gates, recurrent_gated_delta_rule
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update
+from hybridrt.kernels.state.state_ring import check_step
+
+
+def _check(qkv: Tensor, a: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
+    check_step(qkv, step)
+    if step.ring is not None and (kept := step.ring.gates.ndim) != a.ndim:
+        raise ConfigError(
+            f"a state ring whose gates have {kept} dimensions, beside raw gates of {a.ndim}: both have a gate for each "
+            "head (3), or one for each channel of its keys (4)"
+        )
+
+
+@operation(By("triton"), check=_check)
+def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step: FusedStep) -> Tensor:
+    """Advances each of B rows by T tokens.
+
+    Args:
+        qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V) side by side; a, b: `[B, T, Hv]` raw gate inputs,
+            or a `[B, T, Hv, K]` in Kimi Delta Attention. Any row and token stride: they may be column slices of one
+            projection.
+
+    Returns:
+        `[B, T, Hv, V]` in qkv's dtype.
+
+    Raises:
+        ConfigError: the conv ring or the state ring is too narrow for T tokens, the conv does not end in SiLU, or the
+            state ring has gates of heads and the step of channels, or the other way round.
+    """
+    # The separate operations one after the other
+    conv_weights, conv_state, state, ring, _ = step
+    conved = causal_conv1d_update.reference(qkv, conv_weights, conv_state, step.conv_nodes)
+    inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates(a, b, weights))
+    if ring is None:
+        return recurrent_gated_delta_rule.reference(inputs, state)
+    return gdn_replay(inputs, state, ring)
+
+
+def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views q, k `[..., Hk, K]` and v `[..., Hv, V]` of the conv's channels, for a pool of states `[S+1, Hv, V, K]`."""
+    _, value_heads, value_dim, key_dim = states.shape
+    width = (qkv.shape[-1] - value_heads * value_dim) // 2
+    q, k, v = qkv.split((width, width, value_heads * value_dim), -1)
+    keys = (width // key_dim, key_dim)
+    return by_head(q, *keys), by_head(k, *keys), by_head(v, value_heads, value_dim)

@@ -1,0 +1,100 @@
+"""Plain-torch `gdn_decode` behind the conv, with a state ring: outputs are read from a checkpoint and recent inputs.
+
+The state in the pool is a checkpoint. Since then, the ring of a running row keeps per token the corrected value
+u = beta (v - S k) (S: the state after this token's decay), the normalised key and the log decay g, so that the state
+after n entries is
+
+    exp(G_n) S_0 + sum_i exp(G_n - G_i) u_i k_i^T,    G_i = g_1 + ... + g_i
+
+and is only written once the ring is full. Every term is computed from the entries as the ring stores them (its
+dtype), so that a token's output does not depend on how tokens were grouped into steps.
+
+In Kimi Delta Attention each channel of a key has such a sum: S_0 diag(exp(G_n)), and k_i exp(G_n - G_i) channel by
+channel. The ring then keeps K log decays a token. A decay is the product of that from an entry to the end of the ring
+and that from there to a token of the step. The logs of both are sums of negative numbers: nothing overflows.
+
+Shapes: B rows, T new tokens, W ring columns, Hk key heads of dim K, Hv value heads of dim V. The T new entries go to
+columns (start + length + t) mod W. D stands for the channels that decay apart: 1, or K in Kimi Delta Attention.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.kernels.core.decay_sums import decay_sums, left
+from hybridrt.kernels.core.records import DeltaInputs, StateRing, StateSlots
+from hybridrt.kernels.core.slots import pad_mask, read_rows, write_columns
+from hybridrt.kernels.delta_rule.delta_rule import decayed_products, l2_normalize
+from hybridrt.kernels.state.state_ring import ring_entries
+
+
+@dataclass(frozen=True)
+class _History:
+    """A row's first W ring entries in order of time, float32, zero where not visible.
+
+    Attributes:
+        values: `[B, Hv, W, V]`.
+        keys: `[B, Hv, W, K]`, with what is left of them at the end.
+        log_decay: `[B, Hv, 1, D]`, log of what is left of the checkpoint at the end.
+    """
+
+    values: Tensor
+    keys: Tensor
+    log_decay: Tensor
+
+
+def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tensor:
+    """Outputs of T new tokens per row (decode: T = 1, verification of a chain: T > 1); their entries join the ring.
+
+    `state` holds the checkpoints; it is read alone. The cursors are not moved (`advance_ring` does that). Returns
+    `[B, T, Hv, V]` in v's dtype.
+    """
+    (q, k, v, g, beta), (states, slots, _, _) = inputs, state
+    values, keys, gates, rows, start, length = ring
+    tokens, width = q.shape[1], values.shape[2]
+    history = _read_history(ring)
+    new_keys = l2_normalize(k).to(keys.dtype).float().transpose(1, 2)
+    queries = (l2_normalize(q) * q.shape[-1] ** -0.5).transpose(1, 2)
+    sums = decay_sums(g if g.ndim == v.ndim else g.unsqueeze(-1), 1).transpose(1, 2)
+    checkpoint = read_rows(states, slots).float()
+    base = _read_past(checkpoint, history, torch.cat((new_keys, queries), 2), torch.cat((sums, sums), 2))
+    out, corrected = _new_tokens(base, new_keys, queries, v, sums, beta.float(), values.dtype)
+    column = ((start + length).unsqueeze(1) + torch.arange(tokens, device=start.device)) % width
+    for tensor, entries in ((values, corrected.transpose(1, 2)), (keys, new_keys.transpose(1, 2)), (gates, g)):
+        write_columns(tensor, slots, column, entries, rows)
+    return out.transpose(1, 2).masked_fill(pad_mask(slots, 4), 0).to(q.dtype)
+
+
+def _read_history(ring: StateRing) -> _History:
+    values, keys, gates = (part.transpose(1, 2) for part in ring_entries(*ring))
+    gates = gates if gates.ndim == keys.ndim else gates.unsqueeze(-1)
+    # From the end, not as a difference of sums from the start: strong decays long ago would round it away.
+    since = gates.flip(2).cumsum(2).flip(2)
+    keys = keys.repeat_interleave(values.shape[1] // keys.shape[1], 1)
+    return _History(values, keys * F.pad(since[:, :, 1:], (0, 0, 0, 1)).exp(), since[:, :, :1])
+
+
+def _read_past(checkpoint: Tensor, history: _History, vectors: Tensor, sums: Tensor) -> Tensor:
+    """S x for vectors x `[B, Hk, n, K]`, S the state before this step, decayed by gates with sums `[B, Hv, n, D]`
+    since: `[B, Hv, n, V]`."""
+    vectors = vectors.repeat_interleave(checkpoint.shape[1] // vectors.shape[1], 1) * left(sums)
+    from_checkpoint = (vectors * history.log_decay.exp()) @ checkpoint.transpose(-1, -2)
+    return from_checkpoint + (vectors @ history.keys.transpose(-1, -2)) @ history.values
+
+
+def _new_tokens(
+    base: Tensor, keys: Tensor, queries: Tensor, v: Tensor, sums: Tensor, beta: Tensor, ring_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Outputs and corrected values, both `[B, Hv, T, V]`: each token corrects for the entries of those before it.
+
+    base `[B, Hv, 2T, V]`: what the T keys, then the T queries read from the past; keys, queries `[B, Hk, T, K]`.
+    """
+    tokens = keys.shape[2]
+    by_key, by_query = (decayed_products(x, keys, sums) for x in (keys, queries))
+    corrected = torch.zeros_like(base[:, :, :tokens])
+    for t in range(tokens):
+        read = base[:, :, t] + (by_key[:, :, t : t + 1, :t] @ corrected[:, :, :t]).squeeze(2)
+        corrected[:, :, t] = ((v[:, t].float() - read) * beta[:, t].unsqueeze(-1)).to(ring_dtype)
+    return base[:, :, tokens:] + by_query @ corrected, corrected

@@ -1,0 +1,34 @@
+"""Element-wise activations of the MLPs and of gated attention."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.kernels.core.operation import By, operation
+
+
+@operation(By("triton"), By("flashinfer", priority=5), By("sgl_kernel", priority=4))
+def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU (Shazeer 2020): silu(gate) * up for x `[..., 2I]` holding gate then up. Returns `[..., I]` in x's
+    dtype."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+@operation(By("triton"))
+def clamped_silu_and_mul(x: Tensor, limit: float) -> Tensor:
+    """min(silu(gate), limit) * clamp(up, -limit, limit), otherwise `silu_and_mul` (Ling 3)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
+
+
+@operation(By("triton"))
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (So et al. 2021), any shape and float dtype."""
+    return torch.relu(x).square_()
+
+
+@operation(By("triton"))
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), both `[T, D]` or broadcastable (a gate `[T, 1]` scales rows). Returns x's dtype."""
+    return x * torch.sigmoid(gate)

@@ -1,0 +1,45 @@
+"""The matrix product of a dense linear layer, for any number of tokens."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.kernels.core.recording import live
+
+# Multiply-adds from which oneDNN's faster product pays for its two copies (70 microseconds together).
+ONEDNN_FROM = 1 << 21
+# Tokens from which it also pays for turning a weight that is stored column by column.
+TURNS_FROM = 256
+
+
+def stands_by_columns(weight: Tensor) -> bool:
+    """Whether a weight [out, in] should be stored column by column: smaller float32 ones on a CPU. MKL then takes half
+    the time for one or two tokens, and the same for others."""
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() < ONEDNN_FROM
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b: x [T, K], weight [N, K], bias [N] or None.
+
+    PyTorch gives float32 products on a CPU to MKL, which leaves the wide vector units of AMD's processors idle. Large
+    ones go to oneDNN, which uses them, through tensors of PyTorch's mkldnn layout.
+    """
+    if not _is_for_onednn(x, weight):
+        return F.linear(x, weight, bias)
+    return live(lambda: F.linear(x.to_mkldnn(), weight, bias).to_dense())
+
+
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T + residual, in the place of `residual` [T, N]."""
+    if _is_for_onednn(x, weight):
+        return residual.add_(linear(x, weight))
+    return residual.addmm_(x, weight.t())
+
+
+def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
+    tokens = x.shape[0]
+    pays = tokens * weight.numel() >= ONEDNN_FROM and (weight.is_contiguous() or tokens >= TURNS_FROM)
+    return pays and x.device.type == "cpu" and x.dtype == torch.float32 and _HAS_ONEDNN
+
+
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()

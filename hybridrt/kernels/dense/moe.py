@@ -1,0 +1,155 @@
+"""Mixture of experts: routers and the routed experts' MLP.
+
+Shapes: T tokens of width D, E experts of inner width I, k experts chosen per token.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.core.recording import live
+from hybridrt.kernels.dense.activation import clamped_silu_and_mul, relu2, silu_and_mul
+from hybridrt.kernels.dense.linear import linear
+
+
+class SoftmaxChoice(NamedTuple):
+    """How `router_softmax` chooses: the top_k experts, whose weights are divided by their sum if `renormalize`, and
+    behind them the `shared` experts E, E + 1, ..., which every token passes."""
+
+    top_k: int
+    renormalize: bool
+    shared: int = 0
+
+
+class GroupedChoice(NamedTuple):
+    """How `router_sigmoid_grouped` chooses: top_k experts within the best topk_group of n_group groups. Their scores
+    become weights: over their sum if `renormalize`, times `scaling`. Behind them come the `shared` experts E, E + 1,
+    ..., which every token passes with weight 1."""
+
+    top_k: int
+    n_group: int
+    topk_group: int
+    renormalize: bool
+    scaling: float
+    shared: int = 0
+
+
+class ExpertStack(NamedTuple):
+    """E routed experts of one layer.
+
+    Attributes:
+        w_up: `[E, 2I, D]` (gate rows, then up rows) of SwiGLU, else `[E, I, D]`; w_down: `[E, D, I]`.
+        activation: "silu" for SwiGLU; "relu2" for squared ReLU, without a gate.
+        limit: of a SwiGLU whose two factors are clamped (`clamped_silu_and_mul`); None for none.
+    """
+
+    w_up: Tensor
+    w_down: Tensor
+    activation: Literal["silu", "relu2"]
+    limit: float | None = None
+
+
+@operation(By("triton", "hybridrt.kernels.dense.moe_router_triton:router_softmax_triton"))
+def router_softmax(
+    logits: Tensor, choice: SoftmaxChoice, shared_gate: Tensor | None = None, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The top_k experts by softmax probability (Qwen3-Next, Jamba), and behind them those that every token passes.
+
+    Args:
+        logits: `[T, E]`, rows of any stride.
+        shared_gate: `[T]`, whose sigmoid is the weight of the shared experts.
+        rows: `[B]` int32, each with T / B tokens; those of row 0, which is padding, go to no expert: weight 0, id -1.
+
+    Returns:
+        weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
+    """
+    top_k, renormalize, shared = choice
+    (tokens, experts), ids_of_shared = logits.shape, torch.arange(shared, device=logits.device)
+    weights, ids = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if shared_gate is not None:
+        weights = torch.cat((weights, torch.sigmoid(shared_gate.float()).unsqueeze(1).expand(-1, shared)), 1)
+        ids = torch.cat((ids, (experts + ids_of_shared).expand(tokens, -1)), 1)
+    return _without_padding(weights, ids.int(), rows)
+
+
+@operation(By("triton", "hybridrt.kernels.dense.moe_router_triton:router_sigmoid_grouped_triton"))
+def router_sigmoid_grouped(
+    logits: Tensor, correction_bias: Tensor, choice: GroupedChoice, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The top_k experts within the topk_group best groups (DeepSeek-V3, section 2.1.2; Nemotron-H).
+
+    logits `[T, E]`; correction_bias `[E]` float32 is added to the sigmoid scores for choosing only; a group's score is
+    the sum of its two best. Returns weights `[T, k + shared]` float32, made of the plain scores, and ids
+    `[T, k + shared]` int32. rows as in `router_softmax`.
+    """
+    top_k, n_group, topk_group, renormalize, scaling, shared = choice
+    scores = torch.sigmoid(logits.float())
+    grouped = (scores + correction_bias).unflatten(1, (n_group, scores.shape[1] // n_group))
+    best_groups = grouped.topk(2, -1).values.sum(-1).topk(topk_group, -1).indices
+    excluded = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best_groups, False)
+    ids = grouped.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1).topk(top_k, -1).indices
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    weights *= scaling
+    if shared:
+        tokens, experts = logits.shape
+        weights = torch.cat((weights, weights.new_ones(tokens, shared)), 1)
+        ids = torch.cat((ids, torch.arange(experts, experts + shared, device=ids.device).expand(tokens, -1)), 1)
+    return _without_padding(weights, ids.int(), rows)
+
+
+@operation(By("triton", "hybridrt.kernels.dense.moe_router_triton:router_product_triton"))
+def router_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits `[T, E]` float32 of x `[T, D]` in any dtype and a contiguous weight `[E, D]` float32."""
+    return F.linear(x.float(), weight)
+
+
+@operation(By("triton"))
+def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
+    """sum_j weights[t, j] * w_down[e] act(w_up[e] x[t]) over the experts e = ids[t, j] of each token.
+
+    x `[T, D]`; weights `[T, k]` float32; ids `[T, k]` int32, -1 for none (padding). Returns `[T, D]` in x's dtype,
+    summed in float32.
+    """
+    return live(lambda: _each_expert(x, experts, weights, ids))
+
+
+def _each_expert(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
+    """`fused_experts`, which reads on the host how many tokens each expert has."""
+    w_up, w_down, *_ = experts
+    # Token-expert pairs sorted by expert, one pair of matrix products for each expert that was hit
+    count, top_k = w_up.shape[0], ids.shape[1]
+    flat = ids.flatten().long()
+    order = torch.where(flat < 0, count, flat).argsort(stable=True)
+    counts = torch.bincount(flat + 1, minlength=count + 1)[1:].tolist()
+    tokens, pair_weights = order // top_k, weights.flatten()[order].unsqueeze(-1)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        chosen = tokens[start : start + count]
+        hidden = _activate(linear(x[chosen], w_up[expert]), experts)
+        out.index_add_(0, chosen, linear(hidden, w_down[expert]) * pair_weights[start : start + count])
+        start += count
+    return out.to(x.dtype)
+
+
+def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights and ids `[T, k]` with those of row 0's tokens replaced by 0 and -1."""
+    if rows is None or not rows.shape[0]:
+        return weights, ids
+    padding = (rows == 0).repeat_interleave(ids.shape[0] // rows.shape[0]).unsqueeze(1)
+    return weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
+
+
+def _activate(hidden: Tensor, experts: ExpertStack) -> Tensor:
+    if experts.limit is not None:
+        return clamped_silu_and_mul.reference(hidden, experts.limit)
+    return silu_and_mul.reference(hidden) if experts.activation == "silu" else relu2.reference(hidden)

@@ -1,0 +1,110 @@
+"""A linear layer of a few tokens, with the norm before it and the activation behind it.
+
+With 1 to MAX_TOKENS rows a matrix product costs what reading its weights costs, so the work is to keep the memory busy:
+the norm is recomputed instead of stored, the activation applied before the output is written.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.dense.activation import relu2, silu_and_mul
+from hybridrt.kernels.dense.rms_norm import rms_norm
+
+Activation = Literal["silu_and_mul", "relu2"]
+ACTIVATIONS = {"silu_and_mul": silu_and_mul, "relu2": relu2}
+
+MAX_TOKENS = 64
+# Where cuBLAS becomes as fast on an H200; with an activation, and rows to fill the device, at MAX_TOKENS.
+ALONE_UP_TO, FILLING_ROWS = 32, 16384
+
+
+def is_skinny(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
+    """Whether skinny_linear beats the separate operations for x `[T, K]`: few rows and 16-bit weights, on a GPU."""
+    if not x.is_cuda:
+        return False
+    max_tokens = ALONE_UP_TO if activation is None or len(weight) < FILLING_ROWS else MAX_TOKENS
+    return 0 < x.shape[0] <= max_tokens and weight.dtype in (torch.bfloat16, torch.float16)
+
+
+class InputNorm(NamedTuple):
+    """The RMS norm of a layer's input.
+
+    Attributes:
+        norm_weight: [K] float32, as in `rms_norm`; eps belongs to it.
+        residual: [T, K], added before the norm. It may be overwritten: use the returned sum instead.
+    """
+
+    norm_weight: Tensor
+    eps: float = 0.0
+    residual: Tensor | None = None
+
+
+def _check(
+    x: Tensor, weight: Tensor, *_: Any, tail: Tensor | None = None, norm: InputNorm | None = None,
+    parts: int = 1, **__: Any,
+) -> None:  # fmt: skip
+    if parts > 1 and (x.shape[0] > 1 or x.shape[1] != parts * weight.shape[1] or len(weight) % (8 * parts)):
+        raise ConfigError(
+            f"skinny_linear in {parts} parts takes one token of {parts * weight.shape[1]} numbers and a multiple of "
+            f"{8 * parts} rows, not {list(x.shape)} and {list(weight.shape)}"
+        )
+    if weight.dtype != x.dtype:
+        raise ConfigError(f"skinny_linear takes x and W of one dtype, not {x.dtype} and {weight.dtype}")
+    if x.shape[0] > MAX_TOKENS:
+        raise ConfigError(f"skinny_linear takes at most {MAX_TOKENS} tokens, not {x.shape[0]}")
+    if tail is not None and norm is not None:
+        raise ConfigError("skinny_linear normalises one tensor; concatenate x and tail first")
+
+
+@operation(By("triton"), check=_check)
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tail: Tensor | None = None,
+    norm: InputNorm | None = None,
+    activation: Activation | None = None,
+    parts: int = 1,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """act(rms_norm(x + residual) W^T + b) and x + residual; norm, residual, bias and activation are optional.
+
+    Args:
+        x: [T, K] with any row stride, T at most MAX_TOKENS.
+        weight: [N, K] contiguous, in x's dtype; bias: [N] or None.
+        tail: [T, K - K1], the last columns of the input where x `[T, K1]` holds the first: two inputs of one merged
+            weight need no copy side by side. Not with a norm.
+        parts: into so many equal parts x and the weight's rows are cut, [1, K] and [N / parts, K] each, of which the
+            i-th are multiplied; with one token, and nothing but a bias.
+        activation: "silu_and_mul" halves N (gate rows, then up rows); "relu2".
+        out: where y goes, contiguous, in x's dtype; None for a new tensor.
+
+    Returns:
+        y [T, N] or [T, N / 2] in x's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
+
+    Raises:
+        ConfigError: too many tokens, or a tail with a norm, parts that do not fit, or weights of another dtype.
+    """
+    # The separate operations one after the other
+    dtype = x.dtype
+    if tail is not None:
+        x = torch.cat((x, tail), dim=-1)
+    residual = None
+    if norm is not None:
+        if norm.residual is not None:
+            x = residual = (x.float() + norm.residual.float()).to(norm.residual.dtype)
+        x = rms_norm.reference(x, norm.norm_weight, norm.eps).to(dtype)
+    if parts > 1:
+        pairs = zip(x.chunk(parts, 1), weight.chunk(parts), strict=True)
+        y = torch.cat([F.linear(part, rows) for part, rows in pairs], 1)
+        y = y if bias is None else y + bias
+    else:
+        y = F.linear(x, weight, bias)
+        y = y if activation is None else ACTIVATIONS[activation].reference(y)
+    return y if out is None else out.copy_(y), residual

@@ -1,0 +1,73 @@
+"""What the Mamba operations share: the time step, the output terms that do not pass through the state, and the loop of
+the plain-torch scans over chunks."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.kernels.core.chunk_plan import chunk_tokens, ith_chunks
+from hybridrt.kernels.core.records import NO_LIMIT, Prompts, SSMInputs, SSMWeights, StateSlots
+from hybridrt.kernels.core.slots import initial_states, live_tokens, write_rows
+from hybridrt.kernels.core.views import by_head
+
+
+def time_step(dt: Tensor, dt_bias: Tensor | None, dt_limit: tuple[float, float]) -> Tensor:
+    """clamp(softplus(dt + dt_bias), *dt_limit): raw dt [..., H], dt_bias [H] -> float32 [..., H]."""
+    dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    dt = F.softplus(dt)
+    return dt if dt_limit == NO_LIMIT else dt.clamp(*dt_limit)
+
+
+def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """(y + D * x) * silu(z) in float32, in place on y: y, x, z [..., H, P], D [H]."""
+    if D is not None:
+        y.addcmul_(x.float(), D.float()[:, None])
+    return y if z is None else y.mul_(F.silu(z.float()))
+
+
+def split_conv_channels(xBC: Tensor, state_shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Views x [..., H, P], B and C [..., G, N] of the conv's channels [..., C] for a pool of states [S+1, H, P, N]."""
+    _, heads, dim, state_dim = state_shape
+    width = (xBC.shape[-1] - heads * dim) // 2
+    x, B, C = xBC.split_with_sizes((heads * dim, width, width), -1)
+    groups = (width // state_dim, state_dim)
+    return by_head(x, heads, dim), by_head(B, *groups), by_head(C, *groups)
+
+
+def scan_prompts(
+    inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts,
+    scan_chunks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:  # fmt: skip
+    """Scans packed prompts, the i-th chunks of all of them at once, for each i. The states after them, and those that
+    `prompts.saves` names, are left in the pool.
+
+    Args:
+        inputs: x and z [T, H, P], dt [T, H].
+        scan_chunks: one chunk of each of b prompts, in float32: x [b, Q, H, P], time steps [b, Q, H], B, C [b, Q, ...]
+            and the states before it [b, *state], to y [b, Q, H, P] and the states after it.
+
+    Returns:
+        [T, H, P] in x's dtype, gated if there is a z.
+    """
+    (x, dt, B, C, z), (_, D, dt_bias, dt_limit) = inputs, weights
+    states, read_slots, write_slots, _ = state
+    query_start_loc, has_initial_state, plan, saves = prompts
+    num_tokens = x.shape[0]
+    dt = time_step(dt, dt_bias, dt_limit)
+    current = initial_states(states, read_slots, has_initial_state)
+    # One spare token at the end takes the output of positions that pad a chunk.
+    y = torch.empty(num_tokens + 1, *x.shape[1:], dtype=torch.float32, device=x.device)
+    for i in range(plan.max_chunks_per_seq):
+        rows, chunk = ith_chunks(plan, i)
+        token, inside = chunk_tokens(plan, chunk)
+        step = torch.where(inside[:, :, None], dt[token], 0.0)
+        part, current[rows] = scan_chunks(x[token].float(), step, B[token].float(), C[token].float(), current[rows])
+        y[torch.where(inside, token, num_tokens)] = part
+        if saves is not None:
+            kept = saves.chunk_slots[chunk]
+            write_rows(states, torch.where(kept > 0, kept, -1), current[rows])
+    write_rows(states, write_slots, current)
+    dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
+    return skip_and_gate(y[:-1], x, D, z).masked_fill_(dead[:, None, None], 0.0).to(x.dtype)

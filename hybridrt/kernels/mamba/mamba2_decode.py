@@ -1,0 +1,57 @@
+"""A whole Mamba-2 decode or verify step in one operation: conv, SiLU, time step, state, skip and gate.
+
+It reads one merged projection (z, x|B|C, dt) and ends at the input of the output projection (or of the gated norm). A
+layer without a conv gives weights without taps, and conv rings without channels. There are three state modes:
+
+- classic: the state is read and written each step;
+- replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`mamba2_replay.py`);
+- intermediate: with `state.intermediate`; the state is read only, and the state after each token stored.
+
+Tokens of a row form a chain; in the mode intermediate they may be the nodes of a draft tree.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.core.records import FusedStep, SSMInputs, SSMWeights
+from hybridrt.kernels.mamba.mamba2_common import split_conv_channels
+from hybridrt.kernels.mamba.mamba2_replay import mamba2_replay
+from hybridrt.kernels.mamba.selective_state_update import selective_state_update
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update
+from hybridrt.kernels.state.state_ring import check_step
+
+
+def _check(xBC: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
+    check_step(xBC, step)
+
+
+@operation(By("triton"), check=_check)
+def mamba2_decode(
+    xBC: Tensor, dt: Tensor, z: Tensor | None, *, weights: SSMWeights, step: FusedStep, out: Tensor | None = None
+) -> Tensor:
+    """Advances each of B rows by T tokens.
+
+    Args:
+        xBC: [B, T, C] raw conv inputs: x [H*P], B [G*N], C [G*N] side by side. dt: [B, T, H] raw. z: [B, T, H, P] or
+            None. Any row and token stride: they may be column slices of one projection.
+        out: [B, T, H, P] of any row and token stride, where the result is to be left.
+
+    Returns:
+        [B, T, H, P] in xBC's dtype.
+
+    Raises:
+        ConfigError: the conv ring or the state ring is too narrow for T tokens, or the conv does not end in SiLU.
+    """
+    # The separate operations one after the other
+    conv_weights, conv_state, state, ring, _ = step
+    taps = conv_weights.weight.shape[1]
+    conved = causal_conv1d_update.reference(xBC, conv_weights, conv_state, step.conv_nodes) if taps else F.silu(xBC)
+    x, B, C = split_conv_channels(conved, state.states.shape)
+    tokens = SSMInputs(x, dt, B, C, z)
+    if ring is None:
+        return selective_state_update.reference(tokens, weights, state, out)
+    y = mamba2_replay(tokens, weights, state, ring)
+    return y if out is None else out.copy_(y)

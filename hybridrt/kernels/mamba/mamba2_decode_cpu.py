@@ -1,0 +1,115 @@
+"""A Mamba-2 decode step of a CPU over neighbouring rows of the pools, which are updated where they stand.
+
+It equals `mamba2_decode` in classic mode, with half of the operations and no copy of a state. A step of a small model
+takes as long as the calls of its operations, so what is equal in all layers is looked up once a step (`PoolRows`).
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.kernels.core.records import NO_LIMIT, ConvWeights, SSMWeights
+from hybridrt.kernels.core.slots import neighbours
+
+
+@dataclass(frozen=True)
+class PoolRows:
+    """Rows of one token each whose slots are neighbours in the pools.
+
+    Attributes:
+        run: the slots.
+        order: [B] int64, the step's row of each slot; None where the rows are in the order of the slots.
+        positions: [B] int32, of the new tokens, by slot; first: the smallest.
+    """
+
+    run: slice
+    order: Tensor | None
+    positions: Tensor
+    first: int
+    _columns: dict[int, Tensor] = field(default_factory=dict)
+
+    def holds(self, xBC: Tensor, conv: Tensor, states: Tensor, taps: int) -> bool:
+        """Whether the rows of these pools may be updated in place: all is float32, and each row is past its first K - 1
+        positions, before which its ring holds what another request left."""
+        return self.first >= taps - 1 and xBC.dtype == conv.dtype == states.dtype == torch.float32
+
+    def columns(self, width: int) -> Tensor:
+        """[B, 1, Wc] int64: the columns of rings of Wc columns, from that of the oldest input to that of the new one.
+        The first layer of a step computes them."""
+        if width not in self._columns:
+            positions = self.positions.view(-1, 1, 1) + torch.arange(1 - width, 1)
+            self._columns[width] = positions & width - 1
+        return self._columns[width]
+
+
+def pool_rows(slots: Tensor, start_positions: Tensor) -> PoolRows | None:
+    """The rows of slots [B] int32 with their new tokens at `start_positions` [B]; None on a GPU, where looking would
+    wait for the device, and where slots are no neighbours or padding."""
+    found = neighbours(slots)
+    if found is None:
+        return None
+    run, order = found
+    positions = start_positions if order is None else start_positions.index_select(0, order)
+    return PoolRows(run, order, positions, min(positions.tolist()))
+
+
+def mamba2_in_place(
+    xBC: Tensor, dt: Tensor, z: Tensor | None, conv_weights: ConvWeights, weights: SSMWeights, conv: Tensor,
+    states: Tensor, rows: PoolRows, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Advances each of B rows by one token.
+
+    Args:
+        xBC: [B, C], dt: [B, H] and z: [B, H * P] or None, as in `mamba2_decode`.
+        conv: [S+1, C, Wc] and states: [S+1, H, P, N], the pools.
+        out: [B, H * P] of any row stride, where the result is to be left.
+
+    Returns:
+        [B, H * P].
+    """
+    rings, states, order = conv[rows.run], states[rows.run], rows.order
+    if order is None:
+        return _step(xBC, dt, z, conv_weights, weights, rings, states, rows, out)
+    sorted_z = None if z is None else z.index_select(0, order)
+    y = _step(
+        xBC.index_select(0, order), dt.index_select(0, order), sorted_z, conv_weights, weights, rings, states, rows
+    )
+    return (torch.empty_like(y) if out is None else out).index_copy_(0, order, y)
+
+
+def _step(
+    xBC: Tensor, dt: Tensor, z: Tensor | None, conv_weights: ConvWeights, weights: SSMWeights, rings: Tensor,
+    states: Tensor, rows: PoolRows, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    A, D, dt_bias, dt_limit = weights
+    batch, heads, dim, columns = states.shape
+    width, keys = heads * dim, (xBC.shape[1] - heads * dim) // 2
+    conved = F.silu(_conv(xBC, conv_weights, rings, rows) if conv_weights.weight.shape[1] else xBC)
+    channels, B, C = conved.split_with_sizes((width, keys, keys), 1)
+    x = channels.view(batch, heads, dim)
+    step = F.softplus(dt if dt_bias is None else dt + dt_bias)
+    if dt_limit != NO_LIMIT:
+        step = step.clamp_(*dt_limit)
+    groups = batch * keys // columns
+    states.mul_((step * A).exp_().view(batch, heads, 1, 1))
+    state = states.view(groups, -1, columns)
+    state.addcmul_((x * step.unsqueeze(-1)).view(groups, -1, 1), B.reshape(groups, 1, columns))
+    # C x state^T: state x C takes nine times as long for several rows.
+    y = torch.bmm(C.reshape(groups, 1, columns), state.transpose(1, 2)).view(batch, heads, dim)
+    if D is not None:
+        y.addcmul_(x, D.unsqueeze(-1))
+    y = y.view(batch, width)
+    if z is None:
+        return y if out is None else out.copy_(y)
+    return torch.mul(y, F.silu(z), out=y if out is None else out)
+
+
+def _conv(xBC: Tensor, weights: ConvWeights, rings: Tensor, rows: PoolRows) -> Tensor:
+    """The conv [B, C] of the new tokens xBC [B, C], which enter the rings [B, C, Wc]."""
+    weight, bias, _ = weights
+    columns = rows.columns(rings.shape[2])[..., -weight.shape[1] :].expand(-1, xBC.shape[1], -1)
+    rings.scatter_(2, columns[..., -1:], xBC.unsqueeze(2))
+    conved = rings.gather(2, columns).mul_(weight).sum(-1)
+    return conved if bias is None else conved.add_(bias)

@@ -1,0 +1,47 @@
+"""Plain-torch `mamba2_decode` behind the conv, with a state ring: outputs read from a checkpoint and the inputs since.
+
+With s_j the sum of A dt over the ring up to entry j, S the checkpoint and token t's own entry among the j <= t:
+
+    y_t = exp(s_t) S C_t + sum_{j <= t} exp(s_t - s_j) dt_j (B_j . C_t) x_j
+"""
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.core.decay_sums import decay_sums, finite_rates, left
+from hybridrt.kernels.core.records import SSMInputs, SSMWeights, StateRing, StateSlots
+from hybridrt.kernels.core.slots import pad_mask, read_rows, write_columns
+from hybridrt.kernels.mamba.mamba2_common import skip_and_gate, time_step
+from hybridrt.kernels.state.state_ring import ring_entries
+
+
+def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, ring: StateRing) -> Tensor:
+    """Outputs of T new tokens of each of B rows; their inputs enter the ring at (start + length + t) mod W.
+
+    `state` holds the checkpoints; it is read alone. Returns [B, T, H, P] in x's dtype.
+    """
+    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
+    states, slots, _, _ = state
+    values, keys, gates, rows, start, length = ring
+    new = torch.arange(x.shape[1], device=x.device)
+    column = (start[:, None] + length[:, None] + new) % gates.shape[2]
+    for tensor, entries in ((values, x), (keys, B), (gates, time_step(dt, dt_bias, dt_limit))):
+        write_columns(tensor, slots, column, entries, rows)
+    v, k, g = ring_entries(values, keys, gates, rows, start, length + x.shape[1])
+    y = _read(read_rows(states, slots).float(), v, k, g, A, C.float(), length[:, None] + new)
+    return skip_and_gate(y, x, D, z).masked_fill_(pad_mask(slots, 4), 0.0).to(x.dtype)
+
+
+def _read(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor, C: Tensor, end: Tensor) -> Tensor:
+    """Outputs [B, T, H, P] for queries C [B, T, G, N] that see the state and the ring's entries up to end [B, T]."""
+    entry = torch.arange(g.shape[1], device=g.device)
+    sums = decay_sums(g * finite_rates(A), 1)
+    at_end = sums.gather(1, end.long()[:, :, None].expand(-1, -1, g.shape[2]))
+    unseen = (entry > end[:, :, None])[..., None]
+    weight = left((at_end[:, :, None] - sums[:, None]).masked_fill_(unseen, -torch.inf)) * g[:, None]
+
+    scores = torch.einsum("btgn,bwgn->btwg", C, k)[..., None]
+    weight = (weight.unflatten(3, (k.shape[2], -1)) * scores).flatten(3)
+    from_state = torch.einsum("bgmn,btgn->btgm", state.view(len(C), C.shape[2], -1, C.shape[3]), C)
+    y = torch.einsum("btwh,bwhp->bthp", weight, v)
+    return y.addcmul_(from_state.reshape(y.shape), left(at_end)[..., None])

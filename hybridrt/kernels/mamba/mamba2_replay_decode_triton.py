@@ -1,0 +1,273 @@
+"""Triton `mamba2_decode` in replay mode, in two launches.
+
+Everything that a step computes per row or per group is small; only the checkpoint is large. So the first kernel runs
+the conv, enters the new tokens into the ring and reduces the ring to scores,
+
+    y_t = exp(s_t) S C_t + sum_c scores[t, c] x_c,      scores[t, c] = dt_c exp(s_t - s_c) (B_c . C_t)
+
+with c over the ring's columns, and the second one streams the checkpoint S through one matrix-vector product a token.
+Heads that share a group share the products B_c . C_t, which one program computes for all of them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.core.decay_sums_triton import finite_rate
+from hybridrt.kernels.core.launch import dot_precision
+from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
+from hybridrt.kernels.core.records import FusedStep, SSMWeights
+from hybridrt.kernels.state.conv_and_gates_triton import (
+    conv_one_token,
+    conv_ring,
+    conv_taps,
+    conv_tokens,
+    push_inputs,
+    silu,
+    step_input,
+    strides,
+    time_step,
+)
+from hybridrt.kernels.state.state_ring_triton import exact_dot, multiply_state, products
+
+
+@triton.jit
+def _prepare_kernel(  # type: ignore[no-untyped-def]
+    xBC_ptr, dt_ptr, weight_ptr, bias_ptr, A_ptr, dt_bias_ptr, conv_ptr, values_ptr, keys_ptr, gates_ptr,
+    queries_ptr, scores_ptr, decays_ptr, slots_ptr, positions_ptr, rows_ptr, start_ptr, length_ptr,
+    xBC_strides: tl.constexpr, dt_strides: tl.constexpr, conv_ss: tl.constexpr,
+    values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr, dt_min, dt_max,
+    T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
+    TAPS: tl.constexpr, WC: tl.constexpr, W: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_H: tl.constexpr,
+    PRECISION: tl.constexpr, SECTION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [rows, G + x blocks]: programs of a group do its B, C and heads; the others a block of x channels each.
+    SECTION "groups" or "values": only these."""
+    b, part = tl.program_id(0), tl.program_id(1)
+    if SECTION == "values":
+        part += G
+    slot, position = tl.load(slots_ptr + b).to(tl.int64), tl.load(positions_ptr + b)
+    row = tl.load(rows_ptr + b).to(tl.int64)
+    start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
+    conv_row = conv_ptr + tl.maximum(slot, 0) * conv_ss
+    source = xBC_ptr + b.to(tl.int64) * xBC_strides[0]
+    st: tl.constexpr = xBC_strides[1]
+    if SECTION != "groups" and part >= G:
+        # The T new x of a block of channels: to the conv ring as they are, to the state ring behind the conv.
+        values_row, block, first = values_ptr + row * values_sr, part - G, start + length
+        c = block * BLOCK_X + tl.arange(0, BLOCK_X)
+        mask = c < tl.where(slot < 0, 0, H * P)  # of padding nothing is read or written
+        ring, taps = None, None
+        if TAPS > 0 and T == 1:
+            ring, taps = conv_ring(conv_row, c, mask, WC), conv_taps(weight_ptr, c, mask, TAPS, WC)
+        begin_in_turn(PDL)
+        cells = values_row + (c // P) * (W * P) + c % P
+        if TAPS > 0 and T > 1:
+            push_inputs(source + c, st, conv_row, c, mask, position, T, WC)
+        for t in tl.static_range(T):
+            if TAPS == 0:
+                x = silu(tl.load(source + t * st + c, mask=mask, other=0.0).to(tl.float32)).to(source.dtype.element_ty)
+            elif T == 1:
+                x = conv_one_token(source + c, conv_row, weight_ptr, bias_ptr, c, mask, position, TAPS, WC, ring, taps)
+            else:
+                x = step_input(source + c, st, conv_row, weight_ptr, bias_ptr, c, mask, position, t, TAPS, WC)
+            tl.store(cells + ((first + t) % W) * P, x.to(values_ptr.dtype.element_ty), mask=mask)
+    if SECTION != "values" and part < G:
+        # The T new B and C of a group, the time steps of its heads, and the scores of everything in the ring.
+        dt_row = dt_ptr + b.to(tl.int64) * dt_strides[0]
+        keys_row, gates_row = keys_ptr + row * keys_sr, gates_ptr + row * gates_sr
+        n = tl.arange(0, BLOCK_N)
+        n_mask = n < tl.where(slot < 0, 0, N)
+        B_channel = H * P + part * N + n
+        C_channel = B_channel + G * N
+        # History: how much of each ring entry is left at its end, for every head of the group.
+        heads_per_group: tl.constexpr = H // G
+        i = tl.arange(0, BLOCK_H)
+        h, h_mask = part * heads_per_group + i, i < tl.where(slot < 0, 0, heads_per_group)
+        A = finite_rate(tl.load(A_ptr + h, mask=h_mask, other=0.0))
+        w = tl.arange(0, BLOCK_W)
+        seen = w < length
+        column = (start + w) % W
+        gates_rows = gates_row + h * W
+        cells = gates_rows[:, None] + column[None, :]
+        gate = tl.load(cells, mask=h_mask[:, None] & seen[None, :], other=0.0)
+        later_cells = gates_rows[:, None] + ((start + w + 1) % W)[None, :]
+        later = tl.load(later_cells, mask=h_mask[:, None] & (w + 1 < length)[None, :], other=0.0)
+        keys_row += part * (W * N)
+        keys = tl.load(keys_row + column[:, None] * N + n[None, :], mask=seen[:, None] & n_mask[None, :], other=0.0)
+        B_ring, C_ring, B_taps, C_taps = None, None, None, None
+        if TAPS > 0 and T == 1:
+            B_ring, C_ring = conv_ring(conv_row, B_channel, n_mask, WC), conv_ring(conv_row, C_channel, n_mask, WC)
+            B_taps = conv_taps(weight_ptr, B_channel, n_mask, TAPS, WC)
+            C_taps = conv_taps(weight_ptr, C_channel, n_mask, TAPS, WC)
+        total = tl.sum(gate * A[:, None], axis=1)
+        history = gate * tl.exp(tl.cumsum(later * A[:, None], axis=1, reverse=True))
+        begin_in_turn(PDL)
+
+        # New tokens, one after the other: what they leave of the history, and of each other.
+        BLOCK_T: tl.constexpr = 16 if T > 1 else 1
+        t_all = tl.arange(0, BLOCK_T)
+        new_keys = conv_tokens(
+            source, st, conv_row, weight_ptr, bias_ptr, B_channel, n_mask, position, t_all, T, TAPS, WC, B_ring, B_taps
+        )
+        queries = conv_tokens(
+            source, st, conv_row, weight_ptr, bias_ptr, C_channel, n_mask, position, t_all, T, TAPS, WC, C_ring, C_taps
+        )
+        token_mask = (t_all < T)[:, None] & n_mask[None, :]
+        new_column = (start + length + t_all) % W
+        tl.store(keys_row + new_column[:, None] * N + n[None, :], new_keys, mask=token_mask)
+        queries_rows = queries_ptr + ((b * T + t_all) * G + part).to(tl.int64) * N
+        tl.store(queries_rows[:, None] + n[None, :], queries, mask=token_mask)
+        old_products, new_products = products(keys, queries, PRECISION), products(new_keys, queries, PRECISION)
+
+        since = tl.zeros([BLOCK_H], tl.float32)
+        fresh = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
+        for t in range(T):
+            dt = time_step(dt_row + t * dt_strides[1] + h, dt_bias_ptr, h, h_mask, dt_min, dt_max)
+            tl.store(gates_rows + (start + length + t) % W, dt, mask=h_mask)
+            since += A * dt
+            is_t = t_all == t
+            fresh = fresh * tl.exp(A * dt)[:, None] + tl.where(is_t[None, :], dt[:, None], 0.0)
+            old = tl.sum(tl.where(is_t[None, :], old_products, 0.0), axis=1)
+            new = tl.sum(tl.where(is_t[None, :], new_products, 0.0), axis=1)
+            scores_row = scores_ptr + ((b * T + t) * H + h).to(tl.int64) * W
+            old_cells = scores_row[:, None] + column[None, :]
+            tl.store(old_cells, history * tl.exp(since)[:, None] * old[None, :], mask=h_mask[:, None] & seen[None, :])
+            new_cells = scores_row[:, None] + new_column[None, :]
+            tl.store(new_cells, fresh * new[None, :], mask=h_mask[:, None] & (t_all < T)[None, :])
+            tl.store(decays_ptr + (b * T + t) * H + h, tl.exp(total + since), mask=h_mask)
+
+
+@triton.jit
+def _stream_kernel(  # type: ignore[no-untyped-def]
+    z_ptr, D_ptr, out_ptr, states_ptr, values_ptr, queries_ptr, scores_ptr, decays_ptr,
+    slots_ptr, rows_ptr, start_ptr, length_ptr,
+    z_strides: tl.constexpr, out_strides: tl.constexpr, states_ss: tl.constexpr, values_sr: tl.constexpr,
+    T: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid [rows, heads, tiles of P]: BLOCK_P rows of a checkpoint [P, N] are read once for T tokens, BLOCK_N columns
+    at a time. BLOCK_T is 1 where the product with the queries is taken element by element, else at least 16."""
+    b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t, n, w = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
+    p = part * BLOCK_P + tl.arange(0, BLOCK_P)
+    p_mask = p < P
+    slot = tl.load(slots_ptr + b).to(tl.int64)
+    row = tl.load(rows_ptr + b).to(tl.int64)
+    start, length = tl.load(start_ptr + b), tl.load(length_ptr + b)
+    cells = states_ptr + tl.maximum(slot, 0) * states_ss + h * (P * N) + p[:, None] * N + n[None, :]
+    WHOLE: tl.constexpr = BLOCK_N >= N
+    if WHOLE:
+        # The kernel before this one writes no state. It lets this one start once all earlier ones have finished.
+        state = tl.load(cells, mask=p_mask[:, None] & (n < N)[None, :], other=0.0)
+    begin(PDL)
+    out = out_ptr + b.to(tl.int64) * out_strides[0] + t[:, None] * out_strides[1] + h * P + p[None, :]
+    live = (t < T)[:, None] & p_mask[None, :]
+    if slot < 0:
+        tl.store(out, tl.zeros([BLOCK_T, BLOCK_P], out_ptr.dtype.element_ty), mask=live)
+        return
+
+    # What is read once is loaded first: it arrives after the first columns of the state.
+    token = b * T + t
+    newest = t[:, None] + length
+    place = (start + w) % W
+    queries = queries_ptr + (token * G + h // (H // G)).to(tl.int64)[:, None] * N + n[None, :]
+    scores = tl.load(
+        scores_ptr + (token * H + h).to(tl.int64)[:, None] * W + place[None, :],
+        mask=(t < T)[:, None] & (w[None, :] <= newest), other=0.0,
+    )  # fmt: skip
+    values_cells = values_ptr + row * values_sr + h * (W * P) + place[:, None] * P + p[None, :]
+    values = tl.load(values_cells, mask=(w < length + T)[:, None] & p_mask[None, :], other=0.0)
+    decays = tl.load(decays_ptr + token * H + h, mask=t < T, other=0.0)
+    gate = tl.zeros([BLOCK_T, BLOCK_P], tl.float32)
+    if z_ptr is not None:
+        z_rows = z_ptr + b.to(tl.int64) * z_strides[0] + t[:, None] * z_strides[1] + h * z_strides[2]
+        gate = tl.load(z_rows + p[None, :], mask=live, other=0.0).to(tl.float32)
+    if D_ptr is not None:
+        # The skip connection is one more weight on the token's own input.
+        scores += tl.where(w[None, :] == newest, tl.load(D_ptr + h).to(tl.float32), 0.0)
+
+    acc = tl.zeros([BLOCK_P, BLOCK_N if BLOCK_T == 1 else BLOCK_T], tl.float32)
+    if WHOLE:
+        acc = multiply_state(state, tl.load(queries, mask=(t < T)[:, None] & (n < N)[None, :], other=0.0), acc)
+    else:
+        for first in tl.range(0, N, BLOCK_N, num_stages=STAGES):
+            n_mask = n < N - first
+            mask = p_mask[:, None] & n_mask[None, :]
+            if N % BLOCK_N == 0 and P % BLOCK_P == 0:
+                state = tl.load(cells + first, eviction_policy="evict_first")
+            else:
+                state = tl.load(cells + first, mask=mask, other=0.0, eviction_policy="evict_first")
+            acc = multiply_state(
+                state, tl.load(queries + first, mask=(t < T)[:, None] & n_mask[None, :], other=0.0), acc
+            )
+    if BLOCK_T == 1:
+        y = (tl.sum(acc, axis=1) * tl.sum(decays))[None, :]
+        y += tl.sum(values.to(tl.float32) * tl.trans(scores), axis=0)[None, :]
+    else:
+        y = tl.trans(acc) * decays[:, None] + exact_dot(scores, values)
+    if z_ptr is not None:
+        y *= silu(gate)
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+def replay_decode_triton(
+    xBC: Tensor, dt: Tensor, z: Tensor | None, weights: SSMWeights, step: FusedStep, out: Tensor | None = None
+) -> Tensor:
+    """`mamba2_decode` with a state ring."""
+    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring, _ = step
+    A, D, dt_bias, dt_limit = weights
+    assert ring is not None
+    values, keys, gates, rows, start, length = ring
+    batch, tokens, _ = xBC.shape
+    _, heads, dim, state_dim = states.shape
+    groups, width = keys.shape[1], gates.shape[2]
+    if out is None:
+        out = torch.empty((batch, tokens, heads, dim), dtype=xBC.dtype, device=xBC.device)
+    queries = torch.empty((batch, tokens, groups, state_dim), dtype=xBC.dtype, device=xBC.device)
+    scores = torch.empty((batch, tokens, heads, width), dtype=torch.float32, device=xBC.device)
+    decays = torch.empty((batch, tokens, heads), dtype=torch.float32, device=xBC.device)
+    block_n, block_w = max(16, triton.next_power_of_2(state_dim)), max(16, triton.next_power_of_2(width))
+    # Wide states on four warps would take 214 registers a thread, and attention would find no room beside them.
+    warps = 8 if state_dim > 128 else 4
+    block_x = 256 if batch >= 16 or warps == 8 else 128
+    common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width, "BLOCK_W": block_w}
+    x_blocks = triton.cdiv(heads * dim, block_x)
+    # With several tokens a group's programs need so many registers that those of x wait for room beside them.
+    sections = {"all": groups + x_blocks} if tokens == 1 else {"values": x_blocks, "groups": groups}
+    for section, programs in sections.items():
+        _prepare_kernel[batch, programs](
+            xBC, dt, weight, bias, A, dt_bias, conv, values, keys, gates, queries, scores, decays,
+            slots, start_positions, rows, start, length,
+            strides(xBC), strides(dt), conv.stride(0), values.stride(0), keys.stride(0), gates.stride(0), *dt_limit,
+            TAPS=weight.shape[1], WC=conv.shape[2], BLOCK_X=block_x, BLOCK_N=block_n, SECTION=section,
+            BLOCK_H=triton.next_power_of_2(heads // groups), PRECISION=dot_precision(xBC.dtype),
+            num_warps=4 if section == "values" else warps, **common, **pdl(xBC.device),
+        )  # fmt: skip
+    tile = stream_tile(batch, tokens, states)
+    _stream_kernel[batch, heads, triton.cdiv(dim, tile["BLOCK_P"])](
+        z, D, out, states, values, queries, scores, decays, slots, rows, start, length,
+        strides(z), strides(out), states.stride(0), values.stride(0), **tile, **common, **pdl(xBC.device),
+    )  # fmt: skip
+    return out
+
+
+def stream_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
+    """How a program of the stream cuts the states [S+1, H, P, N], as measured on an H200.
+
+    Few programs take 16 rows of P each and all of N before they wait for the kernel in front; many take whole heads and
+    64 columns at a time, three such pieces under way. One token against a float32 state is multiplied element by
+    element: three tensor-core products would cost more than the bytes.
+    """
+    _, heads, dim, state_dim = states.shape
+    wide = states.element_size() == 4
+    rows, columns = (max(16, triton.next_power_of_2(size)) for size in (dim, state_dim))
+    tile = {"BLOCK_T": 1 if tokens == 1 and wide else max(16, triton.next_power_of_2(tokens))}
+    if batch * heads * dim <= 1 << 16:
+        return tile | {"BLOCK_P": 16, "BLOCK_N": columns, "STAGES": 1, "num_warps": 2}
+    block_p, block_n = (64, 32 if tokens > 1 else 64) if wide else (128, 64)
+    stages = 4 if wide and tokens > 1 else 3
+    return tile | {"BLOCK_P": min(rows, block_p), "BLOCK_N": min(columns, block_n), "STAGES": stages, "num_warps": 4}

@@ -1,0 +1,180 @@
+"""From logits to tokens: penalties, temperature, filters, Gumbel-max draws keyed by (seed, output index, token id).
+
+Shapes: B rows, V vocabulary entries. The order is: bitmask, penalties, temperature, top-k, top-p, min-p. Each filter
+works on what the ones before it left, and keeps entries that tie with its threshold.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.core.operation import By, operation
+
+# SplitMix64's increment and finaliser constants (Steele, Lea and Flood 2014), as signed 64-bit integers.
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+MIN_TEMPERATURE = 1e-5  # rows below it are greedy: logits divided by less may leave the range of float32
+STREAM_TOKEN = 0  # which random number of an output index: the draw of its token. Other uses count on from here.
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Per row `[B]` float32 factors (repetition: 1 is off; presence, frequency: 0 is off) and what they count.
+
+    Attributes:
+        repetition: divides positive and multiplies negative logits of tokens in the prompt or the output (Keskar et al.
+            2019, section 4.1).
+        presence: subtracted from logits of tokens in the output.
+        frequency: subtracted once per occurrence in the output.
+        output_counts: `[B, V]` int32.
+        prompt_mask: `[B, V]` bool.
+    """
+
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    output_counts: Tensor
+    prompt_mask: Tensor
+
+
+class LogitFilters(NamedTuple):
+    """How the logits of B rows become what a draw is made from; None where no row uses a filter.
+
+    Attributes:
+        temperature: `[B]` float32; rows below MIN_TEMPERATURE are greedy and not tempered.
+        top_k: `[B]` int32, <= 0 is off.
+        top_p: `[B]` float32, 1 is off: the smallest set of likeliest tokens with mass >= top_p (Holtzman et al. 2020).
+        min_p: `[B]` float32, 0 is off: tokens of at least min_p times the best one's probability (Nguyen et al. 2024).
+        bitmask: `[B, ceil(V / 32)]` int32, bit i % 32 of word i // 32 set where token i is allowed.
+    """
+
+    temperature: Tensor
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+    penalties: Penalties | None = None
+    bitmask: Tensor | None = None
+
+
+def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
+    """Uniform float32 in (0, 1), a pure function of (seed, index, stream, id): `[B, n]` for seed, index `[B]` int64,
+    ids `[n]`.
+
+    SplitMix64 seeded from (seed, index, stream) and read at counter `id`. The values are fine-grained near 0 (down to
+    2^-64).
+    """
+    key = _mix(_mix(seed + signed_64((stream + 1) * GOLDEN_GAMMA)) + index * GOLDEN_GAMMA)
+    bits = _mix(key.unsqueeze(1) + (ids.long() + 1) * GOLDEN_GAMMA)
+    # 63 bits, then the middle of their interval: 0 is never reached, and 1 only by rounding, which the clamp undoes.
+    return ((bits >> 1) & (2**63 - 1)).float().mul_(2.0**-63).clamp_(2.0**-64, 1 - 2.0**-24)
+
+
+@operation(By("triton"), By("flashinfer", priority=5))
+def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
+    """The logits `[B, V]` float32 that a draw is made from: penalised, tempered, -inf where filtered out."""
+    temperature, top_k, top_p, min_p, penalties, bitmask = filters
+    logits = only_allowed(logits.float(), bitmask)
+    if penalties is not None:
+        logits = _penalized(logits, penalties)
+    logits = logits / torch.where(temperature < MIN_TEMPERATURE, 1.0, temperature).unsqueeze(1)
+    if top_k is not None or top_p is not None:
+        logits = _top_k_top_p(logits, top_k, top_p)
+    if min_p is not None:
+        logits = logits.masked_fill(logits < (logits.amax(-1) + min_p.log()).unsqueeze(1), -torch.inf)
+    return logits
+
+
+@operation(By("triton"), By("flashinfer", priority=5))
+def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor) -> Tensor:
+    """One token per row, `[B]` int64: a draw from softmax(filtered_logits), or its argmax in greedy rows; -1 where the
+    logits are not finite, as in `greedy`.
+
+    seeds, indices `[B]` int64 (the request's seed, the position of the token in its output) key the draw, so neither
+    batching nor overlap changes it.
+    """
+    # Gumbel-max: argmax(logit - log(e)) for exponential e; u near 0 matters, which is where `uniform` is fine-
+    # grained
+    logits = filtered_logits.reference(logits, filters)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    noise = torch.log1p(uniform(seeds, indices, STREAM_TOKEN, ids).neg_()).neg_().log_()
+    return _best(logits - noise.masked_fill_((filters.temperature < MIN_TEMPERATURE).unsqueeze(1), 0))
+
+
+@operation(By("triton"))
+def greedy(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
+    """The most likely allowed token of each row, `[B]` int64; of equal ones the first. -1 where there is none: an
+    allowed logit is NaN or infinity, or all of them are -infinity."""
+    return _best(only_allowed(logits, bitmask))
+
+
+@operation()
+def token_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """log softmax(logits) at tokens `[B]` int64, and of the top_n best tokens. Values for a token -1 are undefined.
+
+    Returns (logprob `[B]` float32, top_ids `[B, top_n]` int64, top_logprobs `[B, top_n]` float32).
+    """
+    logits = logits.float()
+    log_total = logits.logsumexp(-1, keepdim=True)
+    top_logits, top_ids = logits.topk(top_n, -1)
+    return (logits.gather(1, tokens.clamp(min=0).unsqueeze(1)) - log_total).squeeze(1), top_ids, top_logits - log_total
+
+
+def signed_64(value: int) -> int:
+    """value mod 2^64 as a signed 64-bit integer."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shift_right(z, 30)) * MIX_1
+    z = (z ^ _shift_right(z, 27)) * MIX_2
+    return z ^ _shift_right(z, 31)
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The first largest entry of each row, -1 where that is not finite (a NaN counts as the largest)."""
+    largest, tokens = logits.max(-1)
+    return tokens.masked_fill_(~largest.isfinite(), -1)
+
+
+def only_allowed(logits: Tensor, bitmask: Tensor | None) -> Tensor:
+    """The logits [B, V], -inf where the bitmask [B, ceil(V / 32)] allows no token."""
+    if bitmask is None:
+        return logits
+    bits = (bitmask.unsqueeze(-1) >> torch.arange(32, device=bitmask.device, dtype=torch.int32)) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+
+
+def _penalized(logits: Tensor, penalties: Penalties) -> Tensor:
+    in_output = penalties.output_counts > 0
+    factor = penalties.repetition.unsqueeze(1)
+    repeated = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = torch.where(in_output | penalties.prompt_mask, repeated, logits)
+    logits = logits - penalties.frequency.unsqueeze(1) * penalties.output_counts
+    return logits - penalties.presence.unsqueeze(1) * in_output
+
+
+def _top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Both filters as thresholds on the logits, read from one sorted copy."""
+    vocabulary = logits.shape[1]
+    ranked = logits.sort(-1, descending=True).values
+    if top_k is not None:
+        last = torch.where((top_k <= 0) | (top_k > vocabulary), vocabulary, top_k).long() - 1
+        threshold = ranked.gather(1, last.unsqueeze(1))
+        ranked = ranked.masked_fill(ranked < threshold, -torch.inf)
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    if top_p is not None:
+        probabilities = ranked.softmax(-1)
+        mass_before = probabilities.cumsum(-1) - probabilities
+        dropped = (mass_before >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
+        dropped[:, 0] = False
+        threshold = ranked.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    return logits

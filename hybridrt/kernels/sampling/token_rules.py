@@ -1,0 +1,111 @@
+"""Rules about single tokens, applied to logits before anything else: allowed ids, bad words, min_tokens, logit bias.
+
+A rule adds a value to the logit of one token, minus infinity to forbid it. It holds while the output is shorter than
+the rule's limit, and behind the rule's prefix if it has one (the first tokens of a bad word). Rules stand in a table by
+request row, on the device. Shapes: B lines of logits, V vocabulary entries, R running requests, M rules and P prefix
+tokens of a row.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.sampling.sampling import only_allowed
+
+TOKEN, VALUE, UNTIL, START, LENGTH = range(5)  # columns of a rule
+RULE_COLUMNS = 5
+
+
+class TokenRules(msgspec.Struct, frozen=True, array_like=True):
+    """The rules of one request, as bytes of int32 (`TokenRuleTable` says what they mean).
+
+    Attributes:
+        columns: [RULE_COLUMNS, n].
+        prefixes: [p] tokens.
+        allowed: [ceil(V / 32)] words; nothing if all tokens are allowed.
+        until: output index from which no rule holds any more.
+    """
+
+    columns: bytes
+    prefixes: bytes
+    allowed: bytes
+    until: int
+
+    @property
+    def count(self) -> int:
+        return len(self.columns) // (4 * RULE_COLUMNS)
+
+
+class TokenRuleTable(NamedTuple):
+    """The rules of all request rows, int32.
+
+    Attributes:
+        counts: [R + 1] rules of a row; -1: it has neither rules nor a list of allowed tokens.
+        columns: [RULE_COLUMNS, R + 1, M]: the token, the value as the bits of a float32, the output index from which
+            the rule does not hold, and where in `prefixes` its prefix begins and how long it is. Only rules that forbid
+            have a prefix.
+        prefixes: [R + 1, P] tokens.
+        allowed: [R + 1, ceil(V / 32)], bit i % 32 of word i // 32 set where token i is allowed.
+        history: [R + 1, H] a row's output: the token of output index i is in column i % H. H is a power of two and
+            no less than the longest prefix.
+    """
+
+    counts: Tensor
+    columns: Tensor
+    prefixes: Tensor
+    allowed: Tensor
+    history: Tensor
+
+
+class DrawLines(NamedTuple):
+    """Whose logits the B lines are, int32.
+
+    Attributes:
+        rows: [B] request rows.
+        indices: [B] index in the output of the token that is drawn from a line.
+        known: [B] how many output tokens stand in `history`; those of later index are the line's of `path`.
+        path: [B, K] tokens of output index known, known + 1, ...: drafts before the line's node.
+    """
+
+    rows: Tensor
+    indices: Tensor
+    known: Tensor
+    path: Tensor
+
+
+@operation(By("triton"))
+def apply_token_rules(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -> Tensor:
+    """[B, V] float32: the logits [B, V] with the rules of their rows. A forbidden token gets minus infinity, whatever
+    its logit was. Of a row's rules with finite values no two name the same token."""
+    rows = lines.rows.long()
+    counts = table.counts[rows]
+    words = table.allowed[rows].masked_fill(counts[:, None] < 0, -1)
+    logits = only_allowed(logits.float(), words)
+    max_rules = max(int(counts.max()), 0) if len(counts) else 0
+    columns = table.columns[:, rows, :max_rules]
+    holds = torch.arange(max_rules, device=rows.device) < counts[:, None]
+    holds &= (lines.indices[:, None] < columns[UNTIL]) & _behind_prefix(table, lines, columns)
+    tokens, values = columns[TOKEN].long() * holds, columns[VALUE].contiguous().view(torch.float32)
+    forbids = holds & values.isneginf()
+    logits = logits.scatter_add(1, tokens, values.masked_fill(~holds | forbids, 0))
+    forbidden = torch.zeros_like(logits, dtype=torch.int32).scatter_add(1, tokens, forbids.int())
+    return logits.masked_fill(forbidden > 0, -torch.inf)
+
+
+def _behind_prefix(table: TokenRuleTable, lines: DrawLines, columns: Tensor) -> Tensor:
+    """[B, M] bool: the output ends with the rule's prefix."""
+    rows, known, lengths = lines.rows[:, None].long(), lines.known[:, None], columns[LENGTH]
+    behind = torch.ones_like(lengths, dtype=torch.bool)
+    width, path = lines.path.shape[1], lines.path
+    for i in range(int(lengths.max()) if lengths.numel() else 0):
+        at = lines.indices[:, None] - lengths + i
+        expected = table.prefixes[rows, (columns[START] + i).clamp(max=table.prefixes.shape[1] - 1).long()]
+        found = table.history[rows, (at % table.history.shape[1]).long()]
+        if width:
+            drafted = path.gather(1, (at - known).clamp(0, width - 1).long())
+            found = torch.where(at < known, found, drafted)
+        behind &= (i >= lengths) | ((at >= 0) & (found == expected))
+    return behind

@@ -1,0 +1,195 @@
+"""Depthwise causal convolution over a ring of raw inputs: y[p] = act(bias + sum_k weight[:, k] * x[p - (K-1) + k]).
+
+The conv state of a request is a ring: the raw input of absolute position p is in column p mod Wc of
+conv[slot], Wc a power of two >= K - 1 + T for steps of T tokens. A step of T tokens is rolled back by position
+alone: the columns that a rejected token wrote are overwritten before anything reads them.
+
+The arguments are records of `records.py`.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.core.records import Activation, ConvState, ConvWeights, IntermediateStates, SavedStates
+from hybridrt.kernels.core.slots import live_tokens, pad_mask, write_columns, write_rows
+
+
+def _check_varlen(x: Tensor, weights: ConvWeights, state: ConvState, *_: Any, **__: Any) -> None:
+    check_ring(state.conv, weights.weight.shape[1], 1)
+
+
+@operation(By("triton"), By("sgl_kernel", priority=5), check=_check_varlen)
+def causal_conv1d_varlen(
+    x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor, saves: SavedStates | None = None
+) -> Tensor:
+    """Convolves the tokens of several requests, packed along one axis.
+
+    Args:
+        x: [T, C] raw inputs; row b holds x[query_start_loc[b]:query_start_loc[b+1]].
+        state: inputs before the chunk count as zero before position 0. Afterwards the rings that are written hold the
+            K - 1 raw inputs that end each row.
+        query_start_loc: [B+1] int32. Tokens past its last entry get zeros.
+        saves: rings of further slots get the K - 1 inputs that end within a row.
+
+    Returns:
+        [T, C] in x's dtype.
+
+    Raises:
+        ConfigError: the ring is too narrow for K taps, or Wc is not a power of two.
+    """
+    # Shifted sums over all tokens, then the first K - 1 of each row anew
+    weight, bias, activation = weights
+    conv, read_slots, _, start_positions = state
+    num_tokens, taps = x.shape[0], weight.shape[1]
+    if num_tokens == 0:
+        return torch.empty_like(x)
+    first, end = query_start_loc[:-1, None], query_start_loc[1:, None]
+    window = _window(conv, read_slots, start_positions, taps)
+    offsets = torch.arange(taps - 1, device=x.device)
+
+    # A row shorter than K - 1 tokens writes its missing outputs to one spare row at the end.
+    out = torch.empty(num_tokens + 1, x.shape[1], dtype=torch.float32, device=x.device)
+    _shifted_sum(x.float(), weight, bias, out[:-1])
+    head = first + offsets
+    head_x = torch.cat([window, x[head.clamp(max=num_tokens - 1)]], dim=1)
+    out[torch.where(head < end, head, num_tokens)] = _tap_sum(head_x, weight, bias, taps - 1)
+
+    if saves is not None:
+        save_windows(x, taps, state, query_start_loc, saves)
+    _write_window(x, window, state, first, end - first)
+    dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
+    return _activate(out[:-1], activation).masked_fill_(dead[:, None], 0.0).to(x.dtype)
+
+
+def check_update(
+    x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
+) -> None:
+    """Raises what `causal_conv1d_update` raises."""
+    if intermediate is not None and intermediate.parents is None:
+        raise ConfigError(
+            "windows are stored for trees alone: pass parents, or no intermediate (a chain is rolled back)"
+        )
+    check_ring(state.conv, weights.weight.shape[1], x.shape[1] if intermediate is None else 1)
+
+
+def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor, saves: SavedStates) -> None:
+    """What `causal_conv1d_varlen` leaves in the rings of `saves`, before it changes those that are read."""
+    window = _window(state.conv, state.read_state_slots, state.start_positions, taps)
+    slots = torch.where(saves.row_slots > 0, saves.row_slots, -1)
+    first, length = query_start_loc[:-1, None], saves.row_lengths[:, None]
+    _write_window(x, window, state._replace(write_state_slots=slots), first, length)
+
+
+def _write_window(x: Tensor, window: Tensor, state: ConvState, first: Tensor, length: Tensor) -> None:
+    """Leaves the K - 1 inputs that end behind `length` tokens of each row, [B, 1], in the rings that are written. The
+    rows begin at `first` [B, 1] of x, and before them stand the inputs `window` [B, K - 1, C]."""
+    before = window.shape[1]
+    last = length - before + torch.arange(before, device=x.device)
+    carried = window.gather(1, (last + before).clamp(0, before - 1).long()[:, :, None].expand(window.shape))
+    tail = torch.where((last >= 0)[:, :, None], x[(first + last).clamp(0, len(x) - 1)], carried)
+    columns = _columns(state.conv, state.start_positions[:, None] + last)
+    write_columns(state.conv, state.write_state_slots, columns, tail)
+
+
+@operation(By("triton"), By("sgl_kernel", priority=5), check=check_update)
+def causal_conv1d_update(
+    x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
+) -> Tensor:
+    """Convolves T new tokens of each row: decode (T = 1), verify of a chain or of a tree (T > 1).
+
+    A chain writes its T raw inputs to the ring. In a tree the taps follow the ancestors, and the ring is not written.
+
+    Args:
+        x: [B, T, C] raw inputs, token t at position start_positions + t (tree: + depth of node t).
+        intermediate: of a tree, where the window of each node is stored.
+
+    Returns:
+        [B, T, C] in x's dtype.
+
+    Raises:
+        ConfigError: the ring is too narrow for K taps and T tokens, or Wc is not a power of two.
+    """
+    weight, bias, activation = weights
+    conv, read_slots, write_slots, start_positions = state
+    num_tokens, taps = x.shape[1], weight.shape[1]
+    history = torch.cat([_window(conv, read_slots, start_positions, taps), x], dim=1)
+    if intermediate is None:
+        offsets = torch.arange(1 - taps, num_tokens, device=x.device)
+        write_columns(conv, write_slots, _columns(conv, start_positions[:, None] + offsets), history)
+        out = _tap_sum(history, weight, bias, num_tokens)
+    else:
+        windows, rows, parents = intermediate
+        assert parents is not None, "what a chain wrote is rolled back by position"
+        inputs = _along_ancestors(history, parents, taps)
+        out = torch.einsum("btkc,ck->btc", inputs.float(), weight.float())
+        out = out if bias is None else out + bias
+        write_rows(windows, torch.where(read_slots < 0, -1, rows), inputs[:, :, 1:].transpose(2, 3))
+    return _activate(out, activation).masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype)
+
+
+def conv_window(conv: Tensor, slots: Tensor, positions: Tensor, kernel: int) -> Tensor:
+    """The K - 1 raw inputs before `positions` [B], oldest first: [B, C, K-1], conv's dtype, zero before position 0."""
+    return _window(conv, slots, positions, kernel).transpose(1, 2).contiguous()
+
+
+def _window(conv: Tensor, slots: Tensor, positions: Tensor, taps: int) -> Tensor:
+    """`conv_window` as [B, K-1, C]."""
+    before = positions[:, None] + torch.arange(1 - taps, 0, device=conv.device)
+    window = conv[slots.clamp(min=0)[:, None], :, _columns(conv, before)]
+    return window.masked_fill_((before < 0)[:, :, None], 0.0)
+
+
+def check_ring(conv: Tensor, kernel: int, tokens: int) -> None:
+    """Raises ConfigError unless the ring of `conv` [S+1, C, Wc] serves `kernel` taps and steps of `tokens` tokens."""
+    width = conv.shape[2]
+    if width < kernel - 1 + tokens or width & (width - 1):
+        raise ConfigError(
+            f"conv ring of {width} columns cannot serve {kernel} taps and steps of {tokens} tokens; "
+            f"it must be a power of two >= {kernel - 1 + tokens}"
+        )
+
+
+def _columns(conv: Tensor, positions: Tensor) -> Tensor:
+    return positions & (conv.shape[2] - 1)
+
+
+def _shifted_sum(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """The convolution of x [T, C] as if it were one row that starts at position 0."""
+    taps = weight.float().t().contiguous()
+    torch.mul(x, taps[-1], out=out)
+    for shift in range(1, len(taps)):
+        out[shift:].addcmul_(x[:-shift], taps[-1 - shift])
+    if bias is not None:
+        out += bias
+
+
+def _tap_sum(history: Tensor, weight: Tensor, bias: Tensor | None, tokens: int) -> Tensor:
+    """Outputs [B, tokens, C] of a history [B, K-1+tokens, C]."""
+    history, taps = history.float(), weight.float().t()
+    if tokens == 1:
+        out = (history * taps).sum(1, keepdim=True)
+    else:
+        out = sum((history[:, k : k + tokens] * taps[k] for k in range(1, len(taps))), history[:, :tokens] * taps[0])
+    return out if bias is None else out + bias
+
+
+def _along_ancestors(history: Tensor, parents: Tensor, taps: int) -> Tensor:
+    """Inputs [B, T, K, C] of each tree node, oldest first, from history = [window, nodes]."""
+    node = torch.arange(parents.shape[1], device=parents.device).expand(parents.shape)
+    path = [node]
+    for _ in range(taps - 1):
+        # Node -1 is the committed token before the root, -2 the one before that: columns of the window.
+        node = torch.where(node >= 0, parents.gather(1, node.clamp(min=0)), node - 1)
+        path.insert(0, node)
+    index = torch.stack(path, dim=2) + taps - 1
+    batch = torch.arange(len(history), device=history.device)[:, None, None]
+    return history[batch, index]
+
+
+def _activate(x: Tensor, activation: Activation) -> Tensor:
+    return x if activation is None else F.silu(x, inplace=True)

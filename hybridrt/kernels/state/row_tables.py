@@ -1,0 +1,50 @@
+"""What changes in the tables of request rows around a step: a few integers, in one launch each on a GPU."""
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.core.records import RowTables
+
+
+@operation(By("triton"))
+def enter_rows(rows: Tensor, state_slots: Tensor, phases: Tensor | None, apart: int, tables: RowTables) -> None:
+    """Gives `rows` their state slots, and empty rings that begin at column `phases` modulo `apart`, 0 if that is None.
+
+    Args:
+        rows, state_slots, phases: [n] integers.
+    """
+    index = rows.long()
+    tables.req_to_state_slot[index] = state_slots.int()
+    tables.ring_start[index] = torch.zeros_like(state_slots).int() if phases is None else (phases % apart).int()
+    tables.ring_length.index_fill_(0, index, 0)
+
+
+@operation(By("triton"))
+def clear_slots(states: Tensor, state_slots: Tensor) -> None:
+    """Zeroes slots in all layers. The scratch slot 0, which pads them, stays as it is.
+
+    Args:
+        states: [L, S + 1, n] pool of any dtype, contiguous.
+        state_slots: [b] integers.
+    """
+    states.index_fill_(1, state_slots[state_slots > 0].long(), 0)
+
+
+@operation(By("triton"))
+def enter_pages(rows: Tensor, page_indices: Tensor, pages: Tensor, req_to_token: Tensor, page_size: int) -> None:
+    """Page `page_indices[i]` of row `rows[i]` becomes page `pages[i]`: its token slots, for all i.
+
+    Args:
+        rows, page_indices, pages: [n] integers.
+        req_to_token: [R + 1, max_context] int32, whole pages.
+    """
+    table = req_to_token.view(req_to_token.shape[0], -1, page_size)
+    offsets = torch.arange(page_size, device=pages.device)
+    table[rows.long(), page_indices.long()] = (pages[:, None] * page_size + offsets).int()
+
+
+@operation(By("triton"))
+def enter_tokens(rows: Tensor, tokens: Tensor, last_tokens: Tensor) -> None:
+    """`tokens` [n] int64 become the last tokens of `rows` [n] int32, in [R + 1] int32."""
+    last_tokens[rows.long()] = tokens.int()

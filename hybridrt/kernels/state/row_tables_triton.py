@@ -1,0 +1,96 @@
+"""Triton kernels of the entries in the tables of request rows."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.core.pdl_triton import begin, pdl
+from hybridrt.kernels.core.records import RowTables
+
+BLOCK, CLEARED = 128, 1024  # rows, and numbers of a slot, that a program takes at a time
+
+
+@triton.jit(do_not_specialize=["count"])
+def _rows_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, slots_ptr, phases_ptr, state_slots_ptr, ring_start_ptr, ring_length_ptr, count, apart,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    row = tl.load(rows_ptr + i, mask=mask, other=0)
+    start = tl.zeros([BLOCK], tl.int32)
+    if phases_ptr is not None:
+        start += (tl.load(phases_ptr + i, mask=mask, other=0) % apart).to(tl.int32)
+    tl.store(state_slots_ptr + row, tl.load(slots_ptr + i, mask=mask).to(tl.int32), mask=mask)
+    tl.store(ring_start_ptr + row, start, mask=mask)
+    tl.store(ring_length_ptr + row, tl.zeros([BLOCK], tl.int32), mask=mask)
+
+
+@triton.jit
+def _pages_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, indices_ptr, pages_ptr, table_ptr, table_sr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0)
+    offset = tl.arange(0, BLOCK)
+    row, index = tl.load(rows_ptr + i).to(tl.int64), tl.load(indices_ptr + i)
+    slots = tl.load(pages_ptr + i) * PAGE + offset
+    tl.store(table_ptr + row * table_sr + index * PAGE + offset, slots.to(tl.int32), mask=offset < PAGE)
+
+
+@triton.jit
+def _clear_kernel(  # type: ignore[no-untyped-def]
+    states_ptr, slots_ptr, states_sl, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid [programs of a slot, layers, slots]. A slot has SIZE numbers."""
+    slot = tl.load(slots_ptr + tl.program_id(2)).to(tl.int64)
+    if slot > 0:
+        numbers = states_ptr + tl.program_id(1).to(tl.int64) * states_sl + slot * SIZE
+        for start in range(tl.program_id(0) * BLOCK, SIZE, tl.num_programs(0) * BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            tl.store(numbers + i, tl.zeros([BLOCK], states_ptr.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows_ptr"])
+def _tokens_kernel(  # type: ignore[no-untyped-def]
+    rows_ptr, tokens_ptr, last_tokens_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    row = tl.load(rows_ptr + i, mask=mask, other=0)
+    tl.store(last_tokens_ptr + row, tl.load(tokens_ptr + i, mask=mask).to(tl.int32), mask=mask)
+
+
+def enter_rows_triton(rows: Tensor, state_slots: Tensor, phases: Tensor | None, apart: int, tables: RowTables) -> None:
+    """See hybridrt.kernels.state.row_tables.enter_rows."""
+    if count := len(rows):
+        _rows_kernel[triton.cdiv(count, BLOCK),](
+            rows, state_slots, phases, *tables, count, apart, BLOCK=BLOCK, num_warps=4
+        )
+
+
+def clear_slots_triton(states: Tensor, state_slots: Tensor) -> None:
+    """See hybridrt.kernels.state.row_tables.clear_slots."""
+    layers, _, size = states.shape
+    if states.numel() and len(state_slots):
+        programs = min(triton.cdiv(size, CLEARED), 16)
+        _clear_kernel[programs, layers, len(state_slots)](
+            states, state_slots, states.stride(0), SIZE=size, BLOCK=CLEARED, num_warps=4
+        )
+
+
+def enter_pages_triton(rows: Tensor, page_indices: Tensor, pages: Tensor, req_to_token: Tensor, page_size: int) -> None:
+    """See hybridrt.kernels.state.row_tables.enter_pages."""
+    if count := len(rows):
+        _pages_kernel[count,](
+            rows, page_indices, pages, req_to_token, req_to_token.stride(0),
+            PAGE=page_size, BLOCK=triton.next_power_of_2(page_size), num_warps=1,
+        )  # fmt: skip
+
+
+def enter_tokens_triton(rows: Tensor, tokens: Tensor, last_tokens: Tensor) -> None:
+    """See hybridrt.kernels.state.row_tables.enter_tokens."""
+    if count := len(rows):
+        _tokens_kernel[triton.cdiv(count, BLOCK),](
+            rows, tokens, last_tokens, count, BLOCK=BLOCK, num_warps=4, **pdl(rows.device)
+        )

@@ -1,0 +1,58 @@
+"""What stays of a verify step becomes the state: recurrent states, conv inputs and KV of accepted tokens.
+
+Slots of -1 and rows that accepted nothing are padding: they touch nothing, scratch entries apart.
+"""
+
+import torch
+from torch import Tensor
+
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.core.records import IntermediateStates
+from hybridrt.kernels.core.slots import write_columns, write_rows
+
+
+@operation(By("triton"))
+def commit_intermediate(
+    states: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor
+) -> None:
+    """In each of L layers states[state_slots[b]] = stored[rows[b], accepted[b] - 1] where accepted[b] > 0, in place.
+
+    Args:
+        states: [L, S + 1, *state].
+        intermediate: `stored` [L, R + 1, T, *state].
+        state_slots, accepted: [B] int32; slot -1 or accepted 0 leaves everything as it is. Of a tree, `accepted` is
+            the last accepted node + 1.
+    """
+    kept = state_slots.masked_fill(accepted == 0, -1)
+    for layer, stored in zip(states, intermediate.stored):
+        write_rows(layer, kept, stored[intermediate.rows, (accepted - 1).clamp(min=0)])
+
+
+@operation(By("triton"))
+def commit_conv_window(
+    conv: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor, positions: Tensor
+) -> None:
+    """The conv inputs that end at the last accepted node of a tree enter the rings of each of L layers, in place.
+
+    Args:
+        conv: [L, S + 1, C, Wc] rings.
+        intermediate: `stored` [L, R + 1, T, C, K - 1].
+        state_slots, accepted: as in `commit_intermediate`, node + 1.
+        positions: [B] int32, absolute position of that node.
+    """
+    stored, rows, _ = intermediate
+    offsets = torch.arange(1 - stored.shape[-1], 1, device=conv.device)
+    columns, kept = (positions[:, None] + offsets) & (conv.shape[-1] - 1), state_slots.masked_fill(accepted == 0, -1)
+    for rings, inputs in zip(conv, stored):
+        write_columns(rings, kept, columns, inputs[rows, (accepted - 1).clamp(min=0)].transpose(1, 2))
+
+
+@operation()
+def move_kv(cache: Tensor, source: Tensor, destination: Tensor) -> None:
+    """Slot destination[i] takes what slot source[i] held before any moved, in all layers. Slot 0 is scratch.
+
+    Args:
+        cache: [A, pages, page_size, heads, dim]; source, destination: [n] int32 token slots.
+    """
+    slots = cache.flatten(1, 2)
+    slots.index_copy_(1, destination.long(), slots.index_select(1, source))

@@ -1,0 +1,145 @@
+"""The state ring: a checkpoint of the recurrent state, and the inputs of the tokens since (after ReplaySSM).
+
+The pool holds the state after some committed token, the checkpoint. The inputs of the `length` tokens since then stand
+in a ring of W columns per running request, the oldest in column `start`:
+
+                             Mamba-2                              Gated Delta Net
+    values [R+1, H, W, P]    x after the conv                     u = beta (v - S k), S decayed
+    keys   [R+1, G, W, N]    B after the conv                     the normalised k
+    gates  [R+1, H, W]       dt after softplus and clamp          log of the decay; [R+1, H, W, N] of each channel of a
+                                                                  key in Kimi Delta Attention
+
+values and keys in the model's dtype, gates in float32. A step reads its outputs from checkpoint and ring and enters its
+T tokens at columns start + length + t; the state itself is not written. At the step's end `advance_ring`
+commits the accepted ones, and rows with no room for another step of the widest kind (start + length + widest > W) are
+folded, in every layer at once (`fold_ring`), and begin again at column 0:
+
+    S <- exp(a_1 + ... + a_n) S + sum_i w_i exp(a_{i+1} + ... + a_n) value_i key_i^T
+
+with a_i = A dt_i and w_i = dt_i in Mamba-2, a_i = log of the decay and w_i = 1 in the Gated Delta Net. In Kimi Delta
+Attention a_i is a row [N] and decays the columns of S and the channels of keys.
+
+A row is admitted with a start in [0, W - widest]. Rows that are admitted together and advance alike fold in the same
+step if their starts are equal, and in W - widest + 1 different steps if these are spread.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.kernels.core.decay_sums import finite_rates
+from hybridrt.kernels.core.operation import By, operation
+from hybridrt.kernels.core.records import FusedStep
+from hybridrt.kernels.core.slots import read_rows, write_rows
+from hybridrt.kernels.state.causal_conv1d import check_update
+
+
+@dataclass(frozen=True)
+class RingFolds:
+    """Which rings are folded, the first `count` of B entries: int32, [B] each, count [1].
+
+    Attributes:
+        state_slots, rows: the state slot and the ring of each.
+        start, length: its oldest entry's column, and how many entries become part of the state.
+        write_state_slots: where the new states go; None: to state_slots. Nothing is written for slot -1.
+    """
+
+    state_slots: Tensor
+    rows: Tensor
+    start: Tensor
+    length: Tensor
+    count: Tensor
+    write_state_slots: Tensor | None = None
+
+
+def check_ring_width(*_: Any, width: int, widest: int) -> None:
+    """Raises ConfigError unless a ring of `width` columns takes a step of `widest` tokens."""
+    if width < widest:
+        raise ConfigError(f"a state ring of {width} columns cannot take a step of {widest} tokens: build the pool with "
+                          f"tokens_per_step={widest}")  # fmt: skip
+
+
+def check_step(inputs: Tensor, step: FusedStep) -> None:
+    """Raises ConfigError unless the conv ends in SiLU, and its rings and the state ring, if there is one, take `inputs`
+    [B, T, C]."""
+    if (activation := step.conv_weights.activation) != "silu":
+        raise ConfigError(f"a fused step's conv ends in SiLU, not in {activation!r}")
+    check_update(inputs, step.conv_weights, step.conv_state, step.conv_nodes)
+    if step.ring is not None:
+        check_ring_width(width=step.ring.gates.shape[2], widest=inputs.shape[1])
+
+
+@operation(By("triton"), check=check_ring_width)
+def advance_ring(
+    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int
+) -> RingFolds:
+    """Commits `accepted` [B] new entries of `rows`: moves the cursors `start`, `length` [R+1] in place.
+
+    Call it once a step, after the last layer, and hand what it returns to `fold_ring` for each layer: the cursors of
+    those rows say already that their rings are empty. Rows with nothing accepted (padding) stay as they are.
+
+    Args:
+        state_slots: [B] int32, of the rows.
+        width: W; widest: tokens of the widest step that may follow.
+    """
+    row = rows.long()
+    oldest, entries = start[row], length[row] + accepted
+    full = (accepted > 0) & (oldest + entries + widest > width)
+    start[row] = torch.where(full, 0, oldest)
+    length[row] = torch.where(full, 0, entries)
+    order = torch.argsort(full, descending=True, stable=True)
+    count = full.sum(dtype=torch.int32).view(1)
+    return RingFolds(state_slots[order], rows[order], oldest[order], entries[order], count)
+
+
+@operation(By("triton"))
+def fold_ring(states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Tensor | None, folds: RingFolds) -> None:
+    """Writes the state after the entries that `folds` names, in L layers. Rings and cursors stay as they are.
+
+    Args:
+        states: [L, S+1, H, P, N]; values: [L, R+1, H, W, P]; keys: [L, R+1, G, W, N]; gates: [L, R+1, H, W],
+            or [L, R+1, H, W, N] where channels of keys decay apart, and G is H.
+        A: [L, H] float32 of Mamba-2 layers; None where the gates are logs of decays.
+    """
+    if states.device.type == "cpu" and not int(folds.count):
+        return  # only on a CPU can this be read without waiting
+    targets = folds.state_slots if folds.write_state_slots is None else folds.write_state_slots
+    meant = torch.arange(len(folds.state_slots), device=states.device) < folds.count
+    read, write = (torch.where(meant, slots, -1) for slots in (folds.state_slots, targets))
+    for layer in range(states.shape[0]):
+        of_rows = folds.rows, folds.start, folds.length
+        entries = ring_entries(values[layer], keys[layer], gates[layer], *of_rows)
+        state = _folded(read_rows(states[layer], read), *entries, None if A is None else A[layer])
+        write_rows(states[layer], write, state)
+
+
+def ring_entries(
+    values: Tensor, keys: Tensor, gates: Tensor, rows: Tensor, start: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rings of `rows` in float32, oldest entry first: [B, W, H, P], [B, W, G, N], [B, W, H] or [B, W, H, N]. Zeros
+    take the places behind the first `count` [B] entries."""
+    entry = torch.arange(gates.shape[2], device=start.device)
+    column = (start[:, None] + entry) % gates.shape[2]
+    inside = entry < count[:, None]
+    # Columns past the end may hold anything, NaN included, so they are replaced and not multiplied by zero.
+    v, k, g = (
+        torch.where(inside.view(*inside.shape, *[1] * (ring.ndim - 2)), ring[rows[:, None], :, column].float(), 0.0)
+        for ring in (values, keys, gates)
+    )
+    return v, k, g
+
+
+def _folded(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor | None) -> Tensor:
+    """The states [B, H, P, N] after a ring's entries, float32."""
+    # From the end, not as a difference of sums from the start: strong decays long ago would round it away.
+    since = (g if A is None else g * finite_rates(A)).flip(1).cumsum(1).flip(1)
+    weight, total = torch.cat((since[:, 1:], torch.zeros_like(since[:, :1])), 1).exp(), since[:, 0].exp()
+    if g.ndim == k.ndim:  # a decay for each channel of a key
+        k, total = k * weight, total.unsqueeze(-2)
+    else:
+        v, total = v * (weight if A is None else weight * g)[..., None], total[..., None, None]
+    history = v.view(*k.shape[:3], -1).permute(0, 2, 3, 1) @ k.transpose(1, 2)
+    return torch.addcmul(history.view(state.shape), state.float(), total)

@@ -1,0 +1,189 @@
+"""Triton kernels of `advance_ring` and `fold_ring`: a step's cursors in one launch, the folds of all layers in another.
+
+Few rows fold in a step, and on the device alone is known which. So the first launch writes a list of them without
+gaps, and the programs of the second, as many as the device holds, take tiles of states off that list until it ends.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybridrt.kernels.core.decay_sums_triton import finite_rate
+from hybridrt.kernels.core.launch import multiprocessors
+from hybridrt.kernels.core.pdl_triton import begin, pdl
+from hybridrt.kernels.state.state_ring import RingFolds
+
+PROGRAMS_PER_MULTIPROCESSOR = 6
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _advance_kernel(  # type: ignore[no-untyped-def]
+    start_ptr, length_ptr, rows_ptr, accepted_ptr, slots_ptr,
+    fold_slots_ptr, fold_rows_ptr, fold_start_ptr, fold_length_ptr, count_ptr, batch,
+    W: tl.constexpr, WIDEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    count = 0
+    for first in range(0, batch, BLOCK):
+        b = first + tl.arange(0, BLOCK)
+        accepted = tl.load(accepted_ptr + b, mask=b < batch, other=0)
+        live = accepted > 0
+        row = tl.load(rows_ptr + b, mask=live, other=0)
+        start = tl.load(start_ptr + row, mask=live, other=0)
+        entries = tl.load(length_ptr + row, mask=live, other=0) + accepted
+        full = live & (start + entries + WIDEST > W)
+        tl.store(start_ptr + row, tl.where(full, 0, start), mask=live)
+        tl.store(length_ptr + row, tl.where(full, 0, entries), mask=live)
+        place = count + tl.cumsum(full.to(tl.int32)) - 1
+        tl.store(fold_slots_ptr + place, tl.load(slots_ptr + b, mask=full, other=-1), mask=full)
+        tl.store(fold_rows_ptr + place, row, mask=full)
+        tl.store(fold_start_ptr + place, start, mask=full)
+        tl.store(fold_length_ptr + place, entries, mask=full)
+        count += tl.sum(full.to(tl.int32))
+    tl.store(count_ptr, count)
+
+
+@triton.jit
+def _fold_kernel(  # type: ignore[no-untyped-def]
+    A_ptr, states_ptr, values_ptr, keys_ptr, gates_ptr,
+    read_slots_ptr, write_slots_ptr, rows_ptr, start_ptr, length_ptr, count_ptr,
+    states_sl, values_sl, keys_sl, gates_sl,
+    states_ss: tl.constexpr, values_sr: tl.constexpr, keys_sr: tl.constexpr, gates_sr: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
+    P_PARTS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    N_PARTS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = H * P_PARTS * N_PARTS
+    w = tl.arange(0, BLOCK_W)
+    for item in range(tl.program_id(0), tl.load(count_ptr) * (L * TILES), tl.num_programs(0)):
+        layer = tl.full([], item // TILES % L, tl.int64)
+        index, tile = item // (L * TILES), item % TILES
+        h = tile // (P_PARTS * N_PARTS)
+        p = tile // N_PARTS % P_PARTS * BLOCK_P + tl.arange(0, BLOCK_P)
+        n = tile % N_PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
+        p_mask, n_mask = p < P, n < N
+        read = tl.load(read_slots_ptr + index).to(tl.int64)
+        write = tl.load(write_slots_ptr + index).to(tl.int64)
+        if (read >= 0) & (write >= 0):
+            row = tl.load(rows_ptr + index).to(tl.int64)
+            past = w < tl.load(length_ptr + index)
+            column = (tl.load(start_ptr + index) + w) % W
+            mask = p_mask[:, None] & n_mask[None, :]
+            cells = states_ptr + layer * states_sl + h * (P * N) + p[:, None] * N + n[None, :]
+            state = tl.load(cells + read * states_ss, mask=mask, other=0.0)
+            gates_row = gates_ptr + layer * gates_sl + row * gates_sr
+            if not CHANNELS:
+                length = tl.load(length_ptr + index)
+                later_column = (tl.load(start_ptr + index) + w + 1) % W
+                gates = tl.load(gates_row + h * W + column, mask=past, other=0.0)
+                later = tl.load(gates_row + h * W + later_column, mask=w + 1 < length, other=0.0)
+            values_row = values_ptr + layer * values_sl + row * values_sr + h * (W * P)
+            values_cells = values_row + column[:, None] * P + p[None, :]
+            values = tl.load(values_cells, mask=past[:, None] & p_mask[None, :], other=0.0)
+            keys_row = keys_ptr + layer * keys_sl + row * keys_sr + h // (H // G) * (W * N)
+            keys = tl.load(keys_row + column[:, None] * N + n[None, :], mask=past[:, None] & n_mask[None, :], other=0.0)
+            if CHANNELS:
+                start, length = tl.load(start_ptr + index), tl.load(length_ptr + index)
+                left, total = decays_of_channels(gates_row + h * (W * N), start, length, w, n, N, W)
+                history = exact_dot(tl.trans(values.to(tl.float32)), keys.to(tl.float32) * tl.exp(left))
+                folded = state.to(tl.float32) * tl.exp(total)[None, :] + history
+            else:
+                # Sums from the end, as in decays_of_channels.
+                weight, log_decay = 1.0, gates
+                if A_ptr is not None:
+                    A = finite_rate(tl.load(A_ptr + layer * H + h))
+                    weight, log_decay, later = gates, gates * A, later * A
+                total = tl.sum(log_decay, axis=0)
+                weight *= tl.exp(tl.cumsum(later, axis=0, reverse=True))
+                history = exact_dot(tl.trans(values.to(tl.float32) * weight[:, None]), keys)
+                folded = state.to(tl.float32) * tl.exp(total) + history
+            tl.store(cells + write * states_ss, folded.to(states_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def decays_of_channels(  # type: ignore[no-untyped-def]
+    gates_row, start, length, w, n, N: tl.constexpr, W: tl.constexpr
+):
+    """Logs of what is left at the end of a head's ring in channels `n` of its keys: of each entry [BLOCK_W, BLOCK_N],
+    and of the state in the pool [BLOCK_N]. `gates_row` points at the gates [W, N].
+
+    They are sums from the end. A difference of sums from the start would be inexact behind strong decays."""
+    cells = gates_row + ((start + w + 1) % W)[:, None] * N + n[None, :]
+    later = tl.load(cells, mask=(w + 1 < length)[:, None] & (n < N)[None, :], other=0.0)
+    oldest = tl.load(gates_row + start * N + n, mask=n < tl.where(length > 0, N, 0), other=0.0)
+    return tl.cumsum(later, axis=0, reverse=True), tl.sum(later, axis=0) + oldest
+
+
+@triton.jit
+def exact_dot(a, b):  # type: ignore[no-untyped-def]
+    """a @ b to float32 accuracy, for float32 a and b in the model's dtype. A bfloat16 b is taken as it is and a as the
+    sum of three bfloat16 parts, 8 bits of its mantissa each: cheaper than three TF32 products of converted operands."""
+    if b.dtype == tl.bfloat16:
+        high = a.to(tl.bfloat16)
+        rest = a - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        out = tl.dot(low, b, acc=tl.dot(middle, b, acc=tl.dot(high, b)))
+    else:
+        out = tl.dot(a, b.to(tl.float32), input_precision="tf32x3")
+    return out
+
+
+@triton.jit
+def products(a, b, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a [M, K] b^T [K, T] in float32; b is one row, or at least 16."""
+    if b.shape[0] == 1:
+        out = tl.sum(a.to(tl.float32) * b.to(tl.float32), axis=1)[:, None]
+    else:
+        out = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    return out
+
+
+@triton.jit
+def multiply_state(state, vectors, acc):  # type: ignore[no-untyped-def]
+    """acc + state [P, N] times vectors [T, N]; element by element, to be summed over N at the end, where T is 1."""
+    if vectors.shape[0] == 1:
+        acc += state.to(tl.float32) * vectors.to(tl.float32)
+    elif state.dtype == vectors.dtype and state.dtype != tl.float32:
+        acc = tl.dot(state, tl.trans(vectors), acc=acc)
+    else:
+        acc += exact_dot(state.to(tl.float32), tl.trans(vectors))
+    return acc
+
+
+def advance_ring_triton(
+    start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int
+) -> RingFolds:
+    """Triton `advance_ring`: one launch of one program."""
+    batch = len(rows)
+    named = torch.empty((4, batch), dtype=torch.int32, device=rows.device)
+    folds = RingFolds(named[0], named[1], named[2], named[3], start.new_empty(1))
+    _advance_kernel[(1,)](
+        start, length, rows, accepted, state_slots,
+        folds.state_slots, folds.rows, folds.start, folds.length, folds.count,
+        batch, W=width, WIDEST=widest, BLOCK=128, **pdl(start.device),
+    )  # fmt: skip
+    return folds
+
+
+def fold_ring_triton(
+    states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Tensor | None, folds: RingFolds
+) -> None:
+    """Triton `fold_ring`: one launch for all layers."""
+    layers, _, heads, dim, state_dim = states.shape
+    block_p = min(64, max(16, triton.next_power_of_2(dim)))
+    by_channel = gates.ndim == 5  # decays of channels are as many as keys, and take registers
+    block_n = min(64 if by_channel else 128, max(16, triton.next_power_of_2(state_dim)))
+    tiles = len(folds.state_slots) * layers * heads * triton.cdiv(dim, block_p) * triton.cdiv(state_dim, block_n)
+    targets = folds.state_slots if folds.write_state_slots is None else folds.write_state_slots
+    _fold_kernel[(min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(states.device)),)](
+        A, states, values, keys, gates, folds.state_slots, targets, folds.rows, folds.start, folds.length, folds.count,
+        states.stride(0), values.stride(0), keys.stride(0), gates.stride(0),
+        states.stride(1), values.stride(1), keys.stride(1), gates.stride(1),
+        L=layers, H=heads, P=dim, N=state_dim, G=keys.shape[2], W=gates.shape[3],
+        BLOCK_P=block_p, BLOCK_N=block_n, BLOCK_W=max(16, triton.next_power_of_2(gates.shape[3])),
+        CHANNELS=by_channel, num_warps=4, **pdl(states.device),
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""A tensor-parallel rank above 0: it builds the model that rank 0 builds and runs every step that rank 0 runs."""
+
+import os
+import queue
+import shutil
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hybridrt.base.ambient import undisturbed
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import HybridrtError, MessageError, PeerGoneError, RankError
+from hybridrt.channel.codec import pack
+from hybridrt.channel.control import BEATS, Link, rank_timeout
+from hybridrt.collectives.groups import Communicator, TPGroup
+from hybridrt.parallel.messages import Beat, Failed, decode
+from hybridrt.parallel.rank_start import Place, find_place, rank_device
+from hybridrt.parallel.ranks import LOST
+from hybridrt.runtime.precompile.build_runner import build_runner
+from hybridrt.runtime.step.plan import StepPlan
+
+
+class Leader:
+    """Rank 0, as the other ranks see it. This process ends as soon as rank 0 is gone.
+
+    Args:
+        directory: where the ranks found each other; removed here if rank 0 ends without removing it.
+
+    Attributes:
+        leaving: rank 0 may end before this process does.
+    """
+
+    def __init__(self, link: Link, directory: str | None = None) -> None:
+        self._link, self._directory, self._interval = link, directory, rank_timeout() / BEATS
+        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.leaving = False
+        threading.Thread(target=self._receive_tasks, daemon=True).start()
+
+    def receive(self) -> Any:
+        """What rank 0 sends next; waits for it. MessageError if it is none of the known messages."""
+        return decode(self._inbox.get())
+
+    def report(self, error: Exception) -> None:
+        """Tells rank 0 why this rank ends."""
+        with suppress(PeerGoneError):
+            self._link.send(pack(Failed(f"{type(error).__name__}: {error}"[:10_000])))
+
+    def _receive_tasks(self) -> None:
+        beat_at = time.monotonic()
+        try:
+            while True:
+                if time.monotonic() >= beat_at:
+                    beat_at = time.monotonic() + self._interval
+                    self._link.send(pack(Beat()))
+                for message in self._link.listen(max(0.0, beat_at - time.monotonic())):
+                    self._inbox.put(message)
+        except PeerGoneError:
+            if self.leaving:
+                return
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
+            os._exit(LOST)
+
+
+def serve(place: Place, rank: int, size: int, device: torch.device) -> int:
+    """Joins the other ranks and serves rank 0 until that ends the service. Returns the exit status of this process.
+
+    A failure ends the rank, which first says why; one that is the loss of another rank needs no report.
+    """
+    leader = Leader(place.join(rank), place.directory)
+    try:
+        comm = place.communicator(rank, size, device)
+        with undisturbed():  # under torchrun the rest of this process is a script of the user
+            comm.connect()
+            _serve(leader, comm)
+            comm.close()
+        return 0
+    except RankError:
+        return LOST
+    except Exception as e:
+        if not isinstance(e, HybridrtError):
+            traceback.print_exc()
+        leader.report(e)
+        return 1
+
+
+def _serve(leader: Leader, comm: Communicator) -> None:
+    """A model's configuration, then its steps and tasks, then None; one model after the other; then None."""
+    while (config := leader.receive()) is not None:
+        if not isinstance(config, EngineConfig):
+            raise MessageError(f"rank 0 sent {type(config).__name__} where a configuration belongs")
+        runner = build_runner(replace(config, device=str(comm.device)), tp=TPGroup(comm.rank, comm.size, comm))
+        while (message := leader.receive()) is not None:
+            runner.launch(message) if isinstance(message, StepPlan) else message(runner)
+        runner.drop_graphs()
+        del runner
+        comm.barrier()
+    leader.leaving = True
+
+
+def main(directory: str, rank: int, size: int, kind: str) -> None:
+    """The process that `hybridrt.parallel.rank_start.start_ranks` starts."""
+    try:
+        status = serve(find_place(directory), rank, size, rank_device(kind, rank))
+    except (PeerGoneError, FileNotFoundError):  # rank 0 ended while this process started
+        status = LOST
+    sys.stdout.flush()
+    os._exit(status)

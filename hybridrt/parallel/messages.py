@@ -1,0 +1,100 @@
+"""What ranks tell each other, as bytes: rank 0 its configurations, steps and tasks, the others that they run."""
+
+import importlib
+import operator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hybridrt.base.errors import MessageError
+from hybridrt.channel.codec import Message, pack, unpack
+
+# Every kind of task of rank 0, and the type that its bytes are decoded into. The types that stand above the runtime are
+# imported when the first such task comes.
+KINDS = {
+    "serve": "hybridrt.base.config:EngineConfig",
+    "step": "hybridrt.runtime.step.plan:StepPlan",
+    "prefix": "hybridrt.runtime.run.prefix_copy:PrefixCopy",
+    "masks": "hybridrt.runtime.run.constrained_step:MaskTask",
+    "draft": "hybridrt.runtime.run.draft_task:DraftTask",
+    "transfer": "hybridrt.transfer.ranks:JoinTransfer",
+}
+_NAMES = {place: name for name, place in KINDS.items()}
+_END = "end"
+
+
+class Task(Message):
+    """From rank 0: a name of KINDS and the bytes of that type, or the end of what was begun."""
+
+    name: str
+    body: bytes = b""
+
+
+class Hello(Message):
+    """The first message of another rank to rank 0."""
+
+    rank: int
+
+
+class Beat(Message):
+    """A rank's sign of life."""
+
+
+class Failed(Message):
+    """Why a rank ends."""
+
+    reason: str
+
+
+FromRank = Beat | Failed
+
+
+def encode(task: object) -> bytes:
+    """The bytes of what rank 0 sends. None, the end of what was begun, may be sent too.
+
+    Raises:
+        MessageError: ranks exchange no tasks of this type.
+    """
+    if task is None:
+        return pack(Task(_END))
+    kind = type(task)
+    name = _NAMES.get(f"{kind.__module__}:{kind.__qualname__}")
+    if name is None:
+        raise MessageError(f"ranks exchange no {kind.__name__}: only {', '.join(KINDS.values())}")
+    return pack(Task(name, _ENCODER.encode(task)))
+
+
+def decode(data: bytes) -> Any:
+    """What `encode` was given.
+
+    Raises:
+        MessageError: this is none of the known tasks, or its parts are not of the right types.
+    """
+    task: Task = unpack(data, Task)
+    if task.name == _END:
+        return None
+    if task.name not in KINDS:
+        raise MessageError(f"rank 0 sent a task {task.name[:80]!r}, which this rank does not know")
+    module, _, kind = KINDS[task.name].partition(":")
+    return unpack(task.body, getattr(importlib.import_module(module), kind), _column)
+
+
+def _plain(value: Any) -> int | list[int] | bytes:
+    """What a plan holds where integers belong: a column, a range, or an integer of NumPy's."""
+    if isinstance(value, np.ndarray):
+        return value.astype("<i4", casting="safe", copy=False).tobytes()
+    return list(value) if isinstance(value, range) else operator.index(value)
+
+
+def _column(kind: type, value: Any) -> np.ndarray:
+    """[n] int32 that were sent as bytes. What a column may hold is 0 or more."""
+    if kind is not np.ndarray or not isinstance(value, bytes):
+        raise ValueError(f"{type(value).__name__} where bytes of a column belong")
+    column = np.frombuffer(value, "<i4")
+    if column.size and column.min() < 0:
+        raise ValueError(f"a column holds {column.min()}")
+    return column
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)

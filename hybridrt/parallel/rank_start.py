@@ -1,0 +1,229 @@
+"""How the ranks of a tensor-parallel run start and find each other: processes started here, or torchrun's."""
+
+import atexit
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridrt.base.child_process import start_child
+from hybridrt.base.errors import PeerGoneError, RankError
+from hybridrt.channel.auth import check_key
+from hybridrt.channel.channel import SocketChannel
+from hybridrt.channel.codec import pack, unpack
+from hybridrt.channel.control import Link, rank_timeout
+from hybridrt.channel.listener import Listener
+from hybridrt.collectives.groups import Communicator
+from hybridrt.parallel.messages import Hello
+from hybridrt.parallel.ranks import LOOPBACK, Ranks
+from hybridrt.parallel.torchrun import World, master_host
+
+KEY_VARIABLE = "HYBRIDRT_TP_KEY"
+STARTING_S = 300.0
+_POLL_S, _HELLO_S = 0.02, 10.0
+_PLACE = "hybridrt/place"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a run find each other.
+
+    Attributes:
+        host, port: where rank 0 listens for links, to which only holders of `key` are admitted.
+        store: through which gloo and NCCL find their peers.
+        directory: of a run on one host: only this user can read it, and it holds the key and the store.
+    """
+
+    host: str
+    port: int
+    key: bytes
+    store: dist.Store
+    directory: str | None = None
+
+    def communicator(self, rank: int, size: int, device: torch.device) -> Communicator:
+        return Communicator(self.store, rank, size, device, loopback=self.directory is not None)
+
+    def join(self, rank: int) -> Link:
+        """A rank's link to rank 0.
+
+        Raises:
+            PeerGoneError: rank 0 does not answer, or holds another key.
+        """
+        link = Link(SocketChannel.connect((self.host, self.port), self.key))
+        link.send(pack(Hello(rank)))
+        return link
+
+
+def start_ranks(size: int, kind: str) -> Ranks:
+    """Starts ranks 1 to `size` - 1 on this machine, as processes that end with this one.
+
+    Args:
+        kind: of their devices, "cpu" or "cuda".
+
+    Raises:
+        ConfigError: the time-out in the environment is not a number of seconds.
+        RankError: one of them ended before it came up.
+    """
+    timeout = rank_timeout()
+    place, listener = _open_here()
+    assert place.directory is not None
+    with closing(listener), ExitStack() as undo:
+        undo.callback(shutil.rmtree, place.directory, ignore_errors=True)
+        processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(1, size):
+            processes.append(process := _start(rank, size, place.directory, kind))
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+        ranks = _lead(place, listener, size, rank_device(kind, 0), timeout, processes)
+        undo.pop_all()
+        return ranks
+
+
+def find_place(directory: str) -> Place:
+    """The place that rank 0 has made in a directory of this host.
+
+    Raises:
+        RankError: the directory is not this user's own, or others can read it.
+    """
+    found = os.lstat(directory)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise RankError(f"{directory} is not a directory that only this user can read; rank 0 has made another one")
+    port, key = Path(directory, "key").read_text().split()
+    return Place(LOOPBACK, int(port), bytes.fromhex(key), dist.FileStore(f"{directory}/store"), directory)
+
+
+def rank_device(kind: str, local_rank: int) -> torch.device:
+    """A rank's device, of `kind` "cpu" or "cuda"."""
+    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+
+
+def torchrun_place(world: World) -> Place:
+    """The place that rank 0 of torchrun's processes has made.
+
+    Raises:
+        ConfigError: the ranks run on several hosts and HYBRIDRT_TP_KEY is not set, or torchrun's environment is not
+            whole.
+        RankError: the place is not this user's, or rank 0 does not come.
+    """
+    key = _torchrun_key(world)
+    store = _torchrun_store()
+    try:
+        where = store.get(_PLACE).decode()
+    except RuntimeError as e:  # errors of torch.distributed are such
+        raise RankError(f"tensor-parallel rank 0 did not come: {e}") from e
+    return find_place(where) if key is None else Place(master_host(), int(where), key, store)
+
+
+@cache
+def torchrun_ranks(world: World, kind: str) -> Ranks:
+    """Rank 0's view of torchrun's processes, once for the life of this process; they leave when it ends.
+
+    Raises:
+        ConfigError: the ranks run on several hosts and HYBRIDRT_TP_KEY is not set, or torchrun's environment is not
+            whole.
+        RankError: not all ranks came.
+    """
+    key, timeout = _torchrun_key(world), rank_timeout()
+    store = _torchrun_store()
+    if key is None:
+        place, listener = _open_here()
+    else:
+        listener = Listener((master_host(), 0), key)
+        place = Place(master_host(), listener.port, key, store)
+    store.set(_PLACE, place.directory or str(place.port))
+    with closing(listener):
+        ranks = _lead(place, listener, world.size, rank_device(kind, world.local_rank), timeout)
+    atexit.register(ranks.close)
+    return ranks
+
+
+def _lead(
+    place: Place, listener: Listener, size: int, device: torch.device, timeout: float,
+    processes: Sequence["subprocess.Popen[bytes]"] = (),
+) -> Ranks:  # fmt: skip
+    """Rank 0's view of the ranks that come to a place, once all of them are connected."""
+    links = _await(listener, size, processes)
+    ranks = Ranks(place.communicator(0, size, device), links, processes, place.directory, timeout)
+    with ranks.together():
+        ranks.comm.connect()
+    return ranks
+
+
+def _torchrun_key(world: World) -> bytes | None:
+    """The key of ranks on several hosts; None where all run on one host."""
+    if world.local_size == world.size:
+        return None
+    key = os.fsencode(os.environ.get(KEY_VARIABLE, ""))
+    check_key(f"{KEY_VARIABLE}, which ranks on several hosts share,", key)
+    return key
+
+
+def _torchrun_store() -> dist.Store:
+    """Raises RankError if torch.distributed cannot open or reach the store, ConfigError if its address is missing."""
+    where = f"{master_host()}:{os.environ.get('MASTER_PORT')}"
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_S)))
+    except (RuntimeError, ValueError) as e:  # a port in use, a host that is not found, a port that is none
+        raise RankError(f"torchrun's store at MASTER_ADDR:MASTER_PORT = {where} cannot be used: {e}") from e
+    return store
+
+
+def _open_here() -> tuple[Place, Listener]:
+    """A place for ranks on this host, in a new directory that only this user can read."""
+    directory = tempfile.mkdtemp(prefix="hybridrt-")
+    key = secrets.token_bytes(32)
+    listener = Listener((LOOPBACK, 0), key)
+    Path(directory, "key").write_text(f"{listener.port} {key.hex()}")
+    return find_place(directory), listener
+
+
+def _start(rank: int, size: int, directory: str, kind: str) -> "subprocess.Popen[bytes]":
+    # All ranks need the same number of threads: it decides how sums are split, and so their last bits. Every rank
+    # samples by itself and must draw the same tokens.
+    environment = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    given = {"directory": directory, "rank": rank, "size": size, "kind": kind}
+    return start_child("hybridrt.parallel.follower", given, environment, stdin=subprocess.DEVNULL)
+
+
+def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[bytes]"]) -> list[Link]:
+    """Links to ranks 1 to `size` - 1, after all have connected."""
+    links: dict[int, Link] = {}
+    deadline = time.monotonic() + STARTING_S
+    while len(links) < size - 1:
+        for channel in listener.accept():
+            rank = _presented(channel)
+            if rank is None or rank not in range(1, size) or rank in links:
+                channel.close()
+            else:
+                links[rank] = Link(channel)
+        for rank, process in enumerate(processes, 1):
+            if process.poll() is not None:
+                raise RankError(
+                    f"tensor-parallel rank {rank} did not start: status {process.returncode}; see its output"
+                )
+        if time.monotonic() > deadline:
+            missing = sorted(set(range(1, size)) - links.keys())
+            raise RankError(f"tensor-parallel ranks {missing} did not come within {STARTING_S:g} seconds")
+        time.sleep(_POLL_S)
+    return [links[rank] for rank in range(1, size)]
+
+
+def _presented(channel: SocketChannel) -> int | None:
+    """The rank in the first message of a connection; None: no such message."""
+    try:
+        hello: Hello = unpack(channel.expect(_HELLO_S), Hello)
+    except PeerGoneError:
+        return None
+    return hello.rank

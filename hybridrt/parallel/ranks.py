@@ -1,0 +1,183 @@
+"""The other ranks of a tensor-parallel run, as rank 0 sees them: it sends them tasks, watches them and ends them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from hybridrt.base.errors import ConfigError, HybridrtError, PeerGoneError, RankError
+from hybridrt.channel.codec import unpack
+from hybridrt.channel.control import TIMEOUT_S, Link, disown_in_child
+from hybridrt.collectives.groups import Communicator
+from hybridrt.parallel.messages import Failed, FromRank, encode
+from hybridrt.parallel.torchrun import master_host
+
+LOST = 75  # exit status of a rank that ended because another one did
+NAMING_S = 5.0  # a process may end later than its connections
+LEAVING_S = 30.0
+LOOPBACK = "127.0.0.1"
+_LOST = "tensor-parallel rank {} was lost: {}; build a new LLM"
+
+
+class Ranks:
+    """The other ranks, as rank 0 sees them.
+
+    Args:
+        links: to ranks 1, 2, ...
+        processes: those ranks if they were started here; none under torchrun, which watches them itself.
+        directory: where the ranks found each other; `close` removes it.
+        timeout: seconds after which a rank that sends nothing is lost.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        links: Sequence[Link],
+        processes: Sequence["subprocess.Popen[bytes]"] = (),
+        directory: str | None = None,
+        timeout: float = TIMEOUT_S,
+    ) -> None:
+        self.comm = comm
+        self._links, self._processes, self._directory = links, processes, directory
+        self._timeout, self._pid = timeout, os.getpid()
+        self._error: RankError | None = None
+        self._lock, self._named = threading.Lock(), threading.Event()
+        self._serving = self._leaving = False
+        comm.check = self.check
+        disown_in_child(self)
+        for rank, link in enumerate(links, 1):
+            threading.Thread(target=self._read_messages, args=(rank, link), daemon=True).start()
+
+    @property
+    def host(self) -> str:
+        """Where the other ranks reach this one: on this host alone, if all of them run on it."""
+        return LOOPBACK if self._directory is not None else master_host()
+
+    @property
+    def here(self) -> bool:
+        """False in a process that was forked from the one that leads the ranks."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raises RankError if a rank was lost; its text names it."""
+        if self._error is not None:
+            raise RankError(str(self._error))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A context for what all ranks do alike. After an exception in it the ranks are in different states, so the
+        other ranks are ended. If the exception comes from the loss of a rank, the RankError that is raised names that
+        rank."""
+        self.check()
+        try:
+            yield
+        except BaseException as e:
+            lost = self._lost_rank(e)
+            self._fail(0, f"{type(e).__name__}: {e}")
+            if lost is not None:
+                raise lost from e
+            raise
+
+    def send(self, message: bytes) -> None:
+        """Sends to every other rank. Raises RankError if one cannot be reached."""
+        for rank, link in enumerate(self._links, 1):
+            try:
+                link.send(message)
+            except PeerGoneError as e:
+                raise RankError(_LOST.format(rank, e)) from e
+
+    def begin(self, message: object) -> None:
+        """Tells the others what to serve; ConfigError if they serve something already."""
+        if self._serving:
+            raise ConfigError("these tensor-parallel ranks serve another LLM: close that one first")
+        encoded = encode(message)
+        with self.together():
+            self.send(encoded)
+        self._serving = True
+
+    def end(self) -> None:
+        """The others stop serving and have freed what they held when this returns."""
+        if self._serving and self._error is None:
+            with suppress(RankError):  # a rank that is lost holds nothing either
+                self.send(encode(None))
+                self.comm.barrier()
+        self._serving = False
+
+    def close(self) -> None:
+        """Lets the others leave. Closing again does nothing."""
+        if self._leaving:
+            return
+        self.end()
+        self._leaving = True
+        if self._error is None:
+            with suppress(RankError):
+                self.send(encode(None))
+        self._end_processes(LEAVING_S if self._error is None else 0.0)
+        self.comm.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def disown(self) -> None:
+        """In a forked child: the ranks and what waits for them are the parent's."""
+        self._error = RankError(
+            f"this LLM belongs to process {self._pid}, from which this one was forked; build a new LLM here"
+        )
+        self._links, self._processes, self._directory, self._leaving = (), (), None, True
+
+    def _read_messages(self, rank: int, link: Link) -> None:
+        """Runs in a thread: receives a rank's signs of life, or `Failed`. If the rank has failed or is lost, ends
+        the other ranks; from then on `check` raises RankError."""
+        try:
+            while messages := link.listen(self._timeout):
+                for message in (unpack(data, FromRank) for data in messages):
+                    if isinstance(message, Failed):
+                        self._fail(rank, message.reason)
+            reason = f"it has sent no sign of life for {self._timeout:g} seconds"
+        except PeerGoneError as e:
+            reason = self._ending(rank) or str(e)
+        if not self._leaving:
+            self._fail(rank, reason)
+        link.close()
+
+    def _ending(self, rank: int) -> str | None:
+        """How the process of a rank whose connection is gone has ended, if it was started here."""
+        if not self._processes:
+            return None
+        try:
+            status = self._processes[rank - 1].wait(NAMING_S)
+        except subprocess.TimeoutExpired:
+            return None
+        if status == LOST:  # it ended because of another rank, whose own thread names it soon
+            self._named.wait(NAMING_S)
+        ending = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"its process {ending}"
+
+    def _lost_rank(self, e: BaseException) -> RankError | None:
+        """The RankError to raise in place of `e`, if `e` is a consequence of the loss of a rank."""
+        if isinstance(e, RankError):
+            self._named.wait(NAMING_S)
+            return self._error
+        return self._error if isinstance(e, Exception) and not isinstance(e, HybridrtError) else None
+
+    def _fail(self, rank: int, reason: str) -> None:
+        """Notes the first failure, ends the other ranks, and stops kernels of this rank's GPU that wait for them."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = RankError(_LOST.format(rank, reason))
+        self._named.set()
+        self._end_processes(0.0)
+        self.comm.abort()
+        if not self._processes:
+            self.comm.disown()  # a rank that cannot be ended from here may never leave a collective
+
+    def _end_processes(self, grace_s: float) -> None:
+        for process in self._processes:
+            try:
+                process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,169 @@
+"""Rank 0 of a tensor-parallel run: every step goes to the other ranks, then runs here."""
+
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from hybridrt.base.config import EngineConfig, resolve_device
+from hybridrt.base.errors import ConfigError, DeviceError
+from hybridrt.base.interrupts import Interrupts
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.parallel.follower import serve
+from hybridrt.parallel.messages import encode
+from hybridrt.parallel.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks
+from hybridrt.parallel.ranks import Ranks
+from hybridrt.parallel.torchrun import world
+from hybridrt.runtime.load.build import empty_model, load_target
+from hybridrt.runtime.precompile.build_runner import build_runner
+from hybridrt.runtime.run.constrained_step import mask_tasks
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.run.prefix_copy import PrefixCopy, Tensors
+from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
+
+POLL_S = 20e-6
+T = TypeVar("T")
+
+
+class TensorParallelExecutor:
+    """The executor of a model that is split over `config.tp_size` ranks.
+
+    The plan of a step, some hundred bytes of integers, is all that the ranks exchange on the host: each packs, copies
+    and launches it alike, and each draws the same tokens for itself. They can, because a draw is a function of the
+    gathered logits, which are the same bits everywhere, and of the request's seed.
+
+    Under torchrun, ranks above 0 never leave this constructor: they serve rank 0, then end their process.
+
+    Args:
+        ranks: those to lead, which stay when this executor is closed; None takes torchrun's or starts some.
+
+    Raises:
+        ConfigError, DeviceError: the model or the machine cannot be split so; nothing was started.
+        RankError: a rank was lost; the text names it.
+
+    Attributes:
+        ranks: the other ranks.
+        runner: rank 0's part.
+    """
+
+    def __init__(self, config: EngineConfig, *, progress: bool = False, ranks: Ranks | None = None) -> None:
+        kind = check_split(config)
+        started = ranks is None and world() is None
+        self.ranks = ranks or _find_ranks(config.tp_size, kind)
+        comm = self.ranks.comm
+        self.ranks.begin(config)
+        try:
+            with self.ranks.together():
+                config = replace(config, device=str(comm.device))
+                self.runner = build_runner(config, tp=TPGroup(0, comm.size, comm), progress=progress)
+        except BaseException:
+            _end(self.ranks, lambda: None, started)
+            raise
+        self._finalizer = weakref.finalize(self, _end, self.ranks, self.runner.drop_graphs, started)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """As ModelRunner.launch, on all ranks. Ctrl-C is raised before or after it: ranks that stop in the middle of a
+        step cannot go on."""
+        return self.on_all(plan, lambda: _WatchedStep(self.runner.launch(plan), self.ranks))
+
+    def sample(self, masks: np.ndarray) -> None:
+        """As ModelRunner.sample, on all ranks."""
+        for task in mask_tasks(masks):
+            self.on_all(task, partial(task, self.runner))
+
+    def everywhere(self, task: Callable[[ModelRunner], StepHandle]) -> StepHandle:
+        """Has every rank call `task`, of a type in hybridrt.parallel.messages, with its runner, between two steps.
+        Returns rank 0's result."""
+        return self.on_all(task, lambda: _WatchedStep(task(self.runner), self.ranks))
+
+    def copied(self, ticket: int) -> bool:
+        """Whether a host copy of a launched plan has ended on rank 0. On other ranks it may still run."""
+        return self.runner.copied(ticket)
+
+    def copy_prefix(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
+        """As ModelRunner.copy_prefix, on all ranks."""
+        return self.on_all(task, lambda: task.run(self.runner, data))
+
+    def on_all(self, task: object, here: Callable[[], T]) -> T:
+        """Sends a task to the other ranks, which call it with their runner, then does rank 0's part."""
+        message = encode(task)
+        with Interrupts(), self.ranks.together():
+            self.ranks.send(message)
+            return here()
+
+    def close(self) -> None:
+        """Lets the other ranks go. Closing again does nothing."""
+        self._finalizer()
+
+
+class _WatchedStep:
+    """A step that raises RankError instead of waiting for a rank that was lost."""
+
+    def __init__(self, step: StepHandle, ranks: Ranks) -> None:
+        self._step, self._ranks = step, ranks
+
+    def ready(self) -> bool:
+        return self._step.ready()
+
+    def result(self) -> StepResult:
+        while not self._step.ready():
+            self._ranks.check()
+            time.sleep(POLL_S)
+        self._ranks.check()  # kernels that were stopped look finished
+        return self._step.result()
+
+
+def check_split(config: EngineConfig) -> str:
+    """The kind of device that the ranks run on, "cpu" or "cuda". Allocates nothing.
+
+    Raises:
+        ConfigError: the model cannot be cut into `tp_size` shards.
+        DeviceError: fewer GPUs than ranks.
+    """
+    device = resolve_device(config.device)
+    if config.device.startswith("cuda:"):
+        raise ConfigError(
+            f'device is {config.device!r} and tp_size is {config.tp_size}; with device="cuda" each rank '
+            "takes the GPU of its own number"
+        )
+    if device.type == "cuda" and torch.cuda.device_count() < config.tp_size:
+        raise DeviceError(
+            f"tp_size is {config.tp_size}, but torch sees {torch.cuda.device_count()} CUDA devices; lower tp_size"
+        )
+    _, target = load_target(config, TPGroup(size=config.tp_size))
+    empty_model(config, target, torch.device("meta"))
+    return device.type
+
+
+def check_world(tp_size: int) -> None:
+    """ConfigError unless torchrun, if it started this process, started as many as there are ranks."""
+    started = world()
+    if started is not None and started.size != tp_size:
+        raise ConfigError(
+            f"torchrun started {started.size} processes (WORLD_SIZE) and tp_size is {tp_size}: pass "
+            f"tp_size={started.size}, or start {tp_size}"
+        )
+
+
+def _find_ranks(size: int, kind: str) -> Ranks:
+    """torchrun's processes, or as many started here. A rank above 0 serves in here and then ends its process."""
+    here = world()
+    if here is None:
+        return start_ranks(size, kind)
+    if here.rank > 0:
+        raise SystemExit(serve(torchrun_place(here), here.rank, size, rank_device(kind, here.local_rank)))
+    return torchrun_ranks(here, kind)
+
+
+def _end(ranks: Ranks, drop_graphs: Callable[[], None], started: bool) -> None:
+    if not ranks.here:
+        return  # a forked child holds copies of what is the parent's
+    drop_graphs()  # NCCL waits for the graphs that it is part of
+    ranks.end()
+    if started:
+        ranks.close()

@@ -1,0 +1,371 @@
+"""What every recurrent backend shares: the split of a step by segment, its metadata, graph buffers and its commit."""
+
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from hybridrt.attention.base import NOTHING, QKV, AttentionBackend
+from hybridrt.attention.branch import Branch
+from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own
+from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import ExtendPass, ForwardBatch, GraphView
+from hybridrt.kernels.core.chunk_plan import ChunkPlan, plan_chunks
+from hybridrt.kernels.core.launch import end_launches
+from hybridrt.kernels.core.providers import needs_host
+from hybridrt.kernels.core.records import ConvWeights, Prompts
+from hybridrt.kernels.core.views import take_tokens
+from hybridrt.kernels.state.decode_metadata import DecodeBuffers, fill_decode_metadata
+from hybridrt.mem_cache.pools.bounds import check_range
+from hybridrt.mem_cache.pools.mamba_pool import LayerCache, MambaPool
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment, ForwardMetadata
+
+# What a mixer hands its backend, by name: [T, ...] each, decode rows first.
+Inputs = Mapping[str, Tensor]
+
+UNCOMMITTED = (
+    "a decode step before this one was not committed, so its tokens are not part of the state: call commit after its "
+    "last layer, or drop_step if it will not be committed"
+)
+
+
+def _part(inputs: Inputs, tokens: slice, out: Tensor | None) -> Inputs:
+    """The inputs of some of the tokens, and where their result may be left."""
+    part = {name: t[tokens] for name, t in inputs.items()}
+    return part if out is None else part | {"out": out}
+
+
+class MambaAttnBackendBase(AttentionBackend):
+    """The backend of one kind of recurrent layer, Mamba or any other, over MambaPool. A subclass implements `decode`
+    and `extend`, which call the kind's kernels. Its docstring says which inputs they take. On a CPU, what is no
+    operation of torch in `decode`, or reads numbers of a step, stands within `hybridrt.kernels.core.recording.live`.
+
+    Args:
+        layers: the model's mixers of this kind by layer id.
+        chunk_size: tokens of a prefill chunk.
+    """
+
+    kind: str
+    scan: ClassVar[str | None] = None  # the operation of its chunks, where libraries have it too
+    _joined: "tuple[MambaAttnBackendBase, ...]" = ()  # others that this one plans and commits for
+    _lead: "ReferenceType[MambaAttnBackendBase] | None" = None  # None: this one plans for itself
+
+    def __init__(self, *, layers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool, chunk_size: int) -> None:
+        wrong = {layer_id: m.kind for layer_id, m in layers.items() if m.kind != self.kind}
+        if wrong:
+            layer_id, kind = next(iter(wrong.items()))
+            raise BackendError(
+                f"layer {layer_id} is a {kind!r} layer, but the linear backend {self.kind!r} was chosen; "
+                f'use linear_attn_backend="auto" or {kind!r}'
+            )
+        if req_to_token_pool.mamba_pool is None:
+            raise BackendError(f"the {self.kind!r} backend needs a MambaPool; the pools were built without one")
+        self.layers = layers
+        self.pools = req_to_token_pool
+        self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
+        self.chunk_size = chunk_size
+        spec = self.mamba_pool.spec
+        self._ring_width = max(shape.conv_width(spec.tokens_per_step) for shape in spec.groups)
+        self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
+        self._last: ForwardMetadata | None = None  # the last step that leaves its state to a commit
+        self.mamba_pool.set_decays({i: partial(self.ring_decay, layer) for i, layer in layers.items()})
+
+    @staticmethod
+    def join(backends: Sequence["MambaAttnBackendBase"]) -> "MambaAttnBackendBase":
+        """The first of a model's backends, which from now on plans and commits for all of them: their layers share
+        slots and ring cursors, and a step moves the cursors once."""
+        first, *others = backends
+        first._joined = tuple(member for backend in others for member in backend.members)
+        for member in first._joined:
+            member._lead = ref(first)
+        return first
+
+    @property
+    def members(self) -> "list[MambaAttnBackendBase]":
+        """The backends that this one plans and commits for, itself first."""
+        return [self, *self._joined]
+
+    @property
+    def lead(self) -> "MambaAttnBackendBase":
+        """The backend that plans and commits for this one. The reference is weak: within a cycle, the pools would stay
+        until the garbage collector runs."""
+        lead = self if self._lead is None else self._lead()
+        assert lead is not None, "the composite holds it"
+        return lead
+
+    def layer_cache(self, layer_id: int) -> LayerCache:
+        return self.mamba_pool.layer_cache(layer_id)
+
+    # -- one layer ----------------------------------------------------------------------------------------------
+
+    def run(
+        self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, *, out: Tensor | None = None, **inputs: Tensor
+    ) -> Tensor:
+        """One mixer over all rows.
+
+        Args:
+            layer: the mixer.
+            out: [T, width], where the result may be left; what is returned counts.
+            inputs: the kind's own, [T, ...] each.
+        Returns:
+            [T, width], decode rows first.
+        """
+        step = self.begin(batch)
+        decode, extend = step.decode, step.extends.get(self.chunk_size)
+        compute = self._extend_in_passes if extend and extend.later else self.extend
+        if decode and extend:
+            split = decode.num_tokens
+            return self.branch.segments(
+                split,
+                out,
+                lambda place: self.decode(layer, _part(inputs, slice(split), place), decode),
+                lambda place: compute(layer, _part(inputs, slice(split, None), place), extend),
+            )
+        if out is not None:
+            inputs["out"] = out
+        if decode:
+            return self.decode(layer, inputs, decode)
+        if extend:
+            return compute(layer, inputs, extend)
+        return next(iter(inputs.values())).new_empty(0, layer.width)
+
+    @abstractmethod
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> Tensor:
+        """A mixer's decode or verify rows: [n * tokens_per_row, width], maybe in inputs["out"]."""
+
+    @abstractmethod
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
+        """A mixer's prompt chunks: [tokens, width], maybe in inputs["out"]."""
+
+    def _extend_in_passes(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
+        """`extend` of a segment, then of those that follow it: their tokens' outputs replace the segment's."""
+        sources = {name: t for name, t in inputs.items() if name != "out"}
+        chosen = [take_tokens(sources, tokens) for tokens, _ in segment.later]
+        outputs = self.extend(layer, inputs, segment)
+        for (tokens, later), part in zip(segment.later, chosen, strict=True):
+            replaced = self.extend(layer, part, later)
+            if later.live is not None:
+                # Padding stands for token 0, which the first pass computes: it is written as it is.
+                replaced = torch.where(later.live.view(-1, *[1] * (replaced.ndim - 1)), replaced, outputs[:1])
+            outputs.index_copy_(0, tokens, replaced)
+        return outputs
+
+    @staticmethod
+    def conv_weights(layer: Any) -> ConvWeights:
+        """A mixer's conv, as the operations take it."""
+        return ConvWeights(layer.conv_weight, layer.conv_bias)
+
+    @staticmethod
+    def ring_decay(layer: Any) -> Tensor | None:
+        """[heads] float32: a ring gate of this mixer times its factor is the log of a decay. None: the gates are logs
+        of decays already."""
+        return None
+
+    def restrict_to_phase(self, batch: ForwardBatch, *, decode: bool) -> ForwardBatch:
+        """A copy of a prepared batch whose metadata holds its decode rows alone, or its extend rows alone. The copy has
+        metadata of the recurrent backends only; all other fields are those of `batch`."""
+        step = self.begin(batch)
+        part = replace(batch)
+        part.metadata[self.lead] = replace(step, extends={}) if decode else replace(step, decode=None)
+        return part
+
+    # -- planning -----------------------------------------------------------------------------------------------
+
+    def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
+        tokens = batch.tokens_per_row
+        if tokens > (max_tokens := self.mamba_pool.spec.tokens_per_step):
+            raise BackendError(
+                f"a step of {tokens} tokens a row on a state pool made for {max_tokens}: verify at most {max_tokens}, "
+                f"or build the pool with tokens_per_step={tokens}"
+            )
+        step = self._plan(batch) if graph is None else self._plan_graph(batch, graph)
+        step.previous = self._uncommitted()
+        # A plain step's graph commits within it; a capture has no rows to commit.
+        commits = batch.num_decode_rows > 0 if graph is None else batch.num_real > 0 and tokens > 1
+        step.open = commits and self._leaves_state(tokens)
+        if step.open:
+            self._last = step
+        batch.metadata[self] = step
+
+    def recording_key(self, batch: ForwardBatch) -> Hashable:
+        """The first slot of rows that are neighbours in the pools."""
+        decode = self.planned(batch).decode
+        rows = decode.pool_rows
+        if rows is None or rows.order is not None or rows.first < self._ring_width:
+            return None
+        return rows.run.start
+
+    def _uncommitted(self) -> ForwardMetadata | None:
+        """The last prepared step whose commit is missing, or None. Forgets the closed steps after it."""
+        while self._last is not None and not self._last.open:
+            self._last = self._last.previous
+        return self._last
+
+    def _plan(self, batch: ForwardBatch) -> ForwardMetadata:
+        """An eager step: what its segments need that is known on the host."""
+        check_eager_batch(batch, self._check_places)
+        plans = self._given_plans(batch)
+        if batch.num_extend_rows and not plans:
+            lens = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+            plans = {size: plan_chunks(*lens, size, batch.seq_lens.device) for size in self.chunk_sizes}
+        return ForwardMetadata(plans)
+
+    @staticmethod
+    def _given_plans(batch: ForwardBatch) -> Mapping[int, ChunkPlan]:
+        return batch.extend_passes[0].chunk_plans if batch.extend_passes else batch.chunk_plans or {}
+
+    def _check_places(self, batch: ForwardBatch) -> None:
+        """Rows, and the state slots that the step reads and writes. Waits for the device."""
+        end = self.mamba_pool.num_slots + 1
+        check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1, BackendError)
+        state_slots = self.pools.state_slots(batch.req_pool_indices[: batch.num_real])
+        check_range("req_to_state_slot", state_slots, end, BackendError)
+        check_own("req_to_state_slot", state_slots)
+        if batch.read_state_slots is not None:
+            check_range("read_state_slots", batch.read_state_slots, end, BackendError)
+        for part in batch.extend_passes:
+            for name in ("read_state_slots", "write_state_slots"):
+                check_range(f"{name} of a pass", getattr(part, name).clamp(min=0), end, BackendError)
+        for saved in batch.saved_states.values():
+            check_range("row_slots of saved states", saved.row_slots, end, BackendError)
+            check_range("chunk_slots of saved states", saved.chunk_slots, end, BackendError)
+
+    def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
+        """A captured step: fills the view's buffers, which the graph reads, in stream order."""
+        check_graph_batch(batch, view)
+        if self._uncommitted() is not None:
+            raise BackendError(UNCOMMITTED)
+        by_size: dict[int, DecodeBuffers] = view.buffers[self]
+        bs, decode = batch.num_decode_rows, None
+        if bs:
+            if bs not in by_size:
+                by_size[bs] = by_size[view.max_bs].prefix(bs)
+            decode = self._decode_segment(batch, by_size[bs])
+        return ForwardMetadata(self._given_plans(batch), decode, begun=True)
+
+    @property
+    def captures_prompts(self) -> bool:  # type: ignore[override]
+        device = self.pools.req_to_state_slot.device.type
+        return not any(member.scan and needs_host(member.scan, device) for member in self.members)
+
+    def prepare_in_graph(self, batch: ForwardBatch) -> None:
+        if batch.num_extend_rows:
+            step: ForwardMetadata = self.planned(batch)
+            step.extends = self._extend_segments(batch, step.plans)
+
+    def begin(self, batch: ForwardBatch) -> ForwardMetadata:
+        """Returns the step metadata. Builds the segments on the first call, because slots and ring cursors are final
+        only after earlier steps were queued on the device.
+
+        Raises:
+            BackendError: an earlier step was not committed. The step is dropped. The caller must prepare it again after
+                the missing commit.
+        """
+        step: ForwardMetadata = self.lead.planned(batch)
+        if step.begun:
+            return step
+        if step.previous is not None and step.previous.open:
+            step.open = False
+            del batch.metadata[self.lead]
+            raise BackendError(UNCOMMITTED)
+        if split := batch.num_decode_rows:
+            step.decode = self._decode_segment(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))
+            end_launches(batch.seq_lens.device)  # the layer's first kernel may start early, and reads these buffers
+        if batch.num_extend_rows:
+            step.extends = self._extend_segments(batch, step.plans)
+        step.begun, step.previous = True, None
+        return step
+
+    def _leaves_state(self, tokens: int) -> bool:
+        """Whether a step of so many tokens a row leaves the state behind it to `commit`."""
+        mode = self.mamba_pool.spec.mode
+        return mode == "replay" or (mode == "intermediate" and tokens > 1)
+
+    def drop_step(self) -> None:
+        while step := self._uncommitted():
+            step.open = False
+
+    def _decode_segment(self, batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
+        """The decode rows, with slots, positions and ring cursors as they are on the device now."""
+        split, tokens, spec = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info
+        rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
+        fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)
+        parents = spec.parents[:split] if spec and spec.parents is not None else None
+        return DecodeSegment(rows, buffers, tokens, parents)
+
+    def _extend_segments(self, batch: ForwardBatch, plans: Mapping[int, ChunkPlan]) -> dict[int, ExtendSegment]:
+        """By chunk size, which alone differs from kind to kind."""
+        split, padded = batch.num_decode_rows, batch.num_real < batch.batch_size
+        rows = batch.req_pool_indices[split:]
+        state_slots = self.pools.state_slots(rows)
+        if padded:
+            state_slots.masked_fill_(rows == 0, -1)
+        if batch.extend_passes:
+            return self._pass_segments(batch.extend_passes, state_slots, padded)
+        starts = batch.query_start_loc[split:]
+        positions = batch.seq_lens[split:] - (starts[1:] - starts[:-1])
+        read_state_slots = state_slots
+        if batch.read_state_slots is not None:
+            read_state_slots = torch.where(batch.read_state_slots > 0, batch.read_state_slots, state_slots)
+        runs, saves = (starts - batch.num_decode_tokens, positions > 0), batch.saved_states
+        prompts = {size: Prompts(*runs, plan, saves.get(size)) for size, plan in plans.items()}
+        return {size: ExtendSegment(read_state_slots, state_slots, positions, each) for size, each in prompts.items()}
+
+    @staticmethod
+    def _pass_segments(passes: Sequence[ExtendPass], state_slots: Tensor, padded: bool) -> dict[int, ExtendSegment]:
+        """The first pass's segment by chunk size, the others behind it.
+
+        Args:
+            state_slots: the extend rows' own.
+            padded: token 0 in a later pass is padding.
+        """
+        behind: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
+        found: dict[int, ExtendSegment] = {}
+        for part in passes:
+            own_state_slots, positions = state_slots.index_select(0, part.rows), part.start_positions
+            read_state_slots = torch.where(part.read_state_slots == 0, own_state_slots, part.read_state_slots)
+            write_state_slots = torch.where(part.write_state_slots == 0, own_state_slots, part.write_state_slots)
+            runs = part.query_start_loc, positions > 0
+            tokens = None if part.tokens is None else part.tokens.long()
+            live = tokens > 0 if padded and tokens is not None else None
+            for size, plan in part.chunk_plans.items():
+                prompts = Prompts(*runs, plan)
+                segment = ExtendSegment(read_state_slots, write_state_slots, positions, prompts, live=live)
+                if tokens is None:
+                    behind[size] = []
+                    found[size] = replace(segment, later=behind[size])
+                else:
+                    behind[size].append((tokens, segment))
+        return found
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(member.chunk_size for member in self.members))
+
+    # -- graphs -------------------------------------------------------------------------------------------------
+
+    def allocate_graph(self, view: GraphView) -> None:
+        view.buffers[self] = {view.max_bs: DecodeBuffers.allocate(view.max_bs, self.pools.req_to_state_slot.device)}
+        if self.mamba_pool.spec.mode == "replay":
+            self.mamba_pool.stack_decays()  # must not be made within a capture
+
+    # -- the end of a step --------------------------------------------------------------------------------------
+
+    def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
+        step: ForwardMetadata = self.planned(batch)
+        if not step.begun and batch.num_decode_rows:
+            raise BackendError("commit of a step that has not run: call it after the step's last layer")
+        step.open = False
+        decode = step.decode
+        if decode is None or not self._leaves_state(decode.tokens_per_row):
+            return
+        buf = decode.buffers
+        accepted = buf.accepted if accepted is None else accepted
+        n = len(accepted)
+        self.mamba_pool.commit(decode.rows[:n], buf.state_slots[:n], accepted, buf.start_positions[:n], path)

@@ -1,0 +1,147 @@
+"""Names to backends. Nothing here imports a backend before it is chosen."""
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from hybridrt.attention.base import AttentionBackend, SegmentedAttnBackend
+from hybridrt.attention.prefill_decode import PrefillDecodeAttnBackend
+from hybridrt.base.config import AttentionSpec, EngineConfig, ModelConfig
+from hybridrt.base.errors import BackendError
+from hybridrt.base.plugins import Plugins
+from hybridrt.kernels.core.providers import is_installed, require
+from hybridrt.kinds.registry import kind_names
+from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
+
+# The one list. "auto" takes the first that fits: libraries that prefill faster than our kernels stand before these.
+# Packages add theirs: an entry point of this group names a SegmentedAttnBackend, "name = module:class".
+BACKENDS = Plugins(
+    "hybridrt.attention_backends",
+    {
+        "fa3": "hybridrt.attention.fa3:Fa3AttnBackend",
+        "flashinfer": "hybridrt.attention.flashinfer:FlashinferAttnBackend",
+        "triton": "hybridrt.attention.triton:TritonAttnBackend",
+        "torch": "hybridrt.attention.torch_native:TorchNativeAttnBackend",
+    },
+    "attention_backend",
+    SegmentedAttnBackend,
+    classes=True,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def attention_backend_names() -> list[str]:
+    """Every name that `attention_backend` accepts, "auto" apart."""
+    return BACKENDS.names()
+
+
+def backend_class(name: str) -> type[SegmentedAttnBackend]:
+    """The class behind a name, whether what it needs is installed or not.
+
+    Raises:
+        BackendError: the name is unknown, its class cannot be imported or is no SegmentedAttnBackend.
+    """
+    return BACKENDS.load(name)
+
+
+def resolve_attention_name(name: str, device: torch.device) -> str:
+    """The backend that serves decode where `name` is asked for; "auto" is the first whose `auto_decode` names the
+    device."""
+    if name != "auto":
+        return name
+    return next(each for each in BACKENDS.built_in if device.type in backend_class(each).auto_decode)
+
+
+def resolve_prefill_name(config: EngineConfig, device: torch.device, specs: Collection[AttentionSpec]) -> str:
+    """The backend that serves prefill. Where neither is named, the first that is installed and serves the model.
+
+    Args:
+        specs: of the model's attention layers; empty if it has none.
+    """
+    if config.prefill_attention_backend is not None:
+        return resolve_attention_name(config.prefill_attention_backend, device)
+    decode = resolve_attention_name(config.attention_backend, device)
+    if config.attention_backend != "auto" or not specs:
+        return decode
+    for name in BACKENDS.built_in:
+        cls = backend_class(name)
+        if name == decode:
+            break
+        if device.type not in cls.auto_prefill:
+            continue
+        reason = cls.objection(device, specs)
+        if reason is None:
+            return name
+        if cls.provider is None or is_installed(cls.provider):
+            logger.warning("prefill attention does not use %s: %s", name, reason)
+    return decode
+
+
+def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAttnBackend]:
+    """The class behind a name, ready to be made; "auto" picks by device.
+
+    Raises:
+        BackendError: as `backend_class`.
+        ProviderNotInstalledError: the library whose kernels it runs is missing.
+    """
+    name = resolve_attention_name(name, device)
+    cls = backend_class(name)
+    if cls.provider is not None:
+        require(cls.provider, f"attention_backend {name!r}")
+    return cls
+
+
+def create_backend(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    *,
+    layers: Mapping[int, Any],
+    kv_pool: KVPool,
+    req_to_token_pool: HybridReqToTokenPool,
+    composite: type[HybridLinearAttnBackend] = HybridLinearAttnBackend,
+) -> AttentionBackend:
+    """The backend that a model's batches carry: full attention, split by phase if asked, in the hybrid composite.
+
+    Args:
+        layers: the model's recurrent mixers (or history branches) by layer id.
+        composite: how the model puts both sides together.
+    """
+    full = _full_attention(config, kv_pool, req_to_token_pool)
+    if not layers:
+        return full
+    _check_linear_name(config.linear_attn_backend, model_config)
+    return composite.over(full, layers, model_config.full_attention_layer_ids, req_to_token_pool)
+
+
+def _full_attention(
+    config: EngineConfig, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool
+) -> SegmentedAttnBackend:
+    device = kv_pool.device
+
+    def build(name: str) -> SegmentedAttnBackend:
+        cls: Any = load_attention_backend(name, device)
+        return cls(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
+
+    decode = resolve_attention_name(config.attention_backend, device)
+    prefill = resolve_prefill_name(config, device, set(kv_pool.specs.values()))
+    if prefill == decode:
+        return build(decode)
+    # A prefill backend that no option names was chosen for prefill alone.
+    named = config.prefill_attention_backend is not None
+    mode = config.speculative.speculative_attention_mode if config.speculative and named else "decode"
+    return PrefillDecodeAttnBackend(build(prefill), build(decode), mode)
+
+
+def _check_linear_name(name: str, model_config: ModelConfig) -> None:
+    """linear_attn_backend may name the one kind that the model has."""
+    kinds = sorted(model_config.linear)
+    if name != "auto" and kinds != [name]:
+        known = f"; kinds are {', '.join(kind_names())}" if name not in kind_names() else ""
+        raise BackendError(
+            f'linear_attn_backend is {name!r}, but the model has {", ".join(kinds)} layers; use "auto"{known}'
+        )

@@ -1,0 +1,160 @@
+"""Gated Delta Net (Yang et al. 2025): the mixer (projections, gated norm) and its backend (conv and delta rule)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.records import DeltaInputs, GateWeights
+from hybridrt.kernels.delta_rule.decode import gdn_decode, split_qkv
+from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
+from hybridrt.kinds.gdn import GDNConfig
+from hybridrt.kinds.registry import state_shape
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
+from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, sharded, unchanged, whole
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
+
+
+@dataclass(frozen=True)
+class GDNKeys:
+    """How a checkpoint names the tensors of the mixer.
+
+    Attributes:
+        projections: the input projections, and the segments (q, k, v, z, b, a) whose rows each holds.
+        by_key_head: the rows of a projection are sorted by key head first, and by segment within one.
+        convs: the convolutions, and the segments whose channels each holds: one for all, or one for each segment.
+        norm, out: the gated norm and the output projection.
+    """
+
+    projections: Mapping[str, Sequence[str]]
+    by_key_head: bool = False
+    convs: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"conv1d": "qkv"})
+    norm: str = "norm"
+    out: str = "out_proj"
+
+
+class GDNMixer(nn.Module):
+    """Gated Delta Net over hidden states; its state lives in the backend's MambaPool, under `layer_id`."""
+
+    kind = "gdn"
+    conv_bias = None
+
+    def __init__(
+        self,
+        name: str,
+        config: GDNConfig,
+        layer_id: int,
+        hidden_size: int,
+        norm_eps: float,
+        *,
+        keys: GDNKeys,
+        build: Build,
+    ) -> None:
+        super().__init__()
+        self.name, self.config, self.layer_id, self.tp, self.keys = name, config, layer_id, build.tp, keys
+        self.shape = state_shape(config, self.tp.size)
+        self.num_v_heads, head_dim, _ = self.shape.temporal
+        self.width = self.num_v_heads * head_dim
+        qk, v = config.num_k_heads * config.head_k_dim, config.num_v_heads * config.head_v_dim
+        device = build.device
+        parts = [Segment("q", qk), Segment("k", qk), Segment("v", v), Segment("z", v)]
+        parts += [Segment("b", config.num_v_heads), Segment("a", config.num_v_heads)]
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
+        self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", v)], hidden_size, build=build)
+        self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
+        if len(keys.convs) > 1:  # each adds what it holds
+            self.conv_weight.data.zero_()
+        self.A_log = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="zeros")
+        self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
+        # One weight of a head for all of them, written out for each: so the norm reads z where the projection left it.
+        self.norm = GatedRMSNorm(self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build)
+
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        """Mixer of norm(x + residual), and x + residual."""
+        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        mixed_qkv, z, b, a = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
+        y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
+        return self.out_proj.onto(residual, self.norm(y, z))
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        """Targets under `key`, by the names of `keys`."""
+        keys, key_heads = self.keys, self.config.num_k_heads
+
+        found = {
+            **self.out_proj.targets(f"{key}.{keys.out}", "x"),
+            f"{key}.A_log": sharded(self.tp, f"{self.name}.A_log", self.A_log.data),
+            f"{key}.dt_bias": sharded(self.tp, f"{self.name}.dt_bias", self.dt_bias.data),
+            f"{key}.{keys.norm}.weight": whole(
+                f"{self.name}.norm.weight", self.norm.weight.data, lambda t: t.repeat(self.num_v_heads)
+            ),
+        }
+        for name, parts in keys.projections.items():
+            rows = [self.in_proj.segments[part].size // key_heads for part in parts]
+            order = _deinterleave(key_heads, rows) if keys.by_key_head else unchanged
+            found |= self.in_proj.targets(f"{key}.{name}", list(parts), rearrange=order)
+        return found | {f"{key}.{name}.weight": self._conv_target(parts) for name, parts in keys.convs.items()}
+
+    def _conv_target(self, names: Sequence[str]) -> CheckpointTarget:
+        """Of a tensor [channels, 1, K] that holds q, k and v, or one of them. Their tensors may also be thirds of the
+        three side by side, whatever their sizes: transformers' save_pretrained cuts them so."""
+        sizes = [self.in_proj.segments[name].size for name in "qkv"]
+        first, total = "qkv".index(names[0]), sum(sizes)
+        third = -(-total // 3)
+        known = {total: 0} if len(names) == 3 else {
+            min(third, total - first * third): first * third, sizes[first]: sum(sizes[:first]),
+        }  # fmt: skip
+
+        def select(t: torch.Tensor) -> torch.Tensor:
+            if t.shape[0] not in known:
+                raise RuntimeError(f"{'|'.join(names)} has {sum(sizes[first : first + len(names)])} channels")
+            rows = t.squeeze(1)
+            before = known[t.shape[0]]
+            whole_rows = F.pad(rows, (0, 0, before, total - before - len(rows)))
+            return torch.cat([self.tp.shard(part, 0) for part in whole_rows.split(sizes)])
+
+        name = f"{self.name}.conv.{''.join(names)}"
+        return (Piece(name, self.conv_weight.data, select, accumulate=len(names) < 3),)
+
+
+def _deinterleave(heads: int, dims: list[int]) -> Transform:
+    """Rows ordered (head, part, dim) to (part, head, dim)."""
+
+    def rearrange(t: torch.Tensor) -> torch.Tensor:
+        parts = t.unflatten(0, (heads, sum(dims))).split(dims, dim=1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    return rearrange
+
+
+class GDNAttnBackend(MambaAttnBackendBase):
+    """Gated Delta Net layers (Yang et al. 2025): conv over q|k|v, gates from a and b, then the gated delta rule.
+
+    Inputs: mixed_qkv [T, q | k | v] before the conv, a and b [T, Hv]; strided views will do. The norm comes after.
+    """
+
+    kind, scan = "gdn", "chunk_gated_delta_rule"
+
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        qkv, a, b = (segment.by_row(inputs[name]) for name in ("mixed_qkv", "a", "b"))
+        step = segment.fused_step(self.conv_weights(layer), self.layer_cache(layer.layer_id))
+        out = gdn_decode(qkv, a, b, weights=self.weights(layer), step=step)
+        return out.flatten(0, 1).flatten(1)
+
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+        cache = self.layer_cache(layer.layer_id)
+        conved = causal_conv1d_varlen(inputs["mixed_qkv"], *segment.conv_chunks(self.conv_weights(layer), cache))
+        state = segment.state(cache)
+        tokens = DeltaInputs(*split_qkv(conved, state.states), inputs["a"], inputs["b"])
+        return chunk_gated_delta_rule(tokens, state, segment.prompts, self.weights(layer)).flatten(1)
+
+    @staticmethod
+    def weights(layer: Any) -> GateWeights:
+        """What gates are made of."""
+        return GateWeights(layer.A_log, layer.dt_bias, layer.config.beta_scale)

@@ -1,0 +1,188 @@
+"""Mamba-2 (Dao & Gu 2024, figure 6): the mixer, the block with its projections, and the backend (conv and scan)."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.kernels.core.records import SSMInputs, SSMWeights
+from hybridrt.kernels.core.views import by_head
+from hybridrt.kernels.mamba.mamba2_common import split_conv_channels
+from hybridrt.kernels.mamba.mamba2_decode import mamba2_decode
+from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place
+from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
+from hybridrt.kinds.mamba2 import Mamba2Config
+from hybridrt.kinds.registry import state_shape
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
+from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, whole
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
+
+
+def mamba2_segments(config: Mamba2Config, tp: TPGroup, bias: bool = False) -> list[Segment]:
+    """Output segments z, x, B, C, dt of the input projection; one group of B and C is shared by all ranks.
+
+    Raises:
+        ConfigError: the heads or the groups cannot be split over the ranks.
+    """
+    bc_shards = config.n_groups // state_shape(config, tp.size).groups
+    bc = config.n_groups * config.state_size
+    return [
+        Segment("z", config.intermediate_size, bias=bias),
+        Segment("x", config.intermediate_size, bias=bias),
+        Segment("B", bc, bc_shards, bias),
+        Segment("C", bc, bc_shards, bias),
+        Segment("dt", config.num_heads, bias=bias),
+    ]
+
+
+class Mamba2Mixer(nn.Module):
+    """Reads the projected z | x | B | C | dt of a step and leaves what the output projection reads.
+
+    Args:
+        gated_norm: (epsilon, whether the gate comes after the norm) of an RMS norm over what a group of B and C serves;
+            None gates inside the scan (y * silu(z)).
+    """
+
+    kind = "mamba2"
+
+    def __init__(
+        self, name: str, config: Mamba2Config, layer_id: int, *, conv_bias: bool,
+        gated_norm: tuple[float, bool] | None, build: Build,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.name, self.config, self.layer_id, self.tp = name, config, layer_id, build.tp
+        self.shape = state_shape(config, self.tp.size)
+        self.heads, self.head_dim, _ = self.shape.temporal
+        self.width = self.heads * self.head_dim
+        conv_dim, device = self.shape.conv_dim, build.device
+        self.sizes = (self.width, conv_dim, self.heads)
+        self.conv_weight = parameter(conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
+        self.conv_bias = parameter(conv_dim, dtype=build.dtype, device=device, dummy="zeros") if conv_bias else None
+        # The recurrence's own numbers stay float32: rounding a decay of 0.999 would change what the state forgets.
+        self.A = parameter(self.heads, dtype=torch.float32, device=device, dummy="decay")
+        self.D = parameter(self.heads, dtype=torch.float32, device=device, dummy="ones")
+        self.dt_bias = parameter(self.heads, dtype=torch.float32, device=device, dummy="dt_bias")
+        self.norm: GatedRMSNorm | None = None
+        if gated_norm is not None:
+            (eps, before), group = gated_norm, config.intermediate_size // config.n_groups
+            self.norm = GatedRMSNorm(self.width, eps, group_size=group, norm_before_gate=before, build=build)
+
+    def forward(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` unless
+        a norm follows."""
+        z, xBC, dt = projected.split_with_sizes(self.sizes, dim=-1)
+        place = out if self.norm is None else z.new_empty(z.shape)
+        backend = batch.attn_backend.route(self)
+        y: torch.Tensor = backend.run(self, batch, z=z, xBC=xBC, dt=dt, out=place)
+        return y if self.norm is None else self.norm(y, z)
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        """Targets of the conv, A_log, D, dt_bias and the norm under `key`; the projections are the block's."""
+
+        found = {
+            f"{key}.conv1d.weight": whole(f"{self.name}.conv.weight", self.conv_weight.data, self._conv_shard),
+            f"{key}.A_log": sharded(self.tp, f"{self.name}.A", self.A.data, lambda t: -torch.exp(t.float())),
+            f"{key}.D": sharded(self.tp, f"{self.name}.D", self.D.data),
+            f"{key}.dt_bias": sharded(self.tp, f"{self.name}.dt_bias", self.dt_bias.data),
+        }
+        if self.conv_bias is not None:
+            found[f"{key}.conv1d.bias"] = whole(f"{self.name}.conv.bias", self.conv_bias.data, self._conv_shard)
+        if self.norm is not None:
+            found[f"{key}.norm.weight"] = sharded(self.tp, f"{self.name}.norm.weight", self.norm.weight.data)
+        return found
+
+    def _conv_shard(self, t: torch.Tensor) -> torch.Tensor:
+        """[conv_dim, 1, K] or [conv_dim] of the checkpoint to this rank's x, B and C rows."""
+        _, *segments, _ = mamba2_segments(self.config, self.tp)
+        parts = t.split([s.size for s in segments])
+        shard = torch.cat([self.tp.shard(part, 0, s.shards) for part, s in zip(parts, segments)])
+        return shard.squeeze(1) if shard.dim() == 3 else shard
+
+
+class Mamba2Block(nn.Module):
+    """Mamba-2 with its two projections. The arguments are the mixer's.
+
+    Args:
+        bias: of the projections.
+        out_scale: multiplier of the output; the weights of its projection are multiplied by it.
+    """
+
+    def __init__(
+        self, name: str, config: Mamba2Config, layer_id: int, hidden_size: int, *, bias: bool, conv_bias: bool,
+        gated_norm: tuple[float, bool] | None, build: Build, out_scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.out_scale, parts = out_scale, mamba2_segments(config, build.tp, bias)
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
+        self.mixer = Mamba2Mixer(name, config, layer_id, conv_bias=conv_bias, gated_norm=gated_norm, build=build)
+        output = [Segment("x", config.intermediate_size, bias=bias)]
+        self.out_proj = RowLinear(f"{name}.out_proj", output, hidden_size, build=build)
+
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        """Mamba-2 of norm(x + residual), and x + residual."""
+        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        return self.out_proj.onto(residual, self.mixer(projected, batch))
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        """Targets of the whole block under `key`."""
+        return {
+            **self.in_proj.targets(f"{key}.in_proj", list(self.in_proj.segments)),
+            **self.out_proj.targets(f"{key}.out_proj", "x", scale=self.out_scale),
+            **self.mixer.targets(key),
+        }
+
+
+class Mamba2AttnBackend(MambaAttnBackendBase):
+    """Mamba-2 layers (Dao & Gu 2024).
+
+    Inputs: z [T, H * P], xBC [T, x | B | C] before the conv, dt [T, H]; strided views will do. The result is gated by z
+    unless the mixer has a norm, which gates.
+    """
+
+    kind, scan, saves_at_chunks = "mamba2", "mamba2_chunk_scan", True
+
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        cache, rows, out = self.layer_cache(layer.layer_id), segment.pool_rows, inputs.get("out")
+        conv_weights = self.conv_weights(layer)
+        if rows and cache.ring_values is None:
+            xBC, z = inputs["xBC"], inputs["z"] if layer.norm is None else None
+            pools = cache.conv, cache.temporal
+            if rows.holds(xBC, *pools, conv_weights.weight.shape[1]):
+                weights = self.weights(layer)
+                return mamba2_in_place(xBC, inputs["dt"], z, conv_weights, weights, *pools, rows, out)
+        xBC, dt, gate = segment.by_row(inputs["xBC"]), segment.by_row(inputs["dt"]), None
+        if layer.norm is None:
+            gate = segment.by_row(inputs["z"]).unflatten(2, (layer.heads, layer.head_dim))
+        place = None if out is None else out.view(*dt.shape, layer.head_dim)
+        step = segment.fused_step(conv_weights, cache)
+        y = mamba2_decode(xBC, dt, gate, weights=self.weights(layer), step=step, out=place)
+        return y.reshape(segment.num_tokens, -1)
+
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+        cache, out = self.layer_cache(layer.layer_id), inputs.get("out")
+        conved, state = self.conved_chunks(layer, segment, inputs["xBC"]), segment.state(cache)
+        x, B, C = split_conv_channels(conved, state.states.shape)
+        z = by_head(inputs["z"], layer.heads, layer.head_dim) if layer.norm is None else None
+        place = None if out is None else out.view(x.shape)
+        tokens = SSMInputs(x, inputs["dt"], B, C, z)
+        return mamba2_chunk_scan(tokens, self.weights(layer), state, segment.prompts, out=place).flatten(1)
+
+    def conved_chunks(self, layer: Any, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
+        """xBC of prompt chunks behind the conv."""
+        cache = self.layer_cache(layer.layer_id)
+        return causal_conv1d_varlen(xBC, *segment.conv_chunks(self.conv_weights(layer), cache))
+
+    @staticmethod
+    def ring_decay(layer: Any) -> torch.Tensor:
+        """Gates of the ring are time steps: A makes decays of them."""
+        return layer.A
+
+    @staticmethod
+    def weights(layer: Any) -> SSMWeights:
+        """A mixer's own numbers, as the operations take them."""
+        return SSMWeights(layer.A, layer.D, layer.dt_bias, layer.config.dt_limit)

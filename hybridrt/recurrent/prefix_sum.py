@@ -1,0 +1,48 @@
+"""Running sums of the hidden states: a mixer without weights, and its backend."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.mamba.prefix_sum import prefix_sum_update, prefix_sum_varlen
+from hybridrt.kinds.prefix_sum import PrefixSumConfig
+from hybridrt.layers.weights import Build, CheckpointTarget
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
+
+
+class PrefixSumMixer(nn.Module):
+    """Running sums of the hidden states within each request; the state lives in MambaPool, under `layer_id`."""
+
+    kind = "prefix_sum"
+
+    def __init__(self, name: str, config: PrefixSumConfig, layer_id: int, hidden_size: int, *, build: Build) -> None:
+        super().__init__()
+        self.name, self.config, self.layer_id, self.tp, self.width = name, config, layer_id, build.tp, hidden_size
+
+    def summand(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """This rank's summand of the sums: [T, *dims] to [T, *dims]. Hidden states are whole on every rank, so one of
+        them gives the sums and the others zeros."""
+        backend = batch.attn_backend.route(self)
+        sums: torch.Tensor = backend.run(self, batch, x=hidden_states)
+        return sums if self.tp.rank == 0 else torch.zeros_like(sums)
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        """None: there are no weights."""
+        return {}
+
+
+class PrefixSumAttnBackend(MambaAttnBackendBase):
+    """Running sums within each request. Input: x [T, *dims], as is the result."""
+
+    kind = "prefix_sum"
+
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        x, state = inputs["x"], segment.state(self.layer_cache(layer.layer_id))
+        return prefix_sum_update(segment.by_row(x[:, None].flatten(1)), state).view(x.shape)
+
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+        x, state = inputs["x"], segment.state(self.layer_cache(layer.layer_id))
+        return prefix_sum_varlen(x[:, None].flatten(1), state, segment.prompts.query_start_loc).view(x.shape)

@@ -1,0 +1,83 @@
+"""The gated short convolution of LFM2: y = out(C * conv(B * x)), where B, C and x are projections of the input."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.records import ConvWeights
+from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
+from hybridrt.kernels.state.short_conv import short_conv_update
+from hybridrt.kinds.registry import state_shape
+from hybridrt.kinds.short_conv import ShortConvConfig
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded
+from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
+
+
+class ShortConvMixer(nn.Module):
+    """Gated short convolution over hidden states (Liquid AI 2025). Its conv window lives in the backend's MambaPool,
+    under `layer_id`.
+
+    Args:
+        bias: of the projections and of the conv.
+    """
+
+    kind = "short_conv"
+
+    def __init__(
+        self, name: str, config: ShortConvConfig, layer_id: int, hidden_size: int, *, bias: bool = False, build: Build
+    ) -> None:
+        super().__init__()
+        self.name, self.config, self.layer_id, self.tp = name, config, layer_id, build.tp
+        self.width = state_shape(config, build.tp.size).conv_dim
+        parts = [Segment(part, config.channels, bias=bias) for part in ("B", "C", "x")]
+        self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
+        self.conv_weight = parameter(self.width, config.conv_kernel, dtype=build.dtype, device=build.device)
+        self.conv_bias = parameter(self.width, dtype=build.dtype, device=build.device, dummy="zeros") if bias else None
+        channels = [Segment("x", config.channels, bias=bias)]
+        self.out_proj = RowLinear(f"{name}.out_proj", channels, hidden_size, build=build)
+
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        """Mixer of norm(x + residual), and x + residual."""
+        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        return self.out_proj.onto(residual, batch.attn_backend.route(self).run(self, batch, projected=projected))
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        """Targets of the projections and the conv under `key`."""
+        found = {
+            **self.in_proj.targets(f"{key}.in_proj", ["B", "C", "x"]),
+            **self.out_proj.targets(f"{key}.out_proj", "x"),
+            f"{key}.conv.weight": sharded(
+                self.tp, f"{self.name}.conv.weight", self.conv_weight.data, lambda t: t.squeeze(1)
+            ),
+        }
+        if self.conv_bias is not None:
+            found[f"{key}.conv.bias"] = sharded(self.tp, f"{self.name}.conv.bias", self.conv_bias.data)
+        return found
+
+
+class ShortConvAttnBackend(MambaAttnBackendBase):
+    """Gated short convolutions (Liquid AI 2025). Input: projected [T, B | C | x]. Result: C * conv(B * x)."""
+
+    kind, saves_at_chunks = "short_conv", True
+
+    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
+        projected, cache = segment.by_row(inputs["projected"]), self.layer_cache(layer.layer_id)
+        weights = self.conv_weights(layer)
+        if segment.parents is None:
+            return short_conv_update(projected, weights, segment.conv_state(cache)).flatten(0, 1)
+        into, out, x = projected.chunk(3, -1)  # the fused kernel does not follow parents
+        return (out * causal_conv1d_update(into * x, *segment.conv_rows(weights, cache))).flatten(0, 1)
+
+    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+        into, out, x = inputs["projected"].chunk(3, -1)
+        conv = segment.conv_chunks(self.conv_weights(layer), self.layer_cache(layer.layer_id))
+        return causal_conv1d_varlen(into * x, *conv).mul_(out)
+
+    @staticmethod
+    def conv_weights(layer: Any) -> ConvWeights:
+        return ConvWeights(layer.conv_weight, layer.conv_bias, activation=None)

@@ -1,0 +1,297 @@
+"""From a model's name to weights on a device: paths, the model, its memory plan, its pools."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrt.attention.base import AttentionBackend
+from hybridrt.base.config import (
+    AttentionSpec,
+    EngineConfig,
+    ModelConfig,
+)
+from hybridrt.base.errors import ConfigError, MemoryBudgetError, reason, shown
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.kernels.core.providers import check_overrides
+from hybridrt.kinds.registry import state_shape
+from hybridrt.layers.attention import attention_spec
+from hybridrt.layers.weights import Build
+from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
+from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory
+from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.pools import Pools
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.models.base import CausalLM
+from hybridrt.models.config.read_config import read_model_config, refuse_gguf
+from hybridrt.models.loading.loader import fill_dummy, has_own_head, load_weights
+from hybridrt.models.registry import model_class
+from hybridrt.recurrent.backends import create_backend
+from hybridrt.runtime.load.draft_needs import draft_needs
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.step.pack_padded import DECODE_ROWS, PROMPT_ROWS
+from hybridrt.runtime.step.prompt_logprobs import prompt_logprob_bytes
+from hybridrt.runtime.step.sampling_table import SamplingTable
+
+DEFAULT_ROWS = {"cpu": 16, "cuda": 256}
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+EMBEDDED = ("embedded", "embedded_draft")
+ASSETS = Path(__file__).parents[2] / "assets"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A model in memory, ready to run steps.
+
+    Attributes:
+        plan: rows, slots and pages that a scheduler may hand out.
+    """
+
+    config: EngineConfig
+    target: RunTarget
+    model: CausalLM
+    plan: MemoryPlan
+    pools: Pools
+    backend: AttentionBackend
+
+    @classmethod
+    def allocate(cls, config: EngineConfig, target: RunTarget, model: CausalLM, plan: MemoryPlan) -> "Runtime":
+        """The model's pools as planned, and a backend over them."""
+        pools = build_pools(config, target, plan)
+        backend = create_backend(
+            config,
+            target.model_config,
+            layers=model.mixers(),
+            kv_pool=pools.kv,
+            req_to_token_pool=pools.req_to_token,
+            composite=model.composite,
+        )
+        return cls(config, target, model, plan, pools, backend)
+
+
+def resolve_model_path(name: str) -> Path:
+    """A checkpoint directory as it is, a hub name (org/model) downloaded to the hub's cache, or "embedded" for the
+    small model that the package brings ("embedded_draft" for its drafter; ./embedded is a directory).
+
+    Raises:
+        ConfigError: it is none of them, or cannot be downloaded.
+        UnsupportedModelError: it is a GGUF file, or a repository of such files.
+    """
+    path = find_checkpoint(name)
+    if path.is_dir():
+        return path
+    refuse_gguf(name)
+    if name in EMBEDDED:
+        raise ConfigError(f"this installation lacks its {name} model ({path}); pass a checkpoint directory")
+    raise ConfigError(f"{shown(name)} is no directory; pass a checkpoint directory or a hub name such as org/model")
+
+
+def find_checkpoint(name: str) -> Path:
+    """As `resolve_model_path`. A name that is none of these gives a path that is no directory.
+
+    Raises:
+        ConfigError: no path has such a name, it cannot be looked at, or it is a hub name that cannot be downloaded.
+    """
+    if name in EMBEDDED:
+        return ASSETS / name
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+            return path
+    except (OSError, RuntimeError) as e:  # too long, within a directory that may not be read, or of an unknown user
+        raise ConfigError(
+            f"{shown(name)} is no checkpoint directory ({reason(e)}); pass one, or a hub name such as org/model"
+        ) from e
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except Exception as e:  # the hub client raises its own errors, those of requests, and OS errors
+        raise ConfigError(f"{shown(name)} is no directory here, and the hub does not give it: {reason(e)}") from e
+
+
+def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -> CausalLM:
+    """The model with its weights unset. On the "meta" device it takes no memory: enough to count bytes."""
+    mc = target.model_config
+    # Padding drafts stand past the last position that a request may have.
+    max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
+    max_len += config.num_verify_tokens - 1
+    family: Callable[..., CausalLM] = model_class(mc.architecture)  # it chooses what CausalLM has beside these three
+    model = family(mc, Build(target.tp, target.dtype, device), max_len)
+    draft_needs(config).attach(model)
+    return model
+
+
+def build_model(config: EngineConfig, target: RunTarget, path: Path, progress: bool) -> CausalLM:
+    """The model, loaded or filled with seeded random weights, in inference mode."""
+    mc = target.model_config
+    if mc.tie_word_embeddings and config.load_format != "dummy" and has_own_head(path):
+        target = replace(target, model_config=replace(mc, tie_word_embeddings=False))
+    with torch.no_grad():
+        model = empty_model(config, target, target.device)
+        if config.load_format == "dummy":
+            fill_dummy(model, config.seed)
+        else:
+            load_weights(model, path, progress)
+    return model.eval()
+
+
+def pool_spec(config: EngineConfig, target: RunTarget) -> MambaPoolSpec:
+    """What the recurrent layers of the model keep."""
+    mc, spec = target.model_config, config.speculative
+    groups = {state_shape(c, target.tp.size): mc.linear_layer_ids(kind) for kind, c in mc.linear.items()}
+    groups = {shape: ids for shape, ids in groups.items() if ids}
+    tree = spec is not None and spec.topk > 1
+    return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, tree)
+
+
+def kv_groups(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, list[int]]:
+    """Layers with keys and values by their spec: the model's attention layers, then those of its drafter."""
+    mc = target.model_config
+    groups: dict[AttentionSpec, list[int]] = {}
+    for layer_id in mc.full_attention_layer_ids + draft_needs(config).kv_layers(mc):
+        groups.setdefault(attention_spec(mc.attention_of(layer_id), target.tp, target.dtype), []).append(layer_id)
+    return groups
+
+
+def keeps_prefixes(config: EngineConfig, model_config: ModelConfig) -> bool:
+    """Whether requests leave prefixes for others. Where all layers are attention with a sliding window, none does, nor
+    does any where layers keep nothing."""
+    recurrent = any(map(model_config.linear_layer_ids, model_config.linear))
+    attends = bool(model_config.full_attention_layer_ids or model_config.mtp_attention_layer_ids)
+    return config.prefix_cache and (recurrent or (attends and model_config.sliding_window is None))
+
+
+def make_plan(
+    config: EngineConfig, target: RunTarget, *, budget_bytes: int, weights: int = 0, activations: int = 0,
+    cache_slots: int | None = None,
+) -> MemoryPlan:  # fmt: skip
+    """The memory plan of a run whose pools may take `budget_bytes`. `cache_slots` state slots are for cached prefixes;
+    None takes a share if the prefix cache is on."""
+    mc, spec = target.model_config, pool_spec(config, target)
+    cache_slots = config.cache_slots if cache_slots is None and config.prefix_cache else cache_slots
+    limit = mc.max_position_embeddings
+    scores = prompt_logprob_bytes(mc.vocab_size, target.dtype.itemsize)
+    costs = UnitCosts(
+        slot=spec.slot_bytes(),
+        row=row_bytes(config, target, config.max_model_len or limit),
+        page=page_bytes(config, target),
+        fixed=graph_bytes(config, target)
+        + draft_needs(config).fixed_bytes(config, target)
+        + scores
+        + staged_bytes(config, target),
+        transfer=config.transfer_bytes,
+    )
+    plan = plan_memory(
+        budget_bytes=budget_bytes,
+        costs=costs,
+        demand=PageDemand(config.page_size, mc.sliding_window, config.chunked_prefill_size, config.num_verify_tokens),
+        max_running_requests=config.max_running_requests,
+        default_rows=DEFAULT_ROWS[target.device.type],
+        max_model_len=config.max_model_len,
+        model_limit=limit,
+        cache_slots=cache_slots or 0,
+        share_slots=cache_slots is None and keeps_prefixes(config, mc),
+        weight_bytes=weights,
+        activation_bytes=activations,
+    )
+    host = plan_host(config.host_cache_bytes // target.tp.size, costs.page, spec.image_bytes())
+    if config.host_cache_bytes and (mc.sliding_window is not None or not keeps_prefixes(config, mc)):
+        raise ConfigError("host_cache_bytes has no use here: this model keeps no prefixes there (docs/prefix-cache.md)")
+    if config.host_cache_bytes and not host:
+        raise MemoryBudgetError(
+            f"host_cache_bytes is {config.host_cache_bytes}; a KV page and a state take "
+            f"{2 * max(costs.page, spec.image_bytes()) * target.tp.size} bytes: raise it"
+        )
+    # The length may have been cut to what fits: page tables are as long as it is.
+    return replace(plan, host=host, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
+
+
+def row_bytes(config: EngineConfig, target: RunTarget, max_len: int) -> int:
+    """Bytes of a running request beside its slot and its pages: rings, page table, sampling constants, last token, and
+    what its drafter keeps of it."""
+    table = HybridReqToTokenPool.row_bytes(_table_length(config, target, max_len), config.page_size)
+    sampling = SamplingTable.row_bytes(target.model_config.vocab_size)
+    method = draft_needs(config)
+    drafter = method.row_bytes(config, target, max_len) + method.row_pages(config) * page_bytes(config, target)
+    return pool_spec(config, target).row_bytes() + table + sampling + 4 + drafter
+
+
+def page_bytes(config: EngineConfig, target: RunTarget) -> int:
+    """Bytes of a KV page over all layers that attend."""
+    return KVPool.page_bytes(kv_groups(config, target), config.page_size)
+
+
+def _table_length(config: EngineConfig, target: RunTarget, max_len: int) -> int:
+    """Positions of a page table: the drafts of a last verify step may reach beyond the longest request. Without
+    attention layers there is no KV to point at."""
+    return max_len + config.num_verify_tokens - 1 if kv_groups(config, target) else 0
+
+
+def graph_bytes(config: EngineConfig, target: RunTarget) -> int:
+    """The graphs' logits, their largest static buffers."""
+    rows = graph_rows(config, target)
+    tokens = rows * sum(step_widths(config))
+    if rows and config.cuda_graph_prompts:
+        tokens += min(DECODE_ROWS[-1], rows) + PROMPT_ROWS
+    return tokens * target.model_config.vocab_size * target.dtype.itemsize
+
+
+def staged_bytes(config: EngineConfig, target: RunTarget) -> int:
+    """What copies between the pools and the prefix cache's tier in main memory take on the device: staged pages and
+    what is gathered for them, and a state."""
+    if not config.host_cache_bytes:
+        return 0
+    return 2 * max(STAGED_BYTES, page_bytes(config, target)) + 2 * pool_spec(config, target).image_bytes()
+
+
+def graph_rows(config: EngineConfig, target: RunTarget) -> int:
+    """Rows of the largest graph that a run may capture; 0 without graphs."""
+    if target.device.type != "cuda" or not config.cuda_graph:
+        return 0
+    return config.cuda_graph_max_bs or config.max_running_requests or DEFAULT_ROWS["cuda"]
+
+
+def step_widths(config: EngineConfig) -> list[int]:
+    """T of every kind of step, the widest first: those with drafts, and those in which no row has one."""
+    widest = config.num_verify_tokens
+    return [1] if widest == 1 else [widest, 1]
+
+
+def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> Pools:
+    """Allocates everything that the plan counts."""
+    device, spec = target.device, pool_spec(config, target)
+    mamba = MambaPool(spec, num_slots=plan.num_slots, num_rows=plan.num_rows, device=device) if spec.groups else None
+    own = (plan.num_rows + 1) * draft_needs(config).row_pages(config)
+    groups, pages = kv_groups(config, target), plan.num_pages + own
+    kv = KVPool(groups, num_pages=pages, page_size=plan.page_size, device=device)
+    table = HybridReqToTokenPool(
+        num_rows=plan.num_rows, max_context=_table_length(config, target, plan.max_model_len), page_size=plan.page_size,
+        mamba_pool=mamba, device=device,
+    )  # fmt: skip
+    return Pools(kv, table)
+
+
+def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
+    """The model's path and how this process, rank `tp`, runs it. Reads no weights.
+
+    Raises:
+        ConfigError: the model or an option cannot be used, or `tp` has another number of ranks than the configuration.
+        DeviceError: there is no such device.
+        BackendError, ProviderNotInstalledError: HYBRIDRT_PROVIDERS names a provider that cannot serve its operation.
+    """
+    if tp.size != config.tp_size:
+        raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")
+    path = resolve_model_path(config.model)
+    target = RunTarget.resolve(config, read_model_config(path), tp)
+    check_overrides(target.device.type)
+    return path, target
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all parameters and buffers on this rank."""
+    return sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})

@@ -1,0 +1,118 @@
+"""What a way of drafting declares to the runtime: memory, layers of the target, and its part on the device."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+
+from hybridrt.base.config import EngineConfig, ModelConfig
+from hybridrt.base.draft_methods import DraftMethodBase, load_method
+from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.pools.pools import Pools
+from hybridrt.models.base import CausalLM
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.replay.graph_runner import GraphRunner
+from hybridrt.runtime.sampling.sampler import Accepted, Sampler
+from hybridrt.runtime.step.pack import Sections
+from hybridrt.runtime.step.plan import StepHandle
+
+
+class DraftRow(msgspec.Struct, frozen=True, array_like=True):
+    """A row to draft for: `computed` tokens have KV, pages are lent up to `end_page`, and the first token to draft is
+    number `output_index` of the request's output."""
+
+    row: int
+    computed: int
+    end_page: int
+    output_index: int
+    params: SamplingParams
+
+
+class DraftTarget(Protocol):
+    """What a drafter sees of the runner whose model it drafts for: attributes of `StepRunner`."""
+
+    config: EngineConfig
+    model: CausalLM
+    model_config: ModelConfig
+    memory_plan: MemoryPlan
+    pools: Pools
+    sampler: Sampler
+    last_tokens: torch.Tensor
+    device: torch.device
+    graphs: dict[int, GraphRunner]
+
+
+class DeviceDrafter(Protocol):
+    """The part of a drafter that every rank runs next to the model. It follows each step, and drafts between steps."""
+
+    def capture(self, max_bs: int, progress: bool = False) -> None:
+        """Records its own steps as graphs of up to `max_bs` rows, and adds them to `DraftTarget.graphs`."""
+
+    def follow(
+        self,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        accepted: Accepted | None,
+        sections: Sections | None,
+    ) -> None:
+        """After a step that the model has run and whose tokens are drawn (`DraftTarget.last_tokens`). Nothing may wait
+        for the host.
+
+        Args:
+            batch, hidden: the step and the model's hidden states [T, hidden].
+            accepted: of a verify step.
+            sections: of a step with extend rows, packed with `following`.
+        """
+
+    def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
+        """Launches `steps` drafts for each row.
+
+        Returns:
+            Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens there.
+        """
+
+
+class DraftNeeds(DraftMethodBase):
+    """What a way of drafting needs of its target; the defaults need nothing.
+
+    Methods of bytes and pages are asked before anything is loaded, for one rank. The plan charges what they say.
+    """
+
+    def attach(self, model: CausalLM) -> None:
+        """Adds layers to the target, their weights unset: a prediction head. ConfigError if it cannot have them."""
+
+    def kv_layers(self, model: ModelConfig) -> tuple[int, ...]:
+        """Layers beyond the target's own whose keys and values are in every KV page of its pool."""
+        return ()
+
+    def row_pages(self, config: EngineConfig) -> int:
+        """KV pages of every row in the target's pool, in addition to those that requests are lent."""
+        return 0
+
+    def row_bytes(self, config: EngineConfig, target: RunTarget, max_len: int) -> int:
+        """Bytes for each running request of at most `max_len` tokens, `row_pages` apart."""
+        return 0
+
+    def fixed_bytes(self, config: EngineConfig, target: RunTarget) -> int:
+        """Bytes that do not depend on rows: weights outside the target, buffers of graphs."""
+        return 0
+
+    def device_drafter(self, runner: DraftTarget) -> DeviceDrafter | None:
+        """The part that runs next to the target on every rank, over its pools; None without one. The graphs of a target
+        with one keep the hidden states."""
+        return None
+
+
+def draft_needs(config: EngineConfig) -> DraftNeeds:
+    """What the configured method needs; without speculation nothing. BackendError if an entry point leads to something
+    else."""
+    if config.speculative is None:
+        return DraftNeeds()
+    method = load_method(config.speculative.method)
+    if not isinstance(method, DraftNeeds):
+        raise BackendError(f"method {config.speculative.method!r} leads to {method!r}; it must be a DraftMethod")
+    return method

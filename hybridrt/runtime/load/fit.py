@@ -1,0 +1,83 @@
+"""What memory a device has left for a model. Checks, before any weight is read, whether the model fits there."""
+
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.device import GPUFacts
+from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, gib
+from hybridrt.runtime.load.build import make_plan
+from hybridrt.runtime.load.host_memory import free_host_memory
+from hybridrt.runtime.load.target import RunTarget
+
+# Without memory_fraction: the share of a GPU that may be in use, and the part of the free main memory that pools take.
+GPU_SHARE, CPU_SHARE = 0.85, 4
+
+
+def free_bytes(config: EngineConfig, target: RunTarget) -> int:
+    """Bytes that this rank may take beside what is in use: of a GPU `memory_fraction` less what is in use (weights,
+    other processes), of main memory `memory_fraction` of what is free. Ranks on a CPU share that equally."""
+    if target.device.type != "cuda":
+        return int(free_host_memory() // target.tp.size * (config.memory_fraction or 1))
+    gpu = GPUFacts.of(target.device)
+    return int(gpu.total_bytes * _gpu_share(config)) - (gpu.total_bytes - gpu.free_bytes)
+
+
+def _gpu_share(config: EngineConfig) -> float:
+    return config.memory_fraction or GPU_SHARE
+
+
+def pool_budget(config: EngineConfig, target: RunTarget, taken: int = 0) -> int:
+    """Bytes that pools take where no budget is given: what is left when `taken` bytes more are in use, on a CPU without
+    `memory_fraction` a share of it."""
+    shared = target.device.type == "cpu" and config.memory_fraction is None
+    return (free_bytes(config, target) - taken) // (CPU_SHARE if shared else 1)
+
+
+def plan_ahead(config: EngineConfig, target: RunTarget, weights: int, budget_bytes: int | None = None) -> MemoryPlan:
+    """The memory plan, as far as it is known without a run. On a GPU, a run also measures its activations, and the
+    budget is smaller by them.
+
+    Args:
+        weights: bytes of this rank's weights.
+        budget_bytes: what the pools may take; None is what the weights leave (`pool_budget`).
+
+    Raises:
+        MemoryBudgetError: the weights do not fit, or the pools do not fit beside them.
+    """
+    free = free_bytes(config, target)
+    if weights + rotary_table_bytes(config, target) > free:
+        raise MemoryBudgetError(_too_large(config, target, weights, free))
+    if budget_bytes is None:
+        budget_bytes = pool_budget(config, target, weights)
+    return make_plan(config, target, budget_bytes=budget_bytes, weights=weights)
+
+
+def rotary_table_bytes(config: EngineConfig, target: RunTarget) -> int:
+    """Bytes at the peak of making the table of rotary embeddings, which has a row for each position."""
+    mc = target.model_config
+    positions = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
+    rotated = {a.rotary_dim: a for i in mc.full_attention_layer_ids if (a := mc.attention_of(i)).rope is not None}
+    return 3 * 4 * positions * sum(rotated)
+
+
+def _too_large(config: EngineConfig, target: RunTarget, weights: int, free: int) -> str:
+    hints, detail = ["a larger device"], ""
+    if target.dtype.itemsize > 2:
+        hints.insert(0, 'dtype="bfloat16"')
+    if config.memory_fraction is not None or target.device.type == "cuda":
+        share = config.memory_fraction if target.device.type == "cpu" else _gpu_share(config)
+        hints.insert(0, f"a memory_fraction above {share}")
+    if target.device.type == "cuda":
+        hints.append("more ranks (tp_size)")
+        gpu = GPUFacts.of(target.device)
+        used, allowed = gpu.total_bytes - gpu.free_bytes, int(gpu.total_bytes * _gpu_share(config))
+        detail = f": of its {gib(gpu.total_bytes)}, {gib(allowed)} may be taken and {gib(used)} are in use"
+        if used > allowed // 2:
+            hints.append("a GPU that nothing else uses")
+    if 3 * rotary_table_bytes(config, target) > weights:
+        hints.insert(0, "a smaller max_model_len")
+    ranks = f", each of {target.tp.size} ranks" if target.tp.size > 1 else ""
+    needed = gib(weights + rotary_table_bytes(config, target))
+    return (
+        f"the weights need {needed}{ranks}, and {target.device} has {gib(max(free, 0))} for them{detail}; use "
+        f"{', or '.join(hints)}"
+    )

@@ -1,0 +1,60 @@
+"""What the bytes and the meaning of a model's state depend on, as plain data that two processes can compare."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hybridrt.base.config import EngineConfig, ModelConfig, dtype_name
+from hybridrt.kinds.base import StateShape
+from hybridrt.kinds.registry import state_shape
+from hybridrt.runtime.load.digest import model_digest
+from hybridrt.runtime.load.target import RunTarget
+
+Identity = dict[str, int | str]
+
+
+def state_identity(config: EngineConfig, target: RunTarget, model_path: Path) -> Identity:
+    """What every holder of a state must agree on, whatever its pools look like.
+
+    model: a digest of the checkpoint's configuration and of samples of its weights. Equal names may be other weights.
+    conv_dtype: of conv inputs, keys and values.
+    state_dtype: of the recurrent state.
+    conv_layout: kinds of recurrent layer, sub-projections with their widths before sharding, K, and which layers.
+    kv_layout: attention layers, KV heads before sharding, head dimension, sliding window.
+    chunk_size: tokens of a scan's chunk: it decides how a prefill rounds.
+    """
+    mc = target.model_config
+    linear = [(state_shape(c), mc.linear_layer_ids(kind), c) for kind, c in sorted(mc.linear.items())]
+    return {
+        "model": model_digest(model_path, config),
+        "conv_dtype": dtype_name(target.dtype),
+        "state_dtype": dtype_name(target.state_dtype),
+        "conv_layout": "; ".join(f"{_conv(shape)} in layers {_ids(ids)}" for shape, ids, _ in linear),
+        "kv_layout": _kv_layout(mc),
+        "chunk_size": max((c.chunk_size for _, _, c in linear), default=0),
+    }
+
+
+def first_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
+    """The first name under which two records differ, or which only one of them has; None if they are equal."""
+    names = (*ours, *(theirs.keys() - ours.keys()))
+    return next((name for name in names if ours.get(name) != theirs.get(name)), None)
+
+
+def _conv(shape: StateShape) -> str:
+    parts = ", ".join(f"{name} {width}" for name, width in shape.segments)
+    return f"{shape.kind} ({parts}) x {shape.conv_kernel - 1}, state {list(shape.temporal)}"
+
+
+def _kv_layout(model: ModelConfig) -> str:
+    groups: dict[str, list[int]] = {}
+    for i in model.full_attention_layer_ids:
+        a = model.attention_of(i)
+        values = f" and {a.v_head_dim}" if a.v_head_dim not in (None, a.head_dim) else ""
+        variant = "mla " if a.latent else ""
+        text = f"{variant}{a.num_kv_heads} x {a.head_dim}{values}, window {a.sliding_window}"
+        groups.setdefault(text, []).append(i)
+    return "; ".join(f"{text} in layers {_ids(ids)}" for text, ids in groups.items())
+
+
+def _ids(layer_ids: Sequence[int]) -> str:
+    return ",".join(map(str, layer_ids))

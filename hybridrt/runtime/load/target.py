@@ -1,0 +1,57 @@
+"""Where and in which numbers a model runs, and how its recurrent state is kept."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from hybridrt.base.config import (
+    EngineConfig,
+    ModelConfig,
+    resolve_device,
+    resolve_dtype,
+    resolve_state_dtype,
+)
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.kinds.registry import check_replay, replay_pays
+
+
+@dataclass(frozen=True)
+class RunTarget:
+    """Where and in which numbers a model runs, and how its recurrent state is kept."""
+
+    model_config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    state_mode: str
+    tp: TPGroup
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, model_config: ModelConfig, tp: TPGroup) -> "RunTarget":
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+        mode = resolve_state_mode(config, model_config.linear, device)
+        return cls(model_config, device, dtype, resolve_state_dtype(config.mamba_ssm_dtype, device), mode, tp)
+
+
+def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: torch.device) -> str:
+    """The MambaPool mode: without speculation "classic" or "replay", with it "intermediate" or "replay".
+
+    Args:
+        kinds: the model's kinds of recurrent layer.
+
+    Raises:
+        ConfigError: "replay" was asked for, and a layer has none.
+    """
+    spec = config.speculative
+    asked = config.state_mode if spec is None else spec.state_mode
+    if asked == "replay":
+        check_replay(kinds)
+    if asked != "auto":
+        return asked
+    # Replay saves state writes; beside the overhead of plain torch they cost nothing, so kernels decide. Trees need
+    # every state.
+    if device.type == "cuda" and replay_pays(kinds) and (spec is None or spec.topk == 1):
+        return "replay"
+    return "classic" if spec is None else "intermediate"

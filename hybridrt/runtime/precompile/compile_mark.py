@@ -1,0 +1,62 @@
+"""Files in Triton's cache that say for which configurations it holds all kernels: these need not be traced again."""
+
+import contextlib
+import hashlib
+import os
+import sys
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import torch
+
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.device import GPUFacts
+from hybridrt.base.files import CONFIG_BYTES, read_bytes
+from hybridrt.base.version import __version__
+
+_KERNELS = Path(__file__).parents[2] / "kernels"
+# What no kernel depends on: names of places, and memory that is free at the moment.
+_CONFIG, _GPU = ("model", "device", "seed", "overlap", "load_format"), ("free_bytes", "total_bytes")
+
+
+def find_mark(config: EngineConfig, gpu: GPUFacts) -> Path:
+    """Where the mark of a configuration and a GPU stands, or will. `config.model` is a directory."""
+    facts = {name: value for name, value in asdict(gpu).items() if name not in _GPU}
+    return _folder(config) / hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
+
+
+def has_marks(config: EngineConfig) -> bool:
+    """Whether the cache holds all kernels of a configuration for some GPU."""
+    return _folder(config).is_dir()
+
+
+def _folder(config: EngineConfig) -> Path:
+    """Of the marks of a configuration, with these versions."""
+    import triton
+
+    fields = {name: value for name, value in asdict(config).items() if name not in _CONFIG}
+    versions = (__version__, triton.__version__, str(torch.__version__), sys.implementation.cache_tag)
+    digest = hashlib.sha256(msgspec.json.encode((fields, versions)))
+    digest.update(read_bytes(Path(config.model, "config.json"), CONFIG_BYTES) + _sources())
+    return Path(triton.knobs.cache.dir, "hybridrt", digest.hexdigest())
+
+
+@cache
+def _sources() -> bytes:
+    """A digest of this package's kernels. It is asked for several times in a start, and to open a file may take
+    milliseconds."""
+    digest = hashlib.sha256()
+    for file in sorted(_KERNELS.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.digest()
+
+
+def write_mark(mark: Path, kernels: int) -> None:
+    """Says that the cache holds all `kernels`. Where it cannot be written, they are traced again in the next run."""
+    with contextlib.suppress(OSError):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        temporary = mark.with_suffix(f".{os.getpid()}")
+        temporary.write_text(f"{kernels}\n")
+        temporary.replace(mark)

@@ -1,0 +1,274 @@
+"""Which kernels a configuration launches: its steps run on a GPU that is not there (`pretend_gpu.py`), and every kernel
+that Triton would compile for them is noted instead.
+
+A specialisation depends on dtypes, on constants, on which pointers and integers are divisible by 16 and which integers
+are 1. So the pools are planned and cut as in the real run, and steps of the same sizes run.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.device import GPUFacts
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.recurrent.backends import backend_class, resolve_attention_name, resolve_prefill_name
+from hybridrt.runtime.load.build import Runtime, empty_model, keeps_prefixes, kv_groups, load_target, weight_bytes
+from hybridrt.runtime.load.fit import plan_ahead
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.precompile.pretend_gpu import pretended
+from hybridrt.runtime.replay.graph_runner import ClosureRecorder, CudaGraphRecorder
+from hybridrt.runtime.run.model_runner import probe
+from hybridrt.runtime.run.step_runner import StepRunner
+from hybridrt.runtime.sampling.sampler import EVERY_DRAW
+from hybridrt.runtime.step.plan import (
+    Admission,
+    DecodeRow,
+    DecodeRows,
+    ExtendRow,
+    PageCopy,
+    PageWrite,
+    Snapshot,
+    StepPlan,
+)
+from hybridrt.runtime.step.token_rules import make_rules
+
+PROMPTS = (1, 15, 16, 100, 512)  # tokens: one, fewer than 16, divisible by 16 or not, few and many
+_SAVE = 16  # prefixes are saved at multiples of it
+
+
+class Kernel(NamedTuple):
+    """A kernel to compile.
+
+    Attributes:
+        module, name: where the Triton function stands.
+        specialisation: the arguments' types and constants and the options, as Triton writes them in JSON.
+    """
+
+    module: str
+    name: str
+    specialisation: str
+
+
+class TraceGroup(TPGroup):
+    """The first of several ranks, whose collectives exchange nothing."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather_last(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], self.size * x.shape[-1]))
+
+    def minimum(self, value: int) -> int:
+        return value
+
+
+@dataclass(frozen=True)
+class _Address:
+    """What Triton asks of a tensor. A tensor without memory begins at address 0, a view of it at its offset; on the
+    device every allocation begins at a multiple of 512."""
+
+    dtype: torch.dtype
+    offset: int
+
+    def data_ptr(self) -> int:
+        return self.offset
+
+
+@contextmanager
+def noted(note: Callable[[Kernel], None]) -> Iterator[None]:
+    """Within it, launching a kernel that was not compiled notes it, each specialisation once, and does nothing else."""
+    found: set[Kernel] = set()
+    launched: set[Any] = set()
+    run = JITFunction.run
+
+    def hook(**given: Any) -> bool:
+        function = given["fn"]
+        kernel = Kernel(function.module, function.name, given["compile"]["specialization_data"])
+        if kernel not in found:
+            found.add(kernel)
+            note(kernel)
+        return True  # nothing is compiled
+
+    def note_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        with torch._C.DisableTorchFunction():  # each question would go through the GPU that is pretended
+            addresses, named = tuple(map(_address, args)), {name: _address(value) for name, value in kwargs.items()}
+        launch = (self.fn, *map(_hashable, addresses), *((name, _hashable(value)) for name, value in named.items()))
+        if launch not in launched:  # layers launch alike, and Triton takes a millisecond for each
+            launched.add(launch)
+            run(self, *addresses, grid=grid, warmup=True, **named)
+
+    with mock.patch.object(JITFunction, "run", note_instead), triton.knobs.runtime.scope():
+        triton.knobs.runtime.jit_cache_hook = hook
+        yield
+
+
+def _address(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Address(value.dtype, int(value.storage_offset()) * value.element_size())
+    return value
+
+
+def _hashable(value: Any) -> Any:
+    """Equal values of different types are different arguments. What has no hash is described."""
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return type(value), value
+
+
+def trace(
+    config: EngineConfig, gpu: GPUFacts, note: Callable[[Kernel], None], started: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Notes the kernels of a run in the order of their first use.
+
+    Args:
+        started: called when those of the start are noted: up to the first greedy token of prompts without a cached
+            prefix.
+
+    Returns:
+        The steps that failed here and why: they may launch kernels that were not noted.
+    """
+    problems: list[str] = []
+    recorder = mock.patch.object(CudaGraphRecorder, "__call__", _closure)
+    with pretended(gpu), recorder, noted(note), torch.inference_mode():
+        runner, largest = _runners(config)
+        with runner.model.shortened():
+            steps = {"the largest prefill": largest, "graphs": runner.capture if config.cuda_graph else None}
+            make = _Plans(runner)
+            for name, step in (*steps.items(), *_first_steps(make), ("", started), *_further_steps(make)):
+                try:
+                    if step is not None:
+                        step()
+                except Exception as e:  # a step that cannot be traced costs time at the start, and no more
+                    problems.append(f"{name}: {described(e)}")
+    return problems
+
+
+def described(error: Exception) -> str:
+    """An error in one line, with the place where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text} ({last.filename}, line {last.lineno}, in {last.name})"
+
+
+def _closure(recorder: CudaGraphRecorder, *step: Any) -> Callable[[], None]:
+    return ClosureRecorder()(*step)
+
+
+def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:
+    """A runner over pools as the real run's, and the step that measures activations over its own pools."""
+    _, target = load_target(config, TraceGroup(size=config.tp_size))
+    config = _own_kernels(config, target)
+    model = empty_model(config, target, target.device).eval()
+    plan = plan_ahead(config, target, weight_bytes(model))
+    small, largest = probe(config, target)
+    runtimes = [Runtime.allocate(config, target, model, each) for each in (plan, small)]
+    return StepRunner(runtimes[0]), lambda: StepRunner(runtimes[1]).launch(largest)
+
+
+def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
+    """The configuration with our attention where a library's would run: what is around it stays the same."""
+    names = {
+        "attention_backend": resolve_attention_name(config.attention_backend, target.device),
+        "prefill_attention_backend": resolve_prefill_name(config, target.device, kv_groups(config, target)),
+    }
+    own = {key: name if backend_class(name).provider in (None, "triton") else "triton" for key, name in names.items()}
+    return replace(config, **own)  # type: ignore[arg-type]
+
+
+def _first_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Steps by their names: prompts of several lengths, and one greedy token more."""
+    greedy = SamplingParams(temperature=0.0)
+    for tokens in make.lengths:
+        yield f"prompts of {tokens} tokens", partial(make.run, make.prompts([tokens], greedy))
+    yield "several prompts", partial(make.run, make.prompts([16] * min(2, make.plan.num_rows), greedy))
+    yield "a decode step", partial(make.decode, 1, greedy)
+
+
+def _further_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Steps with the prefix cache, and of all sorts of sampling."""
+    greedy, rows = SamplingParams(temperature=0.0), sorted({1, min(2, make.plan.num_rows), make.plan.num_rows})
+    for tokens in make.lengths:
+        yield f"{tokens} tokens that leave a state", partial(make.run, make.saving(tokens, greedy))
+        yield f"{tokens} tokens behind others", partial(make.run, make.behind(tokens, greedy))
+    yield "a donation", partial(make.run, StepPlan(donations=[1]))
+    if make.recurrent and keeps_prefixes(make.runner.config, make.runner.model_config):
+        yield "a state within an answer", partial(make.run, StepPlan(snapshots=[Snapshot(1, 1, make.plan.num_slots)]))
+    for i, draw in enumerate(EVERY_DRAW):
+        for n in rows:
+            yield f"draws {i}, {n} rows", partial(make.decode, n, SamplingParams(**draw))
+        yield f"draws {i} with masks", partial(make.decode, 1, SamplingParams(**draw), constrained=True)
+
+
+class _Plans:
+    """Plans of steps over a runner's pools. It does not matter which slots and pages they name: nothing is computed."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self.runner, self.plan = runner, runner.memory_plan
+        self.recurrent = runner.pools.req_to_token.mamba_pool is not None
+        chunk = min(runner.config.chunked_prefill_size, self.plan.max_model_len - 1)
+        self.lengths = sorted({min(n, chunk) for n in (*PROMPTS, chunk)})
+
+    def run(self, plan: StepPlan | None) -> None:
+        if plan is not None:
+            self.runner.launch(plan)
+
+    def prompts(self, lengths: Sequence[int], params: SamplingParams) -> StepPlan:
+        """New prompts, one of each length."""
+        rows = range(1, len(lengths) + 1)
+        return StepPlan(
+            admissions=[self._admission(row, n, params) for row, n in zip(rows, lengths)],
+            page_writes=[PageWrite(row, 0, self._pages(n)) for row, n in zip(rows, lengths) if self.plan.num_pages],
+            extend=[ExtendRow(row, 0, [0] * n, 0, True) for row, n in zip(rows, lengths)],
+        )
+
+    def saving(self, tokens: int, params: SamplingParams) -> StepPlan | None:
+        """A prompt that leaves a state for others at its last place on the grid; None where there is none."""
+        runner, at = self.runner, (tokens - 1) // _SAVE * _SAVE
+        if not (at and self.recurrent and keeps_prefixes(runner.config, runner.model_config)):
+            return None
+        plan = self.prompts([tokens], params)
+        plan.extend = [ExtendRow(1, 0, [0] * tokens, 0, True, saves=[(at, self.plan.num_slots)])]
+        return plan
+
+    def behind(self, tokens: int, params: SamplingParams) -> StepPlan | None:
+        """A prompt whose first page is cached, with the state there."""
+        runner = self.runner
+        if not keeps_prefixes(runner.config, runner.model_config) or tokens + _SAVE >= self.plan.max_model_len:
+            return None
+        plan = self.prompts([tokens + _SAVE], params)
+        slot = self.plan.num_slots if self.recurrent else 0
+        plan.extend = [ExtendRow(1, _SAVE, [0] * tokens, 0, True, read_state_slot=slot)]
+        plan.page_copies = [PageCopy(1, 2)] if self.plan.num_pages > 1 else []
+        return plan
+
+    def decode(self, rows: int, params: SamplingParams, constrained: bool = False) -> None:
+        """Prompts that draw so, then a decode step of all rows, with drafts where there are any."""
+        runner = self.runner
+        runner.launch(self.prompts([_SAVE] * rows, params))
+        drafts = [0] * (runner.config.num_verify_tokens - 1)
+        lines = [DecodeRow(row, _SAVE, 1, drafts) for row in range(1, rows + 1)]
+        plan = StepPlan(decode=DecodeRows.of(lines), constrained=[0] if constrained else [])
+        runner.launch(plan)
+        if constrained:
+            words = -(-runner.model_config.vocab_size // 32)
+            runner.sample(np.zeros((1 + len(drafts), words), np.int32))
+
+    def _admission(self, row: int, tokens: int, params: SamplingParams) -> Admission:
+        rules = make_rules(params, (), (), self.runner.model_config.vocab_size)
+        return Admission(row, row if self.recurrent else 0, [0] * tokens, tokens, params, 0, rules)
+
+    def _pages(self, tokens: int) -> np.ndarray:
+        return np.arange(1, 1 - -tokens // self.plan.page_size, dtype=np.int32)

@@ -1,0 +1,146 @@
+"""A process that compiles kernels into Triton's cache, and that finds out which ones a configuration needs. It sees no
+GPU. `compile_ahead.py` starts it, and talks with it in lines of JSON.
+
+    {"gpu": fields of GPUFacts}                  comes first
+    {"trace": fields of EngineConfig}            {"kernel": [module, name, specialisation]} for each kernel,
+                                                 {"started": seconds} behind those of the start, and at the end
+                                                 {"problems": [...], "seconds": number}
+    {"key": [file, digest]}                      as in `triton_key.use_key`; before the first of
+    {"compile": [module, name, specialisation]}  {"problem": null or text, "seconds": number}
+"""
+
+import atexit
+import ctypes.util
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, TextIO
+from unittest import mock
+
+from hybridrt.base.config import EngineConfig, SpeculativeConfig
+from hybridrt.base.device import GPUFacts
+from hybridrt.runtime.precompile.no_dynamo import leave_out_dynamo
+from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver
+from hybridrt.runtime.precompile.triton_key import use_key
+
+LAUNCHER = ("triton", "launcher", "")  # the job of compiling what Triton launches kernels with
+
+
+def main() -> None:
+    """Serves lines of the standard input until it ends."""
+    answers = _own_output()
+    facts = json.loads(sys.stdin.readline() or "null")
+    if facts is None:
+        return  # the start was over before
+    gpu = facts["gpu"]
+    worker = _Worker(GPUFacts(**{**gpu, "capability": tuple(gpu["capability"])}), answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "trace" in request:
+            worker.trace(request["trace"])
+        elif "key" in request:
+            use_key(*request["key"])
+        else:
+            worker.compile(*request["compile"])
+
+
+def _own_output() -> TextIO:
+    """The standard output for answers alone: what anything else prints there goes to the standard error."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return answers
+
+
+class _Worker:
+    def __init__(self, gpu: GPUFacts, answers: TextIO) -> None:
+        from triton.runtime.driver import driver
+
+        leave_out_dynamo()
+        self._gpu, self._answers = gpu, answers
+        active: Any = CompilingDriver(gpu.capability)
+        driver.set_active(active)
+
+    def _say(self, **answer: Any) -> None:
+        print(json.dumps(answer), file=self._answers)
+
+    def trace(self, fields: dict[str, Any]) -> None:
+        # Of this process alone: the others compile, and import no model.
+        from hybridrt.runtime.precompile.compile_trace import described, trace
+
+        start, problems = time.perf_counter(), list[str]()
+        try:
+            speculative = fields.pop("speculative")
+            config = EngineConfig(**fields, speculative=SpeculativeConfig(**speculative) if speculative else None)
+            problems += trace(
+                config, self._gpu, lambda kernel: self._say(kernel=list(kernel)),
+                lambda: self._say(started=time.perf_counter() - start),
+            )  # fmt: skip
+        except Exception as e:
+            problems.append(f"the model: {described(e)}")
+        self._say(problems=problems, seconds=time.perf_counter() - start)
+
+    def compile(self, module: str, name: str, specialisation: str) -> None:
+        start, problem = time.perf_counter(), None
+        try:
+            with mock.patch("triton.runtime.build._load_module_from_path", _not_loaded):
+                _launcher_module() if (module, name) == LAUNCHER[:2] else _compile(module, name, specialisation)
+        except Exception as e:
+            problem = f"{type(e).__name__}: {e}"
+        self._say(problem=problem, seconds=time.perf_counter() - start)
+
+
+def _compile(module: str, name: str, specialisation: str) -> None:
+    """Compiles a kernel, and the C function that launches it where this version of Triton has one for each kernel."""
+    from triton.backends.nvidia import driver
+
+    from hybridrt.kernels.core.launch import settle_keys
+
+    imported = importlib.import_module(module)
+    settle_keys(imported)
+    function = getattr(imported, name)
+    _ = function.device_caches[0]  # which sets `ASTSource`
+    source = function.ASTSource
+
+    def with_tuples(fn: Any, signature: Any, constants: dict[Any, Any], attributes: Any) -> Any:
+        return source(fn, signature, {place: _tuples(value) for place, value in constants.items()}, attributes)
+
+    # JSON has no tuples, and Triton 3.6 leaves lists in their place: the kernel would get another name in the cache.
+    with mock.patch.object(function, "ASTSource", with_tuples):
+        kernel = function.preload(specialisation)
+    if hasattr(driver, "make_launcher"):
+        _provide_libcuda()
+        driver.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _launcher_module() -> None:
+    """Triton's own C module, which every process that launches kernels loads first."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    _provide_libcuda()
+    CudaUtils()
+
+
+def _not_loaded(name: str, path: str) -> Any:
+    """In the place of a C module that was built for another process: it needs the GPU's driver to be loaded."""
+    return mock.MagicMock()
+
+
+def _provide_libcuda() -> None:
+    """Where the GPU's driver is not installed, an empty library in its place: what is built is linked to its name."""
+    if "TRITON_LIBCUDA_PATH" in os.environ or ctypes.util.find_library("cuda"):
+        return
+    folder = Path(tempfile.mkdtemp(prefix="hybridrt-libcuda-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    command = ["cc", "-shared", "-x", "c", "/dev/null", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run(command, check=True, capture_output=True)
+    os.environ["TRITON_LIBCUDA_PATH"] = str(folder)

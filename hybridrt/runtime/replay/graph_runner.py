@@ -1,0 +1,333 @@
+"""Decode and verify steps as graphs over static buffers, one for each bucket of batch sizes.
+
+On CUDA a bucket is a torch.cuda.CUDAGraph. Elsewhere it is a closure over the same buffers, which are poisoned before
+every replay: whatever a graph would read stale, the closure reads as NaN or as an index out of range. Both go through
+the same backend hooks, so a CPU test of the closure tests the metadata of the graph.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from hybridrt.attention.base import AttentionBackend
+from hybridrt.base.config import ModelConfig
+from hybridrt.base.errors import ConfigError
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.launch import reserve_counters
+from hybridrt.kernels.core.records import TokenInputs
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.runtime.step.batch import fill_decode, make_batch, spec_info_of
+from hybridrt.runtime.step.pack import StagingRing, cut, pack_rows, packed_size
+from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, PageWrite, int32s
+
+POISON = -(2**30)  # as an index it is out of every range
+
+
+class StepModel(Protocol):
+    """What a graph records of a model: a CausalLM, or its prediction head."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """[T, hidden]."""
+
+    def logits_into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
+        """[T, hidden] to `out` [T, vocab], contiguous."""
+
+
+class StaticBuffers:
+    """What a replay fills and a graph reads, for max_bs rows of T tokens.
+
+    Args:
+        seq_len_fill: tokens of a padding row, its T among them counted as one.
+        keep_hidden: also the final hidden states, `hidden` [max_bs * T, hidden] (else empty).
+
+    Attributes:
+        padding: the columns of one padding row.
+        packed: one copy fills it; `sections` are its views (hybridrt.runtime.step.pack.pack_rows).
+        inputs: of all tokens, which the graph derives from `sections`.
+        spec_info: what a verify step says of its drafts, over these buffers; None if T is 1.
+    """
+
+    def __init__(
+        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, tree: bool, keep_hidden: bool
+    ) -> None:
+        device, dtype = model.device, model.dtype
+        scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
+        self.padding = pack_rows(DecodeRows.of([scratch]), (), tokens, tree, int32s([-1]))
+        shapes = {name: (max_bs, *column.shape[1:]) for name, column in self.padding.items()}
+        self.packed = torch.zeros(packed_size(shapes), dtype=torch.int32, device=device)
+        self.sections = cut(self.packed, shapes)
+        self.inputs = TokenInputs.allocate(max_bs * tokens, device)
+        self.spec_info = spec_info_of(self.sections, tokens, tree)
+        self.logits = torch.zeros(max_bs * tokens, model.config.vocab_size, dtype=dtype, device=device)
+        kept = max_bs * tokens if keep_hidden else 0
+        self.hidden = torch.zeros(kept, model.config.hidden_size, dtype=dtype, device=device)
+
+    def poison(self) -> None:
+        """Makes every value that a replay forgets to fill a visible mistake."""
+        for tensor in (self.packed, *self.inputs):
+            tensor.fill_(POISON)
+        if self.spec_info is not None and self.spec_info.tree_mask is not None:
+            self.spec_info.tree_mask.fill_(True)
+        self.logits.fill_(float("nan"))
+        self.hidden.fill_(float("nan"))
+
+
+class GraphRows(NamedTuple):
+    """Views of the static buffers: n rows of a step.
+
+    Attributes:
+        output_indices: [n] int32.
+        logits: [n * T, vocab].
+        hidden: [n * T, hidden]; empty unless hidden states are kept.
+    """
+
+    batch: ForwardBatch
+    output_indices: torch.Tensor
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Recorder(Protocol):
+    """Turns a function over static buffers into something that replays it. `warm`: functions like it, of other sizes,
+    have been recorded before. The function may call `split`: a replay launches what is before and behind it apart."""
+
+    def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]: ...
+
+    def split(self) -> None: ...
+
+
+class ClosureRecorder:
+    """For machines without CUDA: a replay calls the function again."""
+
+    def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
+        step()
+        return step
+
+    def split(self) -> None: ...
+
+
+class CudaGraphRecorder:
+    """torch.cuda.CUDAGraph in one memory pool, shared because buckets are captured from the largest down."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream, self._pool = device, torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self._mode = ""
+        self._pieces: list[torch.cuda.CUDAGraph] = []  # of the capture that is going on
+
+    def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
+        if not warm:
+            step()  # Triton compiles, and cuBLAS picks its workspaces
+        reserve_counters(self._device)
+        torch.cuda.synchronize()
+        # What other threads do meanwhile (NCCL's watchdog queries events) is not captured. "relaxed": a function that
+        # has not run may load the kernels that its sizes alone need.
+        self._mode = "relaxed" if warm else "thread_local"
+        # torch.cuda.graph gives all cached memory back before every capture, which takes longer than the capture.
+        with _no_collection(), torch.cuda.stream(self._stream):
+            self._begin()
+            try:
+                step()
+            finally:
+                pieces, self._pieces = self._pieces, []
+                pieces[-1].capture_end()
+        return pieces[0].replay if len(pieces) == 1 else partial(_replay, pieces)
+
+    def split(self) -> None:
+        if self._pieces:
+            self._pieces[-1].capture_end()
+            self._begin()
+
+    def _begin(self) -> None:
+        self._pieces.append(torch.cuda.CUDAGraph())
+        self._pieces[-1].capture_begin(self._pool, capture_error_mode=self._mode)
+
+
+def _replay(pieces: Sequence[torch.cuda.CUDAGraph]) -> None:
+    for piece in pieces:
+        piece.replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Leaves cyclic garbage where it is: another engine's graph may be in it, and to destroy one ends a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def make_recorder(device: torch.device) -> Recorder:
+    """How steps are recorded on a device of this kind."""
+    return CudaGraphRecorder(device) if device.type == "cuda" else ClosureRecorder()
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Memory that the device has left; 0 where graphs take none of it."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def buckets(max_bs: int) -> list[int]:
+    """Batch sizes that get a graph: 1, 2, 4, every 8 up to 64, every 16 up to 256, every 64 above, and max_bs."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_bs + 1, 64)]
+    return sorted({min(size, max_bs) for size in (*sizes, max_bs)})
+
+
+class GraphRunner:
+    """Captures one step per bucket and replays the smallest that holds a batch.
+
+    Args:
+        last_tokens: [R + 1] int32, last sampled token of each request row: the first input of each row.
+        max_bs: largest batch captured; capped by the request rows, because more cannot exist.
+        tokens: T of each row: 1 for plain decode, more for verify steps.
+        tree: verify steps are of draft trees, whose parents and masks arrive with the inputs.
+        keep_hidden: `buffers.hidden` gets the final hidden states.
+        recorder: how a step is recorded; by the device's kind if None.
+
+    Attributes:
+        prepared: the bucket's batch of the last capture or replay, with what the backends planned.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: StepModel,
+        backend: AttentionBackend,
+        req_to_token_pool: HybridReqToTokenPool,
+        last_tokens: torch.Tensor,
+        max_bs: int,
+        tokens: int = 1,
+        tree: bool = False,
+        keep_hidden: bool = False,
+        recorder: Recorder | None = None,
+    ) -> None:
+        if max_bs < 1:
+            raise ConfigError(f"max_bs is {max_bs}; a graph needs at least one row")
+        self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
+        self.tokens, self.tree, device = tokens, tree, model.device
+        self.max_bs = min(max_bs, req_to_token_pool.num_rows)
+        self.poisoned = device.type != "cuda"
+        self.recorder = recorder or make_recorder(device)
+        self.buffers = StaticBuffers(model, self.max_bs, tokens, backend.seq_len_fill, tree, keep_hidden)
+        self._staging = StagingRing(device)
+        self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
+        self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)
+        self._replays: dict[int, Callable[[], None]] = {}  # by batch size, the smallest first
+        self._rows: dict[int, GraphRows] = {}
+        self.captured_bytes = 0
+
+    @torch.inference_mode()
+    def capture(self, progress: bool = False, sizes: Sequence[int] = ()) -> None:
+        """Records every bucket, or those of `sizes`; the largest first: smaller ones reuse its memory. How much memory
+        that takes stands at the end of the bar, and in `captured_bytes`."""
+        free = free_device_bytes(self.model.device)
+        with tqdm(sorted(sizes or buckets(self.max_bs))[::-1], desc="capturing graphs", disable=not progress) as bar:
+            for bs in bar:
+                self._upload(NO_ROWS, NO_INTEGERS)
+                self._prepare(bs, 0, None)
+                # A run before the capture takes as long as the capture: the largest step has one.
+                self._replays[bs] = self.recorder(self._bind(bs), bool(self._replays))
+                self.captured_bytes = free - free_device_bytes(self.model.device)
+                bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
+        self._replays = dict(sorted(self._replays.items()))
+
+    def bucket(self, rows: int) -> int | None:
+        """The smallest captured batch size that holds `rows`, or None: then the step runs eagerly."""
+        return next((size for size in self._replays if size >= rows), None)
+
+    def replay(self, decode: DecodeRows, new_pages: np.ndarray = NO_INTEGERS) -> torch.Tensor:
+        """One step, in inference mode: one host-to-device copy, the backends' metadata, the graph.
+
+        Args:
+            new_pages: [n] int32, KV page of each row's last draft (its one token if T is 1) where it is new, else -1;
+                empty: none is.
+
+        Returns:
+            [n * T, vocab] logits, a view that the next replay overwrites.
+        """
+        n = len(decode)
+        bs = self.bucket(n)
+        assert bs is not None, "bucket() says which batches have a graph"
+        if self.poisoned:
+            self.buffers.poison()
+        self._upload(decode, new_pages)
+        lens = (decode.computed + self.tokens).tolist() if self.backend.needs_host_lens else None
+        self._prepare(bs, n, lens)
+        self._replays[bs]()
+        rows = self.rows(n)
+        rows.batch.metadata = self.prepared.metadata  # it is the same step, without padding
+        return rows.logits
+
+    def _upload(self, decode: DecodeRows, new_pages: np.ndarray) -> None:
+        columns = pack_rows(decode, (), self.tokens, self.tree, new_pages)
+        self._staging.copy_rows(self.buffers.packed, columns, self.buffers.padding, self.max_bs)
+
+    def _prepare(self, bs: int, num_real: int, lens: list[int] | None) -> None:
+        batch = self.prepared = self.rows(bs).batch
+        batch.num_real, batch.seq_lens_cpu = num_real, lens
+        self.backend.prepare(batch, graph=self._view)
+
+    def rows(self, n: int) -> GraphRows:
+        """The first n rows of a step. They are kept for each n, because making them takes the host 20 microseconds."""
+        if n in self._rows:
+            return self._rows[n]
+        buffers, total = self.buffers, n * self.tokens
+        lines, lens = buffers.sections["rows"][:n], buffers.sections["seq_lens"][:n]
+        batch = make_batch(
+            self.backend, lines, lens, self._starts[: n + 1], buffers.inputs.first(total), n, buffers.spec_info
+        )
+        indices = buffers.sections["output_indices"][:n]
+        self._rows[n] = GraphRows(batch, indices, buffers.logits[:total], buffers.hidden[:total])
+        return self._rows[n]
+
+    def _bind(self, bs: int) -> Callable[[], None]:
+        """The step of one bucket, over views of the static buffers. It does not refer to this object, which keeps it:
+        a cycle would keep the pools until the garbage collector runs."""
+        buffers, total, batch = self.buffers, bs * self.tokens, self.rows(bs).batch
+        model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
+
+        def step() -> None:
+            inputs = buffers.inputs.first(total)
+            fill_decode(inputs, buffers.sections, bs, buffers.spec_info, last_tokens, pool)
+            hidden = model(batch)
+            if buffers.hidden.numel():
+                buffers.hidden[:total].copy_(hidden)
+            model.logits_into(buffers.logits[:total], hidden)
+            if buffers.spec_info is None:
+                backend.commit(batch)
+
+        return step
+
+
+def split_page_writes(
+    decode: DecodeRows, writes: Sequence[PageWrite], plan: MemoryPlan
+) -> tuple[np.ndarray, list[PageWrite]] | None:
+    """Splits page writes into those that a graph makes and the rest: ([n] int32 page of each decode row, -1 for none;
+    the writes of other rows). A graph writes one page per row: the page of the row's last token. Returns None if a
+    decode row needs any other page."""
+    index_of_row = np.full(plan.num_rows + 1, -1)
+    index_of_row[decode.rows] = np.arange(len(decode))
+    pages, others = np.full(len(decode), -1, np.int32), []
+    for write in writes:
+        i = index_of_row[write.row]
+        if i < 0:
+            others.append(write)
+            continue
+        last_page = (decode.computed[i] + decode.num_drafts[i]) // plan.page_size
+        if len(write.pages) != 1 or write.first_page != last_page:
+            return None
+        pages[i] = write.pages[0]
+    return pages, others

@@ -1,0 +1,225 @@
+"""Prefill and mixed steps of few tokens as graphs, because launching their kernels takes longer than running them.
+
+A graph has a fixed number of decode rows, prompts and tokens, its bucket; `prompt_columns` pads a step to it. What
+differs from step to step stands in tensors on the device: which rows, how many tokens of each, where they begin, their
+chunks, the states that they start from and leave. Kernels get it from there. On the host they see bounds alone, because
+a graph is captured with one padding row that has all of the bucket's tokens: grids are large enough for whatever step
+is replayed, and programs without work end at once.
+
+Outside of the graph run, before it, one copy of the step's integers and the planning for its decode rows; after it,
+sampling. The changes of tables (admissions, pages) and the rest of the planning (`prepare_in_graph`) are recorded.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from hybridrt.attention.base import AttentionBackend
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.records import TokenInputs
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.models.base import CausalLM
+from hybridrt.runtime.replay.graph_runner import POISON, Recorder, free_device_bytes, make_recorder
+from hybridrt.runtime.sampling.sampler import SampledLines
+from hybridrt.runtime.step.batch import fill_decode, make_batch
+from hybridrt.runtime.step.pack import Sections, StagingRing, chunk_plans, cut
+from hybridrt.runtime.step.pack_padded import (
+    DECODE_ROWS,
+    PROMPT_ROWS,
+    PROMPT_TOKENS,
+    Bucket,
+    PaddedColumns,
+    StateSaves,
+    make_buckets,
+)
+from hybridrt.runtime.step.plan import StepPlan
+from hybridrt.runtime.step.saved_states import saved_states
+from hybridrt.runtime.step.step_passes import extend_passes
+
+
+@dataclass
+class PromptGraph:
+    """One bucket: what a replay fills on the host (`host`) and on the device (`packed`, by name in `sections`), the
+    tokens that the graph derives from it, its batch over these tensors, its part of the logits, and the replay."""
+
+    bucket: Bucket
+    host: PaddedColumns
+    packed: torch.Tensor
+    sections: Sections
+    inputs: TokenInputs
+    batch: ForwardBatch
+    logits: torch.Tensor
+    replay: Callable[[], None] | None = None
+
+
+class PromptGraphs:
+    """Captures one step for each bucket and replays the smallest that holds a step.
+
+    Args:
+        last_tokens: [R + 1] int32, last sampled token of each request row: the input of a decode row.
+        max_bs: most decode rows of a bucket; capped by the request rows.
+        max_tokens: most prompt tokens of a step: larger buckets are left out.
+        saves: steps may save states within their prompts.
+        enter_tables: changes the tables as the sections of `pack_bookkeeping` say; recorded at the head of each graph.
+        recorder: how a step is recorded; by the device's kind if None.
+        sizes: of the buckets: decode rows and prompt tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: CausalLM,
+        backend: AttentionBackend,
+        req_to_token_pool: HybridReqToTokenPool,
+        last_tokens: torch.Tensor,
+        max_bs: int,
+        max_tokens: int,
+        saves: bool,
+        enter_tables: Callable[[Sections], None],
+        recorder: Recorder | None = None,
+        sizes: tuple[Sequence[int], Sequence[int]] = (DECODE_ROWS, PROMPT_TOKENS),
+    ) -> None:
+        self.model, self.backend, self.pool, self.last_tokens = model, backend, req_to_token_pool, last_tokens
+        self.enter_tables, self.poisoned = enter_tables, model.device.type != "cuda"
+        self.saves = StateSaves.NONE
+        if saves:
+            self.saves = StateSaves.AT_CHUNKS if backend.saves_at_chunks else StateSaves.SECOND_PASS
+        self.exact = self.poisoned  # the host knows each step's own numbers: reference operations need them
+        self.recorder = recorder or make_recorder(model.device)
+        rows, longest = min(max_bs, req_to_token_pool.num_rows), req_to_token_pool.max_context
+        self.buckets = needed_buckets(rows, max_tokens, longest, sizes)
+        most = max((bucket.decode_rows for bucket in self.buckets), default=0)
+        self._logits = torch.zeros(most + PROMPT_ROWS, model.config.vocab_size, dtype=model.dtype, device=model.device)
+        self._view = backend.prompt_graph_state(most)
+        self._staging = StagingRing(model.device)
+        self._graphs: dict[Bucket, PromptGraph] = {}
+        self.captured_bytes = 0
+
+    @torch.inference_mode()
+    def capture(self, progress: bool = False) -> None:
+        """Records every bucket, the largest first: smaller ones reuse its memory (`captured_bytes`)."""
+        free, stack = free_device_bytes(self.model.device), self.model.stack
+        largest_first = sorted(self.buckets, key=lambda bucket: (bucket.tokens, bucket.decode_rows), reverse=True)
+        for bucket in tqdm(largest_first, desc="capturing prompt graphs", disable=not progress):
+            graph = self._allocate(bucket)
+            self._fill(graph, StepPlan())
+            self._set_bounds(graph)
+            self.backend.prepare(graph.batch, graph=self._view)
+            # A run before the capture takes as long as the capture. One for each number of decode rows is enough.
+            warm = any(known.decode_rows == bucket.decode_rows for known in self._graphs)
+            with stack.calling(splits(len(stack.parts)), self.recorder.split):
+                graph.replay = self.recorder(self._bind(graph), warm)
+            self._graphs[bucket] = graph
+        self._graphs = dict(sorted(self._graphs.items(), key=lambda made: sum(made[0])))  # `bucket` takes the first
+        self.captured_bytes = free - free_device_bytes(self.model.device)
+
+    @property
+    def captured(self) -> list[Bucket]:
+        """The buckets that have a graph."""
+        return list(self._graphs)
+
+    def bucket(self, plan: StepPlan) -> Bucket | None:
+        """The captured bucket of the fewest tokens that holds a step (`Bucket.holds`). None: it runs eagerly."""
+        return next((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), None)
+
+    def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
+        """One step up to its logits, in inference mode. The bucket holds it and enters what it changes in tables. The
+        next replay overwrites what is returned."""
+        graph = self._graphs[bucket]
+        assert graph.replay is not None
+        if self.poisoned:
+            self._poison(graph)
+        self._fill(graph, plan)
+        if self.exact:
+            self._set_bounds(graph)
+        self.backend.prepare(graph.batch, graph=self._view)
+        graph.replay()
+        m = len(plan.decode) + sum(row.sample for row in plan.extend)
+        sections, columns = graph.sections, graph.host.columns
+        on_host = columns["sample_rows"][:m], columns["output_indices"][:m]
+        return SampledLines(sections["sample_rows"][:m], sections["output_indices"][:m], on_host, graph.logits[:m])
+
+    def _allocate(self, bucket: Bucket) -> PromptGraph:
+        """The buffers of a bucket."""
+        (rows, tokens), device = bucket, self.model.device
+        host = PaddedColumns(bucket, self.backend.chunk_sizes, self.saves, self.backend.seq_len_fill)
+        packed = torch.zeros(len(host.flat), dtype=torch.int32, device=device)
+        sections, inputs = cut(packed, host.shapes), TokenInputs.allocate(rows + tokens, device)
+        batch = make_batch(
+            self.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, rows, None, 0,
+            read_state_slots=sections.get("read_state_slots"),
+            saved_states=saved_states(sections, self.backend.chunk_sizes),
+        )  # fmt: skip
+        return PromptGraph(bucket, host, packed, sections, inputs, batch, self._logits[: rows + bucket.prompts])
+
+    def _fill(self, graph: PromptGraph, plan: StepPlan) -> None:
+        """Copies a step to the device."""
+        graph.host.pack(plan)
+        self._staging.copy_packed(graph.packed, graph.host.flat)
+        graph.batch.num_real = len(plan.decode)
+
+    def _set_bounds(self, graph: PromptGraph) -> None:
+        """What the host knows of a step. A capture has one row with all tokens: these are bounds for all replays."""
+        batch, columns, sizes = graph.batch, graph.host.columns, self.backend.chunk_sizes
+        batch.query_lens_cpu = np.diff(columns["query_start_loc"]).tolist()
+        batch.seq_lens_cpu = columns["seq_lens"].tolist() if self.exact else None
+        if self.saves is StateSaves.SECOND_PASS:
+            batch.extend_passes = extend_passes(columns, graph.sections, sizes)
+        else:
+            batch.chunk_plans = chunk_plans(columns, graph.sections, batch.extend_seq_lens_cpu, sizes)
+
+    @staticmethod
+    def _poison(graph: PromptGraph) -> None:
+        """Makes every value that a replay forgets to fill a visible mistake."""
+        for tensor in (graph.packed, *graph.inputs):
+            tensor.fill_(POISON)
+        graph.logits.fill_(float("nan"))
+
+    def _bind(self, graph: PromptGraph) -> Callable[[], None]:
+        """The step that is recorded, over the buffers of a bucket. It refers neither to this object nor to the graph,
+        which keep it: a cycle would keep the pools until the garbage collector runs."""
+        sections, batch, decoded = graph.sections, graph.batch, graph.bucket.decode_rows
+        prompts = TokenInputs(*(part[decoded:] for part in graph.inputs))
+        decoding, logits, enter_tables = graph.inputs.first(decoded), graph.logits, self.enter_tables
+        model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
+
+        def step() -> None:
+            enter_tables(sections)
+            if decoded:
+                fill_decode(decoding, sections, decoded, None, last_tokens, pool)
+            rows, positions = sections["extend_rows"], sections["extend_positions"]
+            found = sections["input_ids"], positions, pool.token_slots(rows, positions)
+            for into, values in zip(prompts, found, strict=True):
+                into.copy_(values)
+            backend.prepare_in_graph(batch)
+            hidden = model(batch)
+            model.logits_into(logits, hidden.index_select(0, sections["sample_at"]))
+            if decoded:
+                backend.commit(batch)
+
+        return step
+
+
+def splits(parts: int) -> list[int]:
+    """Before which of a stack's parts a graph is split. To launch a graph takes the host a microsecond for each of its
+    kernels, a tenth of the time that they run, and none of them starts before. After a small first piece, each piece is
+    launched while the piece before it runs."""
+    return sorted({parts // 24, parts // 4} - {0})
+
+
+def needed_buckets(
+    rows: int, max_tokens: int, longest: int = 0, sizes: Sequence[Sequence[int]] = (DECODE_ROWS, PROMPT_TOKENS)
+) -> list[Bucket]:
+    """Those of up to `rows` decode rows that a step of up to `max_tokens` prompt tokens may need. The padding row may
+    have all tokens, so that a page table must be as long: it has `longest` positions, 0 without attention."""
+    buckets = make_buckets((min(size, rows) for size in sizes[0]), sizes[1])
+    longest = longest or max(sizes[1])
+    return [
+        bucket
+        for smaller, bucket in pairwise((Bucket(-1, 0), *buckets))
+        if bucket.tokens <= longest and (smaller.decode_rows < bucket.decode_rows or smaller.tokens < max_tokens)
+    ]

@@ -1,0 +1,148 @@
+"""The second tier of the prefix cache on one rank: KV pages and states in main memory, and their copies."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import prod
+
+import torch
+
+from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, HostPlan, aligned
+from hybridrt.mem_cache.pools.pools import Pools
+from hybridrt.runtime.load.host_memory import free_host_memory
+from hybridrt.runtime.step.plan import HostCopy
+
+
+class HostCopies:
+    """Page and state buffers in main memory, pinned beside a GPU, and a stream of copies between them and the pools.
+
+    An image of a page holds its keys and values in every layer; that of a state is what the state pool exports. Copies
+    run in order, on a stream of their own. It begins where the steps that were launched before the copies end. A later
+    step waits for it only if `StepPlan.after_copies` names it.
+
+    Raises:
+        MemoryBudgetError: there is not so much free main memory.
+    """
+
+    def __init__(self, pools: Pools, plan: HostPlan, device: torch.device) -> None:
+        if plan.nbytes > (free := free_host_memory()):
+            raise MemoryBudgetError(
+                f"host_cache_bytes asks for {plan.nbytes} bytes of main memory on this rank; {free} are free: lower it"
+            )
+        self._kv, self._mamba, self._device = pools.kv, pools.req_to_token.mamba_pool, device
+        self._pages = _pinned(plan.num_pages + 1, plan.page_bytes, device)
+        self._states = _pinned(plan.num_states + 1, plan.state_bytes, device)
+        self._at_once = max(STAGED_BYTES // max(plan.page_bytes, 1), 1)
+        self._staged_pages = torch.empty((self._at_once, plan.page_bytes), dtype=torch.uint8, device=device)
+        self._staged_state = torch.empty(plan.state_bytes, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._running: dict[int, torch.cuda.Event] = {}  # by ticket, those that may not have ended
+
+    @torch.inference_mode()
+    def launch(self, copies: Sequence[HostCopy]) -> None:
+        """Queues copies, in order of their tickets."""
+        if not copies:
+            return
+        if self._stream is None:
+            for copy in copies:
+                self._copy(copy)
+            return
+        began = torch.cuda.Event()
+        began.record()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(began)
+            for copy in copies:
+                self._copy(copy)
+                self._running[copy.ticket] = ended = torch.cuda.Event()
+                ended.record()
+
+    def wait(self, ticket: int) -> None:
+        """Makes the current stream wait for the copies up to `ticket`. The host does not wait."""
+        last = max((number for number in self._running if number <= ticket), default=None)
+        if last is not None and not self.copied(last):
+            torch.cuda.current_stream(self._device).wait_event(self._running[last])
+
+    def copied(self, ticket: int) -> bool:
+        """Whether a copy that was launched has ended."""
+        event = self._running.get(ticket)
+        if event is None or not event.query():
+            return event is None
+        for number in [number for number in self._running if number <= ticket]:
+            del self._running[number]  # copies run in order, so earlier ones have ended too
+        return True
+
+    def _copy(self, copy: HostCopy) -> None:
+        for start in range(0, len(copy.pages), self._at_once):
+            part = slice(start, start + self._at_once)
+            self._copy_pages(copy.pages[part], copy.host_pages[part], copy.fetch)
+        for length, slot, place in copy.states:
+            self._copy_state(length, slot, place, copy.fetch)
+
+    def _copy_pages(self, pages: Sequence[int], places: Sequence[int], fetch: bool) -> None:
+        staged, index = self._staged_pages[: len(pages)], self._indices(pages)
+        runs = list(_runs(places))
+        if fetch:
+            for i, place, n in runs:
+                staged[i : i + n].copy_(self._pages[place : place + n], non_blocking=True)
+        for tensor, image in zip(self._kv.tensors, self._page_images(staged), strict=True):
+            if fetch:
+                tensor.index_copy_(1, index, image.transpose(0, 1))
+            else:
+                image.copy_(tensor.index_select(1, index).transpose(0, 1))
+        if not fetch:
+            for i, place, n in runs:
+                self._pages[place : place + n].copy_(staged[i : i + n], non_blocking=True)
+
+    def _page_images(self, staged: torch.Tensor) -> Iterator[torch.Tensor]:
+        """[n, layers, page_size, heads, dim] views of staged pages, in the order of KVPool.tensors."""
+        start = 0
+        for tensor in self._kv.tensors:
+            shape = tensor.shape[0], *tensor.shape[2:]
+            end = start + prod(shape) * tensor.element_size()
+            yield staged[:, start:end].view(tensor.dtype).view(len(staged), *shape)
+            start = end
+
+    def _copy_state(self, length: int, slot: int, place: int, fetch: bool) -> None:
+        assert self._mamba is not None
+        if fetch:
+            self._staged_state.copy_(self._states[place], non_blocking=True)
+            self._mamba.write_slot(slot, length, self._state_images())
+            return
+        for part, image in zip(self._mamba.read_slot(slot, length), self._state_images(), strict=True):
+            image.copy_(part)
+        self._states[place].copy_(self._staged_state, non_blocking=True)
+
+    def _state_images(self) -> Iterator[torch.Tensor]:
+        """Views of the staged state, as MambaPool.read_slot gives it."""
+        assert self._mamba is not None
+        start = 0
+        for _, shape, dtype in self._mamba.slot_parts():
+            nbytes = prod(shape) * dtype.itemsize
+            yield self._staged_state[start : start + nbytes].view(dtype).view(shape)
+            start += aligned(nbytes)
+
+    def _indices(self, pages: Sequence[int]) -> torch.Tensor:
+        """[n] int64 on the device. A copy from memory that is not pinned would wait for the stream."""
+        index = torch.tensor(pages, dtype=torch.int64)
+        return index if self._stream is None else index.pin_memory().to(self._device, non_blocking=True)
+
+
+def _pinned(entries: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """[entries, nbytes] uint8 of main memory, page-locked beside a GPU. torch's own pinned memory is not used: it takes
+    up to twice as much, because it comes in powers of two."""
+    buffer = torch.zeros((entries, nbytes), dtype=torch.uint8)  # page faults happen here, not while requests wait
+    if device.type == "cuda" and buffer.numel():
+        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+        if int(status):
+            raise MemoryBudgetError(
+                f"{buffer.numel()} bytes of main memory cannot be page-locked (CUDA error {int(status)}): lower "
+                "host_cache_bytes, or raise the limit on locked memory (ulimit -l)"
+            )
+    return buffer
+
+
+def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(index, place, length) of each run of places that follow one another."""
+    starts = [0, *(i for i, (a, b) in enumerate(pairwise(places), 1) if b != a + 1), len(places)]
+    for start, end in pairwise(starts):
+        yield start, places[start], end - start

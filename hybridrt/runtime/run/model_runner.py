@@ -1,0 +1,153 @@
+"""The executor of a real model: loads it, plans its memory, captures its graphs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from hybridrt.base.config import EngineConfig
+from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.collectives.groups import TPGroup
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts
+from hybridrt.models.base import CausalLM
+from hybridrt.runtime.load.build import (
+    Runtime,
+    build_model,
+    empty_model,
+    graph_rows,
+    kv_groups,
+    load_target,
+    make_plan,
+    weight_bytes,
+)
+from hybridrt.runtime.load.fit import plan_ahead, pool_budget
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.replay.prompt_graphs import needed_buckets
+from hybridrt.runtime.run.host_copies import HostCopies
+from hybridrt.runtime.run.state_arena import StateArena
+from hybridrt.runtime.run.step_runner import StepRunner
+from hybridrt.runtime.step.plan import Admission, ExtendRow, PageWrite, StepPlan, int32s
+
+
+class StartKernels(Protocol):
+    """What compiles the kernels of a start while the runner loads its model."""
+
+    def begin(self, device: torch.device, path: Path) -> None:
+        """The device is known, and the model's directory."""
+
+    def wait_for_start(self) -> None:
+        """Returns when the kernels that a start needs are compiled."""
+
+
+class ModelRunner(StepRunner):
+    """A StepRunner of a model that is loaded for it.
+
+    Args:
+        config: what to run.
+        tp: this process's tensor-parallel rank.
+        budget_bytes: what the pools may take; None follows EngineConfig.memory_fraction.
+        plan: what the pools hold; None makes a plan from the budget.
+        progress: show a bar while loading.
+        kernels: told of the device, and waited for before anything is launched; None compiles kernels when they are
+            first launched.
+
+    Raises:
+        MemoryBudgetError: weights, pools or graphs do not fit the device; says which number to change.
+
+    Attributes:
+        model_path, model_config: the checkpoint's directory and its config.
+        plan: rows, slots and pages that a scheduler may hand out.
+        backend, pools: for callers that run the model themselves.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        tp: TPGroup | None = None,
+        budget_bytes: int | None = None,
+        plan: MemoryPlan | None = None,
+        progress: bool = False,
+        kernels: StartKernels | None = None,
+    ) -> None:
+        tp = tp or TPGroup()
+        self.model_path, target = load_target(config, tp)
+        if kernels is not None:
+            kernels.begin(target.device, self.model_path)
+        if plan is None:
+            weights = weight_bytes(empty_model(config, target, torch.device("meta")))
+            plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
+        with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
+            model = build_model(config, target, self.model_path, progress)
+        if kernels is not None:
+            kernels.wait_for_start()
+        with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
+            plan = plan or plan_pools(config, target, model, budget_bytes)
+            super().__init__(Runtime.allocate(config, target, model, plan))
+            if config.transfer_bytes:
+                self.arena = StateArena(target, self.pools, config.transfer_bytes)
+            if plan.host:
+                self.host = HostCopies(self.pools, plan.host, target.device)
+        if self.device.type == "cuda" and config.cuda_graph:
+            with _out_of_memory_as("capturing graphs", "lower memory_fraction or cuda_graph_max_bs"):
+                self.capture(progress)
+
+
+def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_bytes: int | None) -> MemoryPlan:
+    """What the pools hold beside the loaded model; see ModelRunner."""
+    peak = 0
+    if budget_bytes is None and target.device.type == "cuda":
+        peak = _measure_activations(config, target, model)
+        peak += _graph_activations(config, target, peak)
+    # One scheduler lends the rows and pages of all ranks: the rank with the least memory decides how many.
+    budget_bytes = target.tp.minimum(pool_budget(config, target, peak) if budget_bytes is None else budget_bytes)
+    return make_plan(config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak)
+
+
+def _graph_activations(config: EngineConfig, target: RunTarget, peak: int) -> int:
+    """Bytes that graphs keep for their activations, by their share of the tokens of the step that took `peak` bytes.
+    Those of prompts are the largest; other graphs use the same memory."""
+    if not (config.cuda_graph and config.cuda_graph_prompts):
+        return 0
+    buckets = needed_buckets(graph_rows(config, target), config.chunked_prefill_size)
+    return peak * max(map(sum, buckets)) // config.chunked_prefill_size
+
+
+def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalLM) -> int:
+    """Bytes that the largest prefill step takes beside weights and pools: one is run over small pools."""
+    plan, step = probe(config, target)
+    runner = StepRunner(Runtime.allocate(config, target, model, plan))
+    torch.cuda.reset_peak_memory_stats(target.device)
+    before = torch.cuda.memory_allocated(target.device)
+    runner.launch(step).result()
+    peak = torch.cuda.max_memory_allocated(target.device) - before
+    del runner
+    torch.cuda.empty_cache()
+    return peak
+
+
+@contextmanager
+def _out_of_memory_as(doing: str, advice: str) -> Iterator[None]:
+    """Running out of device memory inside becomes a MemoryBudgetError that says what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        raise MemoryBudgetError(f"the device ran out of memory while {doing}: {advice} ({e})") from e
+
+
+def probe(config: EngineConfig, target: RunTarget) -> tuple[MemoryPlan, StepPlan]:
+    """The largest prefill step, whose prompts have pages of their own, and pools that just hold it."""
+    limit = target.model_config.max_position_embeddings
+    length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
+    rows = -(-config.chunked_prefill_size // length)
+    pages = -(-length // config.page_size) if kv_groups(config, target) else 0
+    plan = MemoryPlan(rows, rows, rows * pages, config.page_size, length, UnitCosts(slot=0, row=0, page=0), 0)
+    params, ids = SamplingParams(temperature=0.0), [0] * length
+    return plan, StepPlan(
+        admissions=[Admission(r, r, ids, length, params, 0) for r in range(1, rows + 1)],
+        page_writes=[PageWrite(r, 0, int32s(range(1 + (r - 1) * pages, 1 + r * pages))) for r in range(1, rows + 1)],
+        extend=[ExtendRow(r, 0, ids, 0, True) for r in range(1, rows + 1)],
+    )

@@ -1,0 +1,136 @@
+"""Where states leave for other workers and arrive from them: a buffer beside the pools, filled with images."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+
+import torch
+
+from hybridrt.base.errors import PoolError
+from hybridrt.kinds.registry import state_dtype, state_shape
+from hybridrt.mem_cache.pools.kv_pool import KVPool
+from hybridrt.mem_cache.pools.pools import Pools
+from hybridrt.mem_cache.pools.state_slices import MambaSpec, Section, derive_mamba_conv_split
+from hybridrt.runtime.load.target import RunTarget
+from hybridrt.runtime.step.plan import StateCopy
+
+Part = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in an image
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """What one rank keeps of a request after `length` tokens, as one run of bytes without gaps:
+
+        for each recurrent layer   conv inputs [conv_dim, K - 1] | recurrent state [*temporal]
+        for each attention layer   keys [kv_heads, tokens, head_dim] | values [kv_heads, tokens, v_head_dim]
+                                   or latent vectors [1, tokens, head_dim], the same on all ranks
+
+    Tokens are all `length` of them or, where every attention layer has a sliding window, those that the next token sees
+    in the layer with the widest; but for the first `start`, whose KV the receiver has. Whatever is cut over the ranks
+    is outermost, so that a share of it is one run too.
+
+    Attributes:
+        states: the parts of all recurrent layers' states, in order.
+        tokens: what one token takes of each tensor with keys, values or latent vectors, in order.
+        window: keys that a token sees in the layer with the widest window; None if a layer sees all.
+    """
+
+    states: tuple[Section, ...]
+    tokens: tuple[Section, ...]
+    window: int | None
+    tp_size: int
+
+    @classmethod
+    def of(cls, target: RunTarget, kv: KVPool) -> "ImageLayout":
+        mc, tp = target.model_config, target.tp.size
+        configs = {layer_id: config for kind, config in mc.linear.items() for layer_id in mc.linear_layer_ids(kind)}
+        states, tokens = list[Section](), list[Section]()
+        for layer_id in sorted(configs):
+            shape, groups = state_shape(configs[layer_id], tp), state_shape(configs[layer_id]).groups
+            shapes = (shape.conv_dim, shape.conv_kernel - 1), shape.temporal
+            dtypes = target.dtype, state_dtype(shape, target.state_dtype)
+            states += derive_mamba_conv_split(MambaSpec(shapes, dtypes, shape.kind, groups), tp).sections
+        for layer_id in mc.full_attention_layer_ids:
+            spec, heads = kv.specs[layer_id], mc.attention_of(layer_id).num_kv_heads
+            tokens += [Section(spec.num_kv_heads * dim * spec.dtype.itemsize, heads) for dim in spec.cache_dims]
+        return cls(tuple(states), tuple(tokens), mc.sliding_window, tp)
+
+    def sections(self, length: int, start: int = 0) -> list[Section]:
+        """The image's parts, in order, as conv_transfer cuts them over ranks."""
+        count = self.kv_tokens(length, start)
+        return [*self.states, *(Section(count * token.nbytes, token.groups) for token in self.tokens)]
+
+    def kv_tokens(self, length: int, start: int = 0) -> int:
+        """How many of the last tokens' keys and values an image holds."""
+        return length - start if self.window is None else min(length - start, self.window - 1)
+
+    def image_bytes(self, length: int, start: int = 0) -> int:
+        return sum(section.nbytes for section in self.sections(length, start))
+
+
+class StateArena:
+    """Copies states between the pools and images in `buffer` [transfer_bytes] uint8, on the pools' device.
+
+    Pools keep layouts of their own: a ring of conv inputs, KV in pages, in replay mode a checkpoint and a ring of
+    inputs since. An image holds none of these, so each side may keep its state in a layout of its own.
+    """
+
+    def __init__(self, target: RunTarget, pools: Pools, transfer_bytes: int) -> None:
+        self.layout = ImageLayout.of(target, pools.kv)
+        self.buffer = torch.zeros(transfer_bytes, dtype=torch.uint8, device=target.device)
+        self._table = pools.req_to_token
+        self._kv = [t for layer_id in target.model_config.full_attention_layer_ids for t in pools.kv.held(layer_id)]
+
+    def export_state(self, copy: StateCopy) -> None:
+        """Pools to image. A state may move: a ring of inputs becomes part of its checkpoint.
+
+        Raises:
+            PoolError: the image is larger than its room. Nothing has changed.
+        """
+        self._check_room(copy)
+        places, pool, offset = self._places(copy), self._table.mamba_pool, copy.offset
+        states = () if pool is None else pool.export(copy.row, copy.length)
+        kv = (tensor.flatten(0, 1).index_select(0, places).transpose(0, 1) for tensor in self._kv)
+        for tensor in chain(states, kv):
+            data = tensor.contiguous().view(-1).view(torch.uint8)
+            self.buffer[offset : offset + len(data)] = data
+            offset += len(data)
+
+    def import_state(self, copy: StateCopy) -> None:
+        """Image to pools, into the slot and the pages that the row has, of a request that has just been admitted.
+
+        Raises:
+            PoolError: the image would end outside the arena. Nothing has changed.
+        """
+        self._check_room(copy)
+        places, pool = self._places(copy), self._table.mamba_pool
+        states = [] if pool is None else [(shape, dtype) for _, shape, dtype in pool.slot_parts()]
+        kv = [((t.shape[2], len(places), t.shape[3]), t.dtype) for t in self._kv]
+        parts = self._read(copy.offset, [*states, *kv])
+        if pool is not None:
+            pool.import_(copy.row, copy.length, parts)
+        for tensor, heads in zip(self._kv, parts, strict=True):
+            tensor.flatten(0, 1).index_copy_(0, places, heads.transpose(0, 1))
+
+    def _check_room(self, copy: StateCopy) -> None:
+        """PoolError unless the image fits its room: the bytes around it belong to other requests, and another worker
+        may be reading them."""
+        needed, end = self.layout.image_bytes(copy.length, copy.start), self.buffer.numel()
+        room = end - copy.offset if copy.room is None else copy.room
+        if copy.offset < 0 or needed > room or copy.offset + needed > end:
+            raise PoolError(
+                f"the image of {copy.length} tokens has {needed} bytes; it has room for {room} at byte {copy.offset} "
+                f"of an arena of {end}"
+            )
+
+    def _places(self, copy: StateCopy) -> torch.Tensor:
+        first = copy.length - self.layout.kv_tokens(copy.length, copy.start)
+        return self._table.req_to_token[copy.row, first : copy.length].long()
+
+    def _read(self, start: int, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
+        """The tensors that lie one after the other from byte `start` on. Copies: an image has no alignment."""
+        for shape, dtype in parts:
+            end = start + prod(shape) * dtype.itemsize
+            yield self.buffer[start:end].clone().view(dtype).view(shape)
+            start = end

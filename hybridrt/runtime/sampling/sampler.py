@@ -1,0 +1,276 @@
+"""From logits to tokens: the greedy or sampled tail of a step."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import combinations
+from operator import or_
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.sampling.acceptance import accept_chain, accept_tree
+from hybridrt.kernels.sampling.sampling import LogitFilters, Penalties, greedy, sample
+from hybridrt.kernels.sampling.token_rules import DrawLines, apply_token_rules
+from hybridrt.runtime.step.plan import Admission
+from hybridrt.runtime.step.sampling_table import FLOATS, SamplingTable
+
+# Sampling of every kind: each has kernels of its own, and so has each set of filters.
+_FILTERS = {"top_k": 20, "top_p": 0.9, "min_p": 0.05}
+_FILTER_SETS = [dict(some) for count in range(4) for some in combinations(_FILTERS.items(), count)]
+EVERY_DRAW: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    *({"temperature": 0.7, **filters} for filters in _FILTER_SETS),
+    {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
+    {"temperature": 0.0, "logit_bias": {0: 1.0}},
+    {"temperature": 0.7, "logit_bias": {0: 1.0}},
+    {"temperature": 0.7, "logit_bias": {0: 1.0}, "presence_penalty": 0.1},
+)
+
+# The parts of sampling that a request may use, as bits: known on the host, so that a step runs no more than it needs.
+# WORDS: rules depend on the tokens before, which are then kept.
+DRAWS, TOP_K, TOP_P, MIN_P, PENALTIES, LOGPROBS, RULES, WORDS = (1 << i for i in range(8))
+
+
+def used_parts(params: Iterable[SamplingParams]) -> int:
+    """The parts of sampling that any of the requests uses."""
+    return reduce(or_, map(_parts, params), 0)
+
+
+def _parts(params: SamplingParams) -> int:
+    return (
+        DRAWS * (not params.greedy)
+        | TOP_K * (params.top_k > 0)
+        | TOP_P * (params.top_p < 1)
+        | MIN_P * (params.min_p > 0)
+        | PENALTIES * params.uses_penalties
+        | LOGPROBS * (params.logprobs is not None)
+        | RULES * params.uses_rules
+        | WORDS * bool(params.bad_words)
+    )
+
+
+def takes_best(parts: int) -> bool:
+    """Whether all rows take the likeliest token of logits that only rules change."""
+    return not parts & (DRAWS | PENALTIES)
+
+
+class RowRequirements:
+    """Which parts of sampling the requests of all rows use, by request row, on the host."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._parts = np.zeros(num_rows + 1, np.uint8)
+        self._logprobs = np.full(num_rows + 1, -1, np.int64)
+        self._ruled_until = np.zeros(num_rows + 1, np.int64)
+
+    def admit(self, admissions: Iterable[Admission]) -> None:
+        for a in admissions:
+            self._ruled_until[a.row] = 0 if a.rules is None else a.rules.until
+            self._parts[a.row] = _parts(a.params)
+            self._logprobs[a.row] = -1 if a.params.logprobs is None else a.params.logprobs
+
+    def of(self, rows: np.ndarray, output_indices: np.ndarray) -> tuple[int, Sequence[int | None]]:
+        """The parts of sampling that any of the rows [n] uses for tokens from those output indices [n] on, and how many
+        alternatives to its token each of them wants, None for no log-probabilities; empty if no row wants any."""
+        parts = reduce(or_, set(self._parts.take(rows).tobytes()), 0)
+        if parts & RULES and not (output_indices < self._ruled_until[rows]).any():
+            parts &= ~RULES
+        wanted = self._logprobs[rows].tolist() if parts & LOGPROBS else ()
+        return parts, [None if n < 0 else n for n in wanted]
+
+
+class SampledLines(NamedTuple):
+    """What a step samples from: the decode rows, then the prompts that end, m lines in all.
+
+    Attributes:
+        rows, output_indices: [m] int32; on_host: the same, as the host knows them.
+        logits: [m, vocab].
+    """
+
+    rows: Tensor
+    output_indices: Tensor
+    on_host: tuple[np.ndarray, np.ndarray]
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Verification:
+    """n rows of T inputs to verify, on the device.
+
+    Attributes:
+        rows, output_indices: [n] int32 request rows, and the index of the token drawn after the root.
+        positions: [n, T] int32 of all inputs: a draw's output index grows with its position.
+        drafts: [n, T - 1] int32, of which the first num_drafts [n] int32 are drafts; the rest is padding.
+        last_tokens: [R + 1] int32, which gets each row's next root.
+        parents, tree_mask: of a tree, as in SpecInfo; None for chains.
+    """
+
+    rows: Tensor
+    output_indices: Tensor
+    positions: Tensor
+    drafts: Tensor
+    num_drafts: Tensor
+    last_tokens: Tensor
+    parents: Tensor | None = None
+    tree_mask: Tensor | None = None
+
+    def earlier(self) -> tuple[Tensor, Tensor]:
+        """For the draw after each input, [n * T, T - 1] each: all drafts of its row, int64, and whether the input sees
+        them, int32."""
+        n, width = self.positions.shape
+        sees = self.tree_mask
+        if sees is None:
+            sees = torch.ones(width, width, dtype=torch.bool, device=self.drafts.device).tril().expand(n, -1, -1)
+        drafts = self.drafts[:, None].expand(-1, width, -1)
+        return drafts.reshape(n * width, -1).long(), sees[:, :, 1:].reshape(n * width, -1).int()
+
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """Of the draws after all inputs the rows and the output indices, [n * T] int32 each."""
+        n, width = self.positions.shape
+        indices = self.output_indices[:, None] + self.positions - self.positions[:, :1]
+        return self.rows.repeat_interleave(width, output_size=n * width), indices.view(-1)
+
+    def known(self) -> Tensor:
+        """[n * T] int32: the output index of the first draft before each draw."""
+        return self.output_indices[:, None].expand(self.positions.shape).reshape(-1)
+
+    def paths(self) -> Tensor:
+        """[n * T, T - 1] int32: of each input the drafts that it sees, in order of depth. What stands behind them means
+        nothing."""
+        n, width = self.positions.shape
+        paths = self.drafts[:, None].expand(-1, width, -1)
+        if self.tree_mask is not None:
+            depths = (self.positions[:, 1:] - self.positions[:, :1] - 1)[:, None]
+            # Drafts beside the path are written to a column that is cut off.
+            places = torch.where(self.tree_mask[:, :, 1:], depths, width - 1).long()
+            paths = paths.new_zeros(n, width, width).scatter_(2, places, paths)[:, :, :-1]
+        return paths.reshape(n * width, -1)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What n rows of a verify step keep.
+
+    Attributes:
+        tokens: [n, T] int64 drawn behind the inputs that stay, in order; the first `counts` of a row are its output,
+            of which the last is -1 if its logits were not finite.
+        counts: [n] int32 inputs that stay, the root included.
+        path: [n, T] int64 nodes of a tree that stay, the root first; None for chains, which keep their first inputs.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    path: Tensor | None = None
+
+    def ends(self) -> Tensor:
+        """[n] int64: each row's last input that stays, counted over all rows of the step."""
+        n, width = self.tokens.shape
+        return torch.arange(n, device=self.tokens.device) * width + self.counts - 1
+
+
+class Sampler:
+    """Picks one token a row; a draw depends on the request's seed and the output index alone."""
+
+    def __init__(self, table: SamplingTable) -> None:
+        self.table = table
+
+    def __call__(
+        self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, bitmask: Tensor | None = None
+    ) -> Tensor:
+        """logits [n, vocab], rows and output_indices [n] int32 to tokens [n] int64; -1 where logits are not finite, or
+        no token is allowed.
+
+        Args:
+            parts: of sampling that any row uses (`used_parts`).
+            bitmask: as in LogitFilters, the tokens that grammars allow; None allows all.
+        """
+        if parts & RULES:
+            lines = DrawLines(rows, output_indices, output_indices, rows.new_empty(len(rows), 0))
+            logits = apply_token_rules(logits, self.table.rules, lines)
+        tokens = self._draw(logits, rows, output_indices, parts, bitmask=bitmask)
+        if parts & PENALTIES:
+            self.table.count(rows, tokens)
+        if parts & WORDS:
+            self.table.remember(rows, output_indices, tokens)
+        return tokens
+
+    def verify(self, logits: Tensor, step: Verification, parts: int, bitmask: Tensor | None = None) -> Accepted:
+        """Draws after each of the T inputs of n rows, and which inputs stay (hybridrt.kernels.sampling.acceptance).
+
+        Args:
+            logits: [n * T, vocab].
+            bitmask: [n * T, ceil(vocab / 32)] as for `__call__`.
+        """
+        if parts & RULES or not takes_best(parts):
+            rows, indices = step.keys()
+            if parts & RULES:
+                lines = DrawLines(rows, indices, step.known(), step.paths())
+                logits = apply_token_rules(logits, self.table.rules, lines)
+            earlier = step.earlier() if parts & PENALTIES else None
+            tokens = self._draw(logits, rows, indices, parts, earlier, bitmask)
+        else:
+            tokens = greedy(logits, bitmask)
+        kept = self._accept(tokens.view(step.positions.shape), step)
+        if parts & (PENALTIES | WORDS):
+            self._take(step, kept, parts)
+        return kept
+
+    def _take(self, step: Verification, kept: Accepted, parts: int) -> None:
+        """Counts and remembers what a verify step keeps; the rest goes to row 0, which is scratch."""
+        places = torch.arange(kept.tokens.shape[1], device=kept.tokens.device)
+        rows = step.rows[:, None].masked_fill(places >= kept.counts[:, None], 0).view(-1)
+        if parts & PENALTIES:
+            self.table.count(rows, kept.tokens.view(-1))
+        if parts & WORDS:
+            self.table.remember(rows, (step.output_indices[:, None] + places).view(-1), kept.tokens.view(-1))
+
+    @staticmethod
+    def _accept(tokens: Tensor, step: Verification) -> Accepted:
+        if step.parents is None or step.tree_mask is None:
+            counts = accept_chain(tokens, step.drafts, step.num_drafts, step.rows, step.last_tokens)
+            return Accepted(tokens, counts)
+        counts, path = accept_tree(tokens, step.drafts, step.num_drafts, step.parents, step.tree_mask)
+        kept = Accepted(tokens.gather(1, path), counts, path)
+        step.last_tokens[step.rows] = kept.tokens.flatten()[kept.ends()].int()
+        return kept
+
+    def draft(self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, drafted: Tensor) -> Tensor:
+        """Draws as `__call__` does, for rows that `drafted` [n, k] int64 has run ahead of: none of it is counted."""
+        if parts & RULES:
+            lines = DrawLines(rows, output_indices, output_indices - drafted.shape[1], drafted.int())
+            logits = apply_token_rules(logits, self.table.rules, lines)
+        counted = parts & PENALTIES
+        earlier = (drafted.clamp(min=0), torch.ones_like(drafted, dtype=torch.int32)) if counted else None
+        return self._draw(logits, rows, output_indices, parts, earlier)
+
+    def _draw(
+        self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int,
+        earlier: tuple[Tensor, Tensor] | None = None, bitmask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """One draw for each line of logits; `earlier`: tokens that come before it and are not counted yet, [n, k]
+        int64, and how often each counts, [n, k] int32."""
+        if takes_best(parts):
+            return greedy(logits, bitmask)
+        table, penalties = self.table, None
+        constants = dict(zip(FLOATS, table.floats.index_select(1, rows)))
+        if parts & PENALTIES:
+            counts = table.output_counts[rows]
+            if earlier is not None:
+                counts.scatter_add_(1, *earlier)
+            penalties = Penalties(
+                constants["repetition_penalty"], constants["presence_penalty"], constants["frequency_penalty"],
+                counts, table.prompt_mask[rows],
+            )  # fmt: skip
+        logit_filters = LogitFilters(
+            constants["temperature"],
+            top_k=table.top_k[rows] if parts & TOP_K else None,
+            top_p=constants["top_p"] if parts & TOP_P else None,
+            min_p=constants["min_p"] if parts & MIN_P else None,
+            penalties=penalties,
+            bitmask=bitmask,
+        )
+        return sample(logits, logit_filters, table.seeds[rows], output_indices.long())

@@ -1,0 +1,281 @@
+"""One step as data: what the scheduler hands to an executor, and what comes back. Host integers only.
+
+The parts of a plan are msgspec structs, which are encoded as arrays: a plan goes to every rank in every step.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.sampling.token_rules import TokenRules
+from hybridrt.runtime.step.token_scores import TokenScores
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """A request takes a row. The executor zeroes the slot's state, resets the row's ring and stores the row's
+    sampling constants on the device, before anything else of the step runs.
+
+    Attributes:
+        row: request row in [1, R]; row 0 is padding.
+        state_slot: in [1, S]; 0 if the model has no recurrent layer.
+        tokens: prompt, then the tokens generated so far (a retracted request comes back with some).
+        prompt_len: how many of `tokens` are the prompt.
+        seed: of the request's draws.
+        rules: what `params` allow of single tokens; None for all.
+    """
+
+    row: int
+    state_slot: int
+    tokens: Sequence[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    rules: TokenRules | None = None
+
+    @property
+    def phase(self) -> int:
+        """A number in [0, 2**31) that spreads the folds of requests that advance alike (MambaPool.admit). It depends on
+        the request alone, so that neighbours do not change where its state is rounded: on the end of its prompt and,
+        where it draws, on its seed."""
+        end = np.array(self.tokens[max(self.prompt_len - 64, 0) : self.prompt_len], np.int32)
+        return crc32(end.tobytes(), 0 if self.params.greedy else self.seed & 0xFFFFFFFF) >> 1
+
+
+class PageWrite(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """`pages` [n] int32 become pages first_page, first_page + 1, ... of `row`'s KV."""
+
+    row: int
+    first_page: int
+    pages: np.ndarray
+
+
+class PageCopy(msgspec.Struct, frozen=True, array_like=True):
+    """The KV of page `source`, in all layers, goes to page `target` too."""
+
+    source: int
+    target: int
+
+
+class StateCopy(msgspec.Struct, frozen=True, array_like=True):
+    """State and KV of the first `length` tokens of `row`, between the pools and byte `offset` of the executor's arena
+    (hybridrt.runtime.run.state_arena).
+
+    Attributes:
+        room: bytes of the arena that belong to this copy; None: all from `offset` on.
+        start: tokens whose KV is left out.
+    """
+
+    row: int
+    length: int
+    offset: int
+    room: int | None = None
+    start: int = 0
+
+
+class HostCopy(msgspec.Struct, frozen=True, array_like=True):
+    """A copy of KV pages and states of the prefix cache to its tier in main memory; with `fetch`, back to the device.
+
+    Attributes:
+        ticket: greater than that of every earlier copy.
+        pages, host_pages: page pages[i] of the pool and page host_pages[i] of the tier.
+        states: (number of tokens, state slot, place in the tier) of each state.
+    """
+
+    ticket: int
+    fetch: bool
+    pages: Sequence[int] = ()
+    host_pages: Sequence[int] = ()
+    states: Sequence[tuple[int, int, int]] = ()
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True):
+    """A copy of the state of `row`, which owns slot `own`, to slot `slot`."""
+
+    row: int
+    own: int
+    slot: int
+
+
+class DecodeRow(NamedTuple):
+    """One of `DecodeRows`: the same fields, of one row."""
+
+    row: int
+    computed: int
+    output_index: int
+    drafts: Sequence[int] = ()
+    parents: Sequence[int] | None = None
+
+
+NO_INTEGERS = np.empty(0, np.int32)
+
+
+class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
+    """The decode rows of a step as columns, [n] int32 unless said otherwise. The input of a row is the last token
+    sampled for it, which only the device may know yet.
+
+    Attributes:
+        rows: request rows.
+        computed: tokens whose KV and state are written before this step: the input's position.
+        output_indices: index, in the request's output, of the token sampled here; with the seed it keys the draw.
+        num_drafts: proposed tokens to verify after the input (speculative decoding).
+        drafts: [sum(num_drafts)] int32, row after row.
+        parents: None if all drafts are chains; else [sum(num_drafts)] int32, the index of each draft's parent among
+            (input, *drafts) of its row, parents first.
+
+    Raises:
+        ValueError: the columns do not belong together.
+    """
+
+    rows: np.ndarray = NO_INTEGERS
+    computed: np.ndarray = NO_INTEGERS
+    output_indices: np.ndarray = NO_INTEGERS
+    num_drafts: np.ndarray = NO_INTEGERS
+    drafts: np.ndarray = NO_INTEGERS
+    parents: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        n, total = len(self.rows), int(self.num_drafts.sum()) if len(self.drafts) else np.count_nonzero(self.num_drafts)
+        if not n == len(self.computed) == len(self.output_indices) == len(self.num_drafts):
+            raise ValueError(f"columns of {n} decode rows differ in length")
+        if len(self.drafts) != total or (self.parents is not None and len(self.parents) != total):
+            raise ValueError(f"{len(self.drafts)} drafts where num_drafts counts {total}")
+
+    @classmethod
+    def of(cls, rows: Iterable[DecodeRow]) -> "DecodeRows":
+        """The columns of single rows."""
+        rows = list(rows)
+        lines, computed = int32s(r.row for r in rows), int32s(r.computed for r in rows)
+        indices = int32s(r.output_index for r in rows)
+        return cls.with_drafts(lines, computed, indices, [r.drafts for r in rows], [r.parents for r in rows])
+
+    @classmethod
+    def with_drafts(
+        cls, rows: np.ndarray, computed: np.ndarray, output_indices: np.ndarray, drafts: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int] | None],
+    ) -> "DecodeRows":  # fmt: skip
+        """Columns of rows, and of each row its drafts and their parents, None for a chain."""
+        flat = None
+        if any(p is not None for p in parents):
+            flat = int32s(i for d, p in zip(drafts, parents) for i in (range(len(d)) if p is None else p))
+        counts, tokens = int32s(map(len, drafts)), int32s(token for d in drafts for token in d)
+        return cls(rows, computed, output_indices, counts, tokens, flat)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+NO_ROWS = DecodeRows()
+
+
+def int32s(values: Iterable[int]) -> np.ndarray:
+    """[n] int32."""
+    return np.fromiter(values, np.int32)
+
+
+class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk of a prompt. `sample` is set on the last chunk, whose last position gives the next token; on the others
+    `following` is the prompt's next token.
+
+    Attributes:
+        read_state_slot: holds the state before the chunk, of a prefix that is cached; 0: the row's own slot. The state
+            behind the chunk goes to the row's own slot.
+        saves: (number of tokens, slot), in order, for each state within the chunk that goes to a slot of its own: that
+            after the first so many of the chunk's tokens, 1 to len(tokens) - 1.
+    """
+
+    row: int
+    computed: int
+    tokens: Sequence[int]
+    output_index: int
+    sample: bool
+    following: int = 0
+    read_state_slot: int = 0
+    saves: Sequence[tuple[int, int]] = ()
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Decode rows come first in the batch, then extend rows, each list in order. What `imports` says is copied in
+    before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. `page_copies` are
+    made before the rows are computed; no page is the target of one and the source of another. Before anything
+    else, admissions included, each row in `donations` gives its slot to the prefix cache; from then on the slot holds
+    the row's whole state.
+
+    Attributes:
+        snapshots: states of decode rows before the step, made behind the donations and what `after_copies` names. No
+            slot is the target of two.
+        host_copies: launched behind the donations, on a stream of their own. No step waits for them, unless its
+            `after_copies` says so.
+        kept_pages: made behind the donations. They fill pages of the prefix cache. Their sources may be pages that this
+            step writes to.
+        after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
+        constrained: the rows that sample under a bitmask, by their numbers in the step's result. If there
+            are any, `launch` launches all but the sampling, and `Executor.sample` launches the sampling.
+    """
+
+    admissions: list[Admission] = field(default_factory=list)
+    page_writes: list[PageWrite] = field(default_factory=list)
+    decode: DecodeRows = NO_ROWS
+    extend: list[ExtendRow] = field(default_factory=list)
+    imports: list[StateCopy] = field(default_factory=list)
+    exports: list[StateCopy] = field(default_factory=list)
+    donations: list[int] = field(default_factory=list)
+    page_copies: list[PageCopy] = field(default_factory=list)
+    host_copies: list[HostCopy] = field(default_factory=list)
+    after_copies: int = 0
+    constrained: list[int] = field(default_factory=list)
+    kept_pages: list[PageCopy] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+
+
+# Log-probabilities of a token and of the most likely ones, by token id, its own first: natural logs, of the model's own
+# logits.
+TokenLogprobs = dict[int, float]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """For every decode row, then every extend row with `sample` set: the tokens that it gained, in order (one
+    without speculation, accepted drafts + 1 with it), and their log-probabilities where asked for (else None).
+
+    Attributes:
+        prompt_logprobs: by request row, of each extend row whose request has `prompt_logprobs`: those of the prompt
+            tokens that follow the chunk's tokens, in order.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None]
+    prompt_logprobs: dict[int, TokenScores] = field(default_factory=dict)
+
+
+class StepHandle(Protocol):
+    """A launched step whose result may not have been copied to the host yet."""
+
+    def ready(self) -> bool:
+        """True if `result` would not wait."""
+
+    def result(self) -> StepResult:
+        """Returns the step's tokens; waits for them if the step samples any. A step that samples nothing is not waited
+        for: later work is safe because it is queued on the same stream. Call this in launch order."""
+
+
+class Executor(Protocol):
+    """Runs steps in launch order. `launch` returns at once; a later step may be launched before the result is read."""
+
+    def launch(self, plan: StepPlan) -> StepHandle: ...
+
+    def copied(self, ticket: int) -> bool:
+        """Whether a host copy of a launched plan has ended."""
+
+    def sample(self, masks: np.ndarray) -> None:
+        """Launches the sampling of the step that was launched last, whose plan has `constrained` rows.
+
+        Args:
+            masks: [lines, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set where token i is allowed: of each
+                constrained row in order one line for its last token, then one for each of its drafts.
+        """

@@ -1,0 +1,169 @@
+"""Rules about single tokens (`kernels/sampling/token_rules.py`): made of a request's parameters on the host, packed at
+its admission into a table on the device."""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hybridrt.base.errors import RequestError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.sampling.token_rules import RULE_COLUMNS, TokenRules, TokenRuleTable
+
+if TYPE_CHECKING:
+    from hybridrt.runtime.step.plan import Admission
+
+MAX_RULES = 2048  # of a row, and tokens of all its prefixes
+HISTORY = 64  # output tokens that are kept of a row: bad words have at most one token more
+_ALWAYS = 2**31 - 1
+
+
+def make_rules(
+    params: SamplingParams, stop_ids: Iterable[int], words: Sequence[Sequence[int]], vocab_size: int
+) -> TokenRules | None:
+    """The rules that parameters stand for, None without any.
+
+    Args:
+        stop_ids: what `min_tokens` forbids.
+        words: the token ids of `bad_words`.
+        vocab_size: all ids are less.
+
+    Raises:
+        RequestError: a row of the table does not hold so many, or so long ones.
+    """
+    if not params.uses_rules:
+        return None
+    stop_ids = sorted(stop_ids) if params.min_tokens else []
+    biases = params.logit_bias or {}
+    forbidden = [(token, -np.inf, params.min_tokens, ()) for token in stop_ids]
+    biased = [(token, bias, _ALWAYS, ()) for token, bias in biases.items()]
+    bad = [(word[-1], -np.inf, _ALWAYS, tuple(word[:-1])) for word in words]
+    _check_size({"min_tokens": len(forbidden), "logit_bias": len(biased), "bad_words": len(bad)}, words)
+    rules = forbidden + biased + bad
+    lengths = [len(prefix) for *_, prefix in rules]
+    columns = np.zeros((RULE_COLUMNS, len(rules)), np.int32)
+    tokens, values, limits, prefixes = zip(*rules) if rules else ((),) * 4
+    columns[0], columns[1] = tokens, np.array(values, np.float32).view(np.int32)
+    columns[2], columns[3], columns[4] = limits, [0, *accumulate(lengths)][: len(rules)], lengths
+    flat = np.array([token for prefix in prefixes for token in prefix], np.int32)
+    permanent = biased or bad or params.allowed_token_ids is not None
+    allowed = _words(params.allowed_token_ids, vocab_size)
+    return TokenRules(columns.tobytes(), flat.tobytes(), allowed, _ALWAYS if permanent else params.min_tokens)
+
+
+def any_allowed(rules: TokenRules | None, mask: np.ndarray | None, output: Sequence[int]) -> bool:
+    """Whether any token may follow an output.
+
+    Args:
+        mask: int32 words, a bit a token, what else allows it; nothing behind its end. None: all are allowed. Then,
+            unless `rules` list the allowed tokens, the answer is True: so few rules do not forbid a vocabulary.
+    """
+    listed = np.frombuffer(rules.allowed, np.int32) if rules is not None and rules.allowed else None
+    if listed is None and mask is None:
+        return True
+    words = mask if listed is None else listed if mask is None else listed[: len(mask)] & mask[: len(listed)]
+    left = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))  # type: ignore[union-attr]
+    return bool(set(left.tolist()) - (set() if rules is None else _forbidden(rules, output)))
+
+
+def _forbidden(rules: TokenRules, output: Sequence[int]) -> set[int]:
+    """The tokens that rules forbid behind an output."""
+    columns = np.frombuffer(rules.columns, np.int32).reshape(RULE_COLUMNS, -1)
+    minus_infinity = np.float32(-np.inf).view(np.int32)
+    prefixes, found = np.frombuffer(rules.prefixes, np.int32).tolist(), set[int]()
+    for token, value, until, start, length in columns.T.tolist():
+        behind = list(output[max(len(output) - length, 0) :]) == prefixes[start : start + length]
+        if value == minus_infinity and len(output) < until and behind:
+            found.add(token)
+    return found
+
+
+def _check_size(rules: dict[str, int], words: Sequence[Sequence[int]]) -> None:
+    for field, total in zip(rules, accumulate(rules.values())):
+        if total > MAX_RULES:
+            raise RequestError(
+                f"{field} brings this request to {total} rules about tokens (stop tokens before min_tokens, biases, "
+                f"bad words with and without a space); at most {MAX_RULES} are kept for it: pass fewer",
+                field,
+            )
+    longest, total = max(map(len, words), default=0), sum(len(word) - 1 for word in words)
+    if longest > HISTORY + 1 or total > MAX_RULES:
+        raise RequestError(
+            f"bad_words holds a word of {longest} tokens, and {total + len(words)} tokens in all; a word may have "
+            f"{HISTORY + 1}, and all of them {MAX_RULES} beside their last ones: shorten them",
+            "bad_words",
+        )
+
+
+def _words(allowed: Sequence[int] | None, vocab_size: int) -> bytes:
+    """Allowed tokens as bits."""
+    if allowed is None:
+        return b""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(allowed)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def allocate_rules(counts: torch.Tensor, vocab_size: int) -> TokenRuleTable:
+    """A table without rules. `counts` [R + 1] int32 belongs to it."""
+    rows, device = len(counts), counts.device
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+    columns, words = zeros(RULE_COLUMNS, rows, MAX_RULES), zeros(rows, -(-vocab_size // 32))
+    return TokenRuleTable(counts.fill_(-1), columns, zeros(rows, MAX_RULES), words, zeros(rows, HISTORY))
+
+
+def rule_row_bytes(vocab_size: int) -> int:
+    """Bytes of one row, its count apart."""
+    return 4 * ((RULE_COLUMNS + 1) * MAX_RULES + -(-vocab_size // 32) + HISTORY)
+
+
+def pack_rules(admissions: Sequence["Admission"]) -> dict[str, np.ndarray]:
+    """int32 sections of the step's packed copy; nothing where no admission has rules."""
+    ruled = [(a, a.rules) for a in admissions if a.rules is not None]
+    if not ruled:
+        return {}
+    columns = [np.frombuffer(rules.columns, np.int32).reshape(RULE_COLUMNS, -1) for _, rules in ruled]
+    prefixes = [np.frombuffer(rules.prefixes, np.int32) for _, rules in ruled]
+    restricted = [(a.row, np.frombuffer(rules.allowed, np.int32)) for a, rules in ruled if rules.allowed]
+    outputs = [a.tokens[max(a.prompt_len, len(a.tokens) - HISTORY) :] for a, _ in ruled]
+    starts = [len(a.tokens) - a.prompt_len - len(output) for (a, _), output in zip(ruled, outputs)]
+    rows = [a.row for a, _ in ruled]
+    sections = {
+        "rule_rows": np.array(rows, np.int32),
+        "rules": np.concatenate((_places(rows, [c.shape[1] for c in columns]), np.concatenate(columns, 1))),
+        "rule_prefixes": np.concatenate((_places(rows, list(map(len, prefixes))), np.concatenate(prefixes)[None])),
+        "history": np.concatenate((_places(rows, list(map(len, outputs)), starts), _flat(outputs)[None])),
+    }
+    if restricted:
+        sections["allowed_rows"] = np.array([row for row, _ in restricted], np.int32)
+        sections["allowed"] = np.stack([words for _, words in restricted])
+    return sections
+
+
+def _places(rows: Sequence[int], lengths: Sequence[int], starts: Sequence[int] | None = None) -> np.ndarray:
+    """[2, sum(lengths)]: of each entry its row, and its place in the row."""
+    starts = starts or [0] * len(rows)
+    places = [np.arange(start, start + n, dtype=np.int32) for start, n in zip(starts, lengths)]
+    return np.stack((np.repeat(np.array(rows, np.int32), lengths), np.concatenate(places)))
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> np.ndarray:
+    return np.array([token for tokens in lists for token in tokens], np.int32)
+
+
+def admit_rules(table: TokenRuleTable, sections: dict[str, torch.Tensor]) -> None:
+    """Stores what `pack_rules` packed; the rows' counts apart."""
+    # Filled, not assigned: a Python number behind `[...] =` is copied to the device, which the host waits for.
+    table.allowed.index_fill_(0, sections["rule_rows"].long(), -1)
+    if "allowed" in sections:
+        table.allowed[sections["allowed_rows"]] = sections["allowed"]
+    rules = sections["rules"]
+    table.columns[:, rules[0], rules[1]] = rules[2:]
+    for into, name in ((table.prefixes, "rule_prefixes"), (table.history, "history")):
+        rows, places, tokens = sections[name]
+        into[rows, places % into.shape[1]] = tokens

@@ -1,0 +1,117 @@
+"""Bodies of /v1/messages."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from hybridrt.server.core.protocol import MAX_MESSAGES, Body, ListOf, Sampling, TextPart, tag_of
+
+
+class ToolUse(Body):
+    """A call that the model has made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResult(Body):
+    """What that call has returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | ListOf[TextPart] | None = None
+    is_error: bool | None = None
+
+
+class Thinking(Body):
+    """What the model thought."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinking(Body):
+    """What another model thought, encrypted. It is left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+Block = Annotated[
+    Annotated[TextPart, Tag("tagged-text")]
+    | Annotated[ToolUse, Tag("tagged-tool_use")]
+    | Annotated[ToolResult, Tag("tagged-tool_result")]
+    | Annotated[Thinking, Tag("tagged-thinking")]
+    | Annotated[RedactedThinking, Tag("tagged-redacted_thinking")],
+    Discriminator(
+        tag_of(),
+        custom_error_type="block_type",
+        custom_error_message="type must be text, tool_use, tool_result, thinking or redacted_thinking",
+    ),
+]
+
+
+class MessageTurn(Body):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | ListOf[Block]
+
+
+class MessageTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class MessageToolChoice(Body):
+    """Which tools the model may call, and how many."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingOptions(Body):
+    """Whether to think, and how many tokens at most."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class OutputFormat(Body):
+    """What the text must look like."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputOptions(Body):
+    """How much to think, and what the text must look like."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(Sampling):
+    """/v1/messages/count_tokens"""
+
+    messages: Annotated[list[MessageTurn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | ListOf[TextPart] | None = None
+    tools: ListOf[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessageRequest(CountRequest):
+    """/v1/messages"""
+
+    max_tokens: int
+    stop_sequences: ListOf[str] | None = None

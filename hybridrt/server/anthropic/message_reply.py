@@ -1,0 +1,111 @@
+"""Answers of /v1/messages: a list of content blocks, and their events."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic_core import from_json
+
+from hybridrt.chat.events import CallBegin
+from hybridrt.engine.api.async_llm import DeltaStream
+from hybridrt.engine.api.chats import PreparedChat
+from hybridrt.engine.request.outputs import Delta
+from hybridrt.server.anthropic.message_protocol import MessageRequest
+from hybridrt.server.core.reply import BlockKind, BlockReply
+from hybridrt.server.core.service import Service
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": None}
+# Of each kind of block: the type of its deltas, and the field that they add to.
+_DELTAS: dict[BlockKind, tuple[str, str]] = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class MessageReply(BlockReply):
+    """A message of the assistant."""
+
+    def __init__(
+        self, service: Service, name: str, deltas: DeltaStream, body: MessageRequest, prepared: PreparedChat
+    ) -> None:
+        super().__init__(service, name, deltas, body, prepared)
+        self._blocks: list[dict[str, Any]] = []
+        self._written = ""  # by the open block
+        self._stopped_by: int | str | None = None
+
+    def body(self) -> dict[str, Any]:
+        """As BlockReply.body."""
+        return {
+            "id": self.name,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": self._blocks,
+            **self._end_reason(),
+            "usage": self._usage(),
+        }
+
+    def count(self, delta: Delta) -> None:
+        """As Reply.count."""
+        super().count(delta)
+        self._stopped_by = delta.stop_reason
+
+    def _end_reason(self) -> dict[str, Any]:
+        reason = self.reader.finish_reason
+        by_text = reason == "stop" and isinstance(self._stopped_by, str)
+        return {
+            "stop_reason": "stop_sequence" if by_text else reason and _REASONS[reason],
+            "stop_sequence": self._stopped_by if by_text else None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """Counts of tokens. Those from the prefix cache are known at the end; they are no input tokens then."""
+        return {
+            "input_tokens": self.prompt_tokens - self.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+        }
+
+    def _begin(self) -> Iterator[dict[str, Any]]:
+        yield {"type": "message_start", "message": self.body()}
+
+    def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterator[dict[str, Any]]:
+        if call is not None:
+            block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        elif kind == "text":
+            block = {"type": "text", "text": ""}
+        else:
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        self._blocks.append(block)
+        self._written = ""
+        yield self._event("content_block_start", content_block=block)
+
+    def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
+        self._written += text
+        name, field = _DELTAS[kind]
+        yield self._event("content_block_delta", delta={"type": name, field: text})
+
+    def _end_block(self, kind: BlockKind) -> Iterator[dict[str, Any]]:
+        if kind == "call":
+            self._blocks[-1]["input"] = _object(self._written)
+        else:
+            self._blocks[-1][_DELTAS[kind][1]] = self._written
+        yield self._event("content_block_stop")
+
+    def _end(self) -> Iterator[dict[str, Any]]:
+        yield {"type": "message_delta", "delta": self._end_reason(), "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": kind, "index": len(self._blocks) - 1, **fields}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object. If they break off, it has the entries before that, as Anthropic's clients read a
+    stream. If they are no JSON, it is empty."""
+    try:
+        value = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

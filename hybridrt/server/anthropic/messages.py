@@ -1,0 +1,140 @@
+"""/v1/messages: Anthropic's Messages API, mapped to requests of /v1/chat/completions."""
+
+import json
+from functools import partial
+from typing import Any
+
+from starlette.types import Scope
+
+from hybridrt.server.anthropic.message_protocol import (
+    Block,
+    CountRequest,
+    MessageRequest,
+    MessageToolChoice,
+    MessageTurn,
+    Thinking,
+    ThinkingOptions,
+    ToolResult,
+    ToolUse,
+)
+from hybridrt.server.anthropic.message_reply import MessageReply
+from hybridrt.server.core.protocol import ChatRequest, TextPart
+from hybridrt.server.core.service import Service
+from hybridrt.server.openai.chat import as_chat_request, conversation_of, function_call, function_tool, prepare_chat
+from hybridrt.server.wire.errors import APIError
+
+# Fields of a chat request, by the names that errors of this endpoint give them.
+MESSAGE_NAMES = {"stop": "stop_sequences", "structured_outputs": "output_config", "thinking_token_budget": "thinking"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+async def start_message(service: Service, body: MessageRequest, scope: Scope) -> MessageReply:
+    """Starts the request of a body.
+
+    Raises:
+        APIError, HybridrtError: the request is refused. Nothing has started.
+    """
+    chat = await service.off_loop(scope, partial(_as_chat, body))
+    prepared = await prepare_chat(service, chat, scope)
+    name, deltas = service.submit([prepared.prompt], "msg_", body, scope)
+    return MessageReply(service, name, deltas, body, prepared)
+
+
+async def count_tokens(service: Service, body: CountRequest, scope: Scope) -> int:
+    """Tokens of a conversation in the chat template.
+
+    Raises:
+        APIError, HybridrtError: it cannot be rendered, or is too long.
+    """
+    service.check_model(body.model)
+    conversation = await service.off_loop(scope, lambda: conversation_of(_as_chat(body)))
+    text = await service.render_chat(conversation)
+    return len(await service.encode(text, bare=True))
+
+
+def _as_chat(body: CountRequest) -> ChatRequest:
+    thinking, output = body.thinking, body.output_config
+    effort = "none" if thinking and thinking.type == "disabled" else output and output.effort
+    stops = body.stop_sequences if isinstance(body, MessageRequest) else None
+    prefilled = _is_prefilled(body.messages[-1])
+    return as_chat_request(
+        body,
+        messages=_messages(body),
+        stop=stops or body.stop,
+        tools=[function_tool(t.name, t.description, t.input_schema, t.strict) for t in body.tools or ()] or None,
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        reasoning_effort=effort,
+        thinking_token_budget=thinking and thinking.budget_tokens,
+        response_format=output and output.format and _format(output.format.schema_),
+        chat_template_kwargs=_switches(thinking) | (body.chat_template_kwargs or {}),
+        add_generation_prompt=not prefilled,
+        continue_final_message=prefilled,
+    )
+
+
+def _switches(thinking: ThinkingOptions | None) -> dict[str, Any]:
+    """Variables of templates that reason only if they are told to; those of type "disabled" come with the effort."""
+    return {"enable_thinking": True, "thinking": True} if thinking and thinking.type == "enabled" else {}
+
+
+def _tool_choice(choice: MessageToolChoice | None) -> Any:
+    if choice is None:
+        return None
+    if choice.type != "tool":
+        return _CHOICES[choice.type]
+    if choice.name is None:
+        raise APIError(400, "tool_choice of type tool needs the name of a tool", "tool_choice.name")
+    return function_tool(choice.name)
+
+
+def _format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema, "strict": True}}
+
+
+def _is_prefilled(last: MessageTurn) -> bool:
+    """Whether the answer continues the last message."""
+    if last.role != "assistant":
+        return False
+    return isinstance(last.content, str) or all(isinstance(block, TextPart) for block in last.content)
+
+
+def _messages(body: CountRequest) -> list[dict[str, Any]]:
+    messages = []
+    if body.system:
+        messages.append({"role": "system", "content": _content(body.system)})
+    for turn in body.messages:
+        if isinstance(turn.content, str):
+            messages.append({"role": turn.role, "content": turn.content})
+        elif turn.role == "assistant":
+            messages.append(_assistant(turn.content))
+        else:
+            messages += _user(turn.role, turn.content)
+    return messages
+
+
+def _assistant(blocks: list[Block]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant"}
+    message["content"] = "".join(block.text for block in blocks if isinstance(block, TextPart))
+    if thoughts := [block.thinking for block in blocks if isinstance(block, Thinking)]:
+        message["reasoning_content"] = "".join(thoughts)
+    calls = [function_call(b.id, b.name, json.dumps(b.input)) for b in blocks if isinstance(b, ToolUse)]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _user(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own, before the text of the same message."""
+    results = [block for block in blocks if isinstance(block, ToolResult)]
+    messages: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content or "")}
+        for block in results
+    ]
+    texts = [block for block in blocks if isinstance(block, TextPart)]
+    if texts or not results:
+        messages.append({"role": role, "content": _content(texts)})
+    return messages
+
+
+def _content(content: str | list[TextPart]) -> str | list[dict[str, str]]:
+    """Text, or the parts of a message in OpenAI's form: the chat template says how parts are joined."""
+    return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]

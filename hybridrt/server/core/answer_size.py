@@ -1,0 +1,90 @@
+"""How large an answer may become, known before its request starts: it may be a thousand times its request.
+
+Log-probabilities are counted in entries: a token's own, and each alternative to it. One is 8 bytes while its request
+runs, and up to a hundred as JSON text.
+"""
+
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+from hybridrt.base.errors import QueueFullError
+from hybridrt.engine.api.async_llm import DeltaStream
+from hybridrt.engine.request.intake import PreparedPrompt
+from hybridrt.server.wire.errors import APIError
+
+MAX_PROMPT_ENTRIES = 2**18  # of prompts, in one answer: 131,072 tokens with one alternative each
+MAX_RUNNING_ENTRIES = 2**20  # the same in the answers of all running requests
+MAX_OUTPUT_ENTRIES = 2**22  # of output tokens, in one answer: 131,072 tokens with 31 alternatives each
+MAX_REPEATED = 2**24  # characters or token ids of prompts that are repeated for each of several samples
+
+
+def prompt_entries(prompts: Iterable[PreparedPrompt], forms: int) -> int:
+    """Log-probabilities of prompts that an answer has.
+
+    Args:
+        forms: in how many fields of the answer, all samples together, they are.
+
+    Raises:
+        APIError: more than MAX_PROMPT_ENTRIES.
+    """
+    scored = [p for p in prompts if p.params.prompt_logprobs is not None]
+    found = forms * sum(len(p.tokens) * (1 + (p.params.prompt_logprobs or 0)) for p in scored)
+    if found > MAX_PROMPT_ENTRIES:
+        most = max(p.params.prompt_logprobs or 0 for p in scored)
+        raise APIError(
+            400,
+            f"the log-probabilities of the prompts would have {found} entries (prompt tokens * (prompt_logprobs + 1) * "
+            f"samples, here with up to {most} alternatives); an answer has at most {MAX_PROMPT_ENTRIES}: ask for fewer "
+            "alternatives, or send fewer prompts at a time",
+            "prompt_logprobs",
+        )
+    return found
+
+
+def check_output(prompts: Iterable[PreparedPrompt]) -> None:
+    """Raises APIError for outputs whose log-probabilities may become more than MAX_OUTPUT_ENTRIES."""
+    found = sum(
+        (p.max_len - len(p.tokens)) * (1 + p.params.logprobs) * p.params.n
+        for p in prompts
+        if p.params.logprobs is not None
+    )
+    if found > MAX_OUTPUT_ENTRIES:
+        raise APIError(
+            400,
+            f"the log-probabilities of the output may become {found} entries (output tokens * (logprobs + 1) * "
+            f"samples); an answer has at most {MAX_OUTPUT_ENTRIES}: lower max_tokens, logprobs or n",
+            "logprobs",
+        )
+
+
+def check_repeated(lengths: Iterable[int], n: int, what: str, field: str) -> None:
+    """Raises APIError where an answer would repeat too much of its prompts, `lengths` long, for each of `n` samples."""
+    found = n * sum(lengths)
+    if n > 1 and found > MAX_REPEATED:
+        raise APIError(
+            400,
+            f"the answer would repeat {found} {what} of the prompts, once for each sample; at most {MAX_REPEATED}: "
+            f"leave {field} out, or lower n",
+            field,
+        )
+
+
+class EntryRoom:
+    """Counts the log-probabilities of prompts that running requests hold, until their streams are dropped."""
+
+    def __init__(self) -> None:
+        self._held: WeakKeyDictionary[DeltaStream, int] = WeakKeyDictionary()
+
+    def check(self, entries: int) -> None:
+        """Raises QueueFullError if there is no room for so many more."""
+        held = sum(list(self._held.values())) if entries else 0
+        if held + entries > MAX_RUNNING_ENTRIES:
+            raise QueueFullError(
+                f"running requests have asked for {held} log-probabilities of prompts, this one asks for {entries}, "
+                f"and {MAX_RUNNING_ENTRIES} may be there at a time: try again later"
+            )
+
+    def hold(self, deltas: DeltaStream, entries: int) -> None:
+        """They are held as long as the stream is."""
+        if entries:
+            self._held[deltas] = entries

@@ -1,0 +1,139 @@
+"""What a server is told when it starts."""
+
+import math
+import os
+import re
+import ssl
+from dataclasses import dataclass, field
+
+from hybridrt.base.errors import ConfigError
+from hybridrt.base.files import check_file, read_text
+from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
+from hybridrt.server.core.pages import host_name
+
+API_KEY_VARIABLE = "HYBRIDRT_API_KEY"
+_HEADER_TEXT = re.compile(r"[\x21-\x7e]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+")  # scheme, host and port: what browsers send
+_HTTP_URL = re.compile(r"https?://[^\s/]+\S*")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Every field is checked when the object is made.
+
+    Args:
+        host: address to listen on. The default is reached from this machine alone.
+        port: 0 takes any free one.
+        served_model_names: what requests call the model; empty: the name under which it was loaded.
+        api_keys: requests must bring one of them (`Authorization: Bearer KEY`), except /health and /ready. Empty: none.
+        tls_certificate, tls_key: PEM files; both, or neither for plain HTTP.
+        allowed_hosts: further names and addresses under which clients call the server (`Host`), without a port; "*":
+            any. It always answers to localhost, to loopback addresses and to `host`, and to every IP address where
+            `host` is 0.0.0.0 or ::. Empty: no others.
+        allowed_origins: web pages of these origins may call (CORS); "*": all. Empty: none.
+        chat_template: Jinja text that replaces the model's own; None keeps that.
+        tool_parser, reasoning_parser: names of formats; "auto" goes by the chat template, "none" is off.
+        max_waiting: samples that may wait beside those that run; more are answered with 429.
+        max_body_bytes: longer bodies are answered with 413.
+        max_prompts: prompts of one request of /v1/completions.
+        max_samples: `n` times prompts of one request.
+        request_timeout: seconds that a request may take, its answer's last byte included.
+        drain_timeout: seconds that running requests get after SIGTERM.
+        step_timeout: seconds after which a step that has not ended makes /health fail.
+        stats_interval: seconds between two lines of statistics; 0 writes none.
+        access_log: write a line for each request.
+        otlp_endpoint: where OpenTelemetry spans go, such as http://collector:4318/v1/traces; None makes none.
+
+    Raises:
+        ConfigError: a field cannot be used; the text says which.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    chat_template: str | None = None
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    max_waiting: int = 4096
+    max_body_bytes: int = 16 * 2**20
+    max_prompts: int = 1024
+    max_samples: int = 1024
+    request_timeout: float = 600.0
+    drain_timeout: float = 30.0
+    step_timeout: float = 120.0
+    stats_interval: float = 10.0
+    access_log: bool = True
+    otlp_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be 0 to 65535")
+        for name in ("max_waiting", "max_body_bytes", "max_prompts", "max_samples"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("request_timeout", "step_timeout", "drain_timeout", "stats_interval"):
+            seconds, positive = getattr(self, name), name in ("request_timeout", "step_timeout")
+            if not (math.isfinite(seconds) and seconds >= 0 and (seconds or not positive)):
+                least = "above 0" if positive else "0 or more"
+                raise ConfigError(f"{name} is {seconds}; it must be a number of seconds, {least}")
+        self._check_tls()
+        for registry, name in ((TOOL_PARSERS, self.tool_parser), (REASONING_PARSERS, self.reasoning_parser)):
+            choose(registry, name, "")
+        self._check_addresses()
+        if not all(_HEADER_TEXT.fullmatch(key) for key in self.api_keys):
+            raise ConfigError("an API key is empty, or holds a space or a character that is not ASCII; choose another")
+
+    def _check_tls(self) -> None:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ConfigError("TLS needs a certificate and a key; pass both files, or neither")
+        if self.tls_certificate is not None and self.tls_key is not None:
+            try:
+                for file in (self.tls_certificate, self.tls_key):
+                    check_file(file, 1 << 20)
+                # The empty password: without one, OpenSSL asks on the terminal for that of an encrypted key.
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_certificate, self.tls_key, "")
+            except (OSError, ValueError) as e:
+                raise ConfigError(
+                    f"tls_certificate {self.tls_certificate} and tls_key {self.tls_key} cannot be used: {e}; pass PEM "
+                    "files of a certificate and its unencrypted key"
+                ) from e
+
+    def _check_addresses(self) -> None:
+        for host in self.allowed_hosts:
+            if host != "*" and host_name(host) is None:
+                raise ConfigError(f"allowed host {host!r}: it must be * or a name without a port, like api.example.org")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"allowed origin {origin!r}: it must be * or like https://example.org")
+        if self.otlp_endpoint is not None and not _HTTP_URL.fullmatch(self.otlp_endpoint):
+            raise ConfigError(
+                f"otlp_endpoint is {self.otlp_endpoint!r}; it must be a URL such as http://collector:4318/v1/traces"
+            )
+
+
+def read_api_keys(keys: list[str] | None, file: str | None) -> tuple[str, ...]:
+    """API keys from the command line, else from the lines of a file, else from the variable HYBRIDRT_API_KEY.
+
+    Raises:
+        ConfigError: both are given; or the file cannot be read or holds none; or the variable is set and holds none. A
+            server without keys would be open.
+    """
+    if keys and file:
+        raise ConfigError("API keys are given twice, by themselves and as a file; pass one of the two")
+    if file is not None:
+        try:
+            keys = read_text(file, 1 << 20).split()
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"the file of API keys, {file}, cannot be read: {e}") from e
+        if not keys:
+            raise ConfigError(f"the file of API keys, {file}, holds none; write one a line")
+    if not keys and (text := os.environ.get(API_KEY_VARIABLE)) is not None:
+        keys = text.split()
+        if not keys:
+            raise ConfigError(f"the variable {API_KEY_VARIABLE} is set and holds no key; set it to one, or unset it")
+    return tuple(keys or ())

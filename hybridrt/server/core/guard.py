@@ -1,0 +1,192 @@
+"""Around every request: its name, its key, its size, its time, and its line in the access log."""
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.pages import PageRules, check_content_type
+from hybridrt.server.core.respond import CLIENT_GONE, FAILURE, ClientGone
+from hybridrt.server.core.service import RECORD
+from hybridrt.server.wire.errors import ANTHROPIC_PATH, APIError, error_response
+
+OPEN_PATHS = ("/health", "/ready")
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
+_SENT = "hybridrt.sent"  # where a request's scope keeps what has been sent
+_SEND_SECONDS = 5.0  # for the end of an answer that ran out of time, to a client that may not read
+access_log = logging.getLogger("hybridrt.access")
+log = logging.getLogger("hybridrt.server")
+
+
+class Guard:
+    """An ASGI application around another one. Whatever happens inside, the client gets an answer or its connection
+    ends, and the server goes on.
+
+    - `X-Request-Id` is taken from the request, or made, and sent back.
+    - A request that names another host, comes from a page that may not call, or has a body that is not JSON is refused
+      before its body is read, on every path (hybridrt/server/core/pages.py).
+    - Web pages of the allowed origins can read every answer, errors included (CORS).
+    - Without a valid key only OPEN_PATHS answer. Keys are compared in constant time.
+    - A body that is too long is refused, where possible before it is read.
+    - A request that takes too long, its body and its answer included, ends: with 504, or with an error event in a
+      stream. The header `X-Request-Timeout` (seconds) sets a shorter time than the server's.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+        self._keys = [key.encode() for key in config.api_keys]
+        self._pages = PageRules(config.host, config.allowed_hosts, config.allowed_origins)
+        self._entry: ASGIApp = self._answer
+        if config.allowed_origins:
+            self._entry = CORSMiddleware(
+                self._answer,
+                allow_origins=config.allowed_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("Retry-After", "X-Request-Id"),
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        answer = scope[_SENT] = _Sent(send, request_id)
+        scope[RECORD] = {}
+        began = time.monotonic()
+        try:
+            self._pages.check_sender(scope)
+            await self._entry(scope, receive, answer)
+        except APIError as e:  # before CORS: no page reads it
+            await error_response(e, scope["path"])(scope, receive, answer)
+        finally:
+            scope[RECORD].setdefault("status", answer.status)
+            scope.pop(FAILURE, None)  # uvicorn keeps the scope, and this the stream, until the next request
+            if self._config.access_log:
+                _write_line(scope, request_id, time.monotonic() - began)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, answer = dict(scope["headers"]), scope[_SENT]
+        try:
+            self._check(scope, headers)
+            async with asyncio.timeout(self._seconds(headers)):
+                await self._app(scope, _limited(receive, self._config.max_body_bytes), send)
+        except ClientGone:
+            answer.status = CLIENT_GONE
+        except APIError as e:
+            await error_response(e, scope["path"])(scope, receive, send)
+        except asyncio.CancelledError:
+            # The event loop closes, after a second signal. uvicorn would write a traceback for every request.
+            log.info("request %s is cut off", answer.request_id.decode())
+        except TimeoutError:
+            error = APIError(504, "the request has taken longer than it may", code="timeout")
+            await answer.end(error, scope, receive, send)
+        except Exception:
+            log.exception("request %s failed", answer.request_id.decode())
+            error = APIError(500, "the server has failed on this request; its log says why")
+            await answer.end(error, scope, receive, send)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and len(length) < 19 and int(length) > self._config.max_body_bytes:
+            raise _too_long(self._config.max_body_bytes)
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            self._check_key(scope, headers)
+        check_content_type(scope)
+
+    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if scope["path"].startswith(ANTHROPIC_PATH) and b"x-api-key" in headers:
+            scheme, key = b"bearer", headers[b"x-api-key"]
+        # All keys are compared, so that the time does not tell which one is near.
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise APIError(
+                401, "a valid API key is needed: send it as Authorization: Bearer KEY", code="invalid_api_key"
+            )
+
+    def _seconds(self, headers: dict[bytes, bytes]) -> float:
+        asked = headers.get(b"x-request-timeout")
+        if asked is None:
+            return self._config.request_timeout
+        if not _SECONDS.fullmatch(asked.strip()):
+            raise APIError(400, "X-Request-Timeout must be a number of seconds, such as 2.5")
+        return min(float(asked), self._config.request_timeout)
+
+
+class _Sent:
+    """What has been sent of an answer."""
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.status = 0
+        self.is_stream = self.ended = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [*message.get("headers", ()), (b"x-request-id", self.request_id)]
+            message = {**message, "headers": headers}
+            self.is_stream = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
+        await self._send(message)  # what the deadline interrupts here, for a client that does not read, is not sent
+        self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    async def end(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Ends the answer with an error, in the form that is still possible. `send` leads here."""
+        if not self.status:
+            await error_response(error, scope["path"])(scope, receive, send)
+        elif self.is_stream and not self.ended:
+            self.status = error.status
+            last = scope[FAILURE](error, scope["path"])
+            try:
+                async with asyncio.timeout(_SEND_SECONDS):
+                    await self._send({"type": "http.response.body", "body": last, "more_body": False})
+            except TimeoutError:
+                log.info("request %s: the client does not read", self.request_id.decode())
+
+
+def _limited(receive: Receive, max_bytes: int) -> Receive:
+    """Receives at most so many bytes of body."""
+    got = 0
+
+    async def limited() -> Message:
+        nonlocal got
+        message = await receive()
+        got += len(message.get("body", b""))
+        if got > max_bytes:
+            raise HTTPException(413, _too_long(max_bytes).message)
+        return message
+
+    return limited
+
+
+def _too_long(max_bytes: int) -> APIError:
+    return APIError(413, f"the body has more than {max_bytes} bytes: send less, or serve with more --max-body-bytes")
+
+
+def _write_line(scope: Scope, request_id: bytes, seconds: float) -> None:
+    """One JSON object. It holds nothing of headers, query or body but lengths: secrets and texts are not logged."""
+    line: dict[str, Any] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "request_id": request_id.decode(),
+        "client": (scope.get("client") or ("",))[0],
+        "method": scope["method"],
+        "path": scope["path"][:200],
+        "seconds": round(seconds, 6),
+        **scope[RECORD],
+    }
+    access_log.info(json.dumps(line))

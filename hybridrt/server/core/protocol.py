@@ -1,0 +1,222 @@
+"""Bodies of requests. Fields that are not listed are ignored, as vLLM does; a listed one of the wrong type is refused.
+
+Values are checked where they are used: SamplingParams says what a temperature may be, the engine what a prompt may be.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag
+
+from hybridrt.base.sampling_params import MAX_BIASES
+
+# Of one request. Reading more of them would hold other requests up, and few models have room for as many.
+MAX_MESSAGES = 16384
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _FirstError(FailFast):
+    """The first wrong element ends the check of a list: an error for each of millions would hold all requests up."""
+
+    __hash__ = object.__hash__  # typing.Union compares what it is made of
+
+
+T = TypeVar("T")
+ListOf = Annotated[list[T], _FirstError()]
+TokenIds = Annotated[list[TokenId], Field(max_length=2**24), _FirstError()]
+
+
+def at_most(entries: int) -> BeforeValidator:
+    """For a dict: more entries are refused before each is checked."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > entries:
+            raise ValueError(f"it has {len(value)} entries; pass at most {entries}")
+        return value
+
+    return BeforeValidator(check)
+
+
+class Body(BaseModel):
+    """A JSON object. No value is converted: "5" is no number, 5.0 no integer, 1 no bool."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+def tag_of(default: str | None = None) -> Callable[[Any], str]:
+    """How pydantic distinguishes the members of a union: Tag("tagged-X") is for objects whose `type` is X.
+
+    Pydantic puts the tag into the place of an error. Error messages leave out names that begin with "tagged-".
+
+    Args:
+        default: the type of an object that names none.
+    """
+
+    def tag(item: Any) -> str:
+        kind = item.get("type", default) if isinstance(item, dict) else getattr(item, "type", None)
+        return f"tagged-{kind}"
+
+    return tag
+
+
+class StreamOptions(Body):
+    """What a stream tells besides text."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class JSONSchema(Body):
+    """A schema, and what it is called. It always holds, whatever `strict` says."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """Text of any form, a JSON object, or JSON that a schema accepts."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class StructuredFields(Body):
+    """vLLM's `structured_outputs`: exactly one of these is set."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: ListOf[str] | None = None
+    grammar: str | None = None
+
+
+class Sampling(Body):
+    """Fields that all endpoints which generate share. None: the model's default (`LLM.default_sampling_params`)."""
+
+    model_config = ConfigDict(strict=True, extra="allow")  # kept, to refuse those that would change the output
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: str | ListOf[str] | None = None
+    stop_token_ids: ListOf[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    min_tokens: int | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASES)] = None
+    allowed_token_ids: ListOf[int] | None = None
+    bad_words: ListOf[str] | None = None
+    prompt_logprobs: int | None = None
+    cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: ListOf[str] | None = None
+    guided_grammar: str | None = None
+    seed: int | None = None
+    n: int | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    request_id: Annotated[str | None, Field(pattern=r"^[\x21-\x7e]{1,128}$")] = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
+
+
+def _prompt_tag(prompt: Any) -> str:
+    """Which of `Prompts` is meant, by the first entry: an error then says what is wrong about that one."""
+    if not isinstance(prompt, list):
+        return "tagged-text"
+    return "tagged-ids" if prompt and isinstance(prompt[0], (int, float)) else "tagged-list"
+
+
+Prompts = Annotated[
+    Annotated[str, Tag("tagged-text")]
+    | Annotated[TokenIds, Tag("tagged-ids")]
+    | Annotated[list[str | TokenIds], Field(max_length=2**16), _FirstError(), Tag("tagged-list")],
+    Discriminator(_prompt_tag),
+]
+
+
+class CompletionRequest(Sampling):
+    """/v1/completions"""
+
+    prompt: Prompts
+    echo: bool | None = False
+    logprobs: int | None = None
+    add_special_tokens: bool | None = True
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class TextPart(Body):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a conversation. Further fields reach the chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | ListOf[TextPart] | None = None
+
+
+class ChatFields(BaseModel):
+    """What makes a prompt of a conversation; hybridrt.chat.conversation checks tools and tool_choice."""
+
+    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=MAX_MESSAGES)] = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(ChatFields, Sampling):
+    """/v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+    include_reasoning: bool | None = True
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+
+
+class TokenizeRequest(ChatFields, Body):
+    """/tokenize: a prompt, or a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow")  # kept, to refuse those that would change the tokens
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """/detokenize"""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class AbortRequest(Body):
+    """/abort: the `id` of a response, or the `request_id` that its request set."""
+
+    request_id: str

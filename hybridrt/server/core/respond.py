@@ -1,0 +1,167 @@
+"""Answers on their way to a client that may read slowly, or go away."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hybridrt.base.errors import HybridrtError
+from hybridrt.engine.request.outputs import Delta
+from hybridrt.server.core.reply import Reply
+from hybridrt.server.core.service import record
+from hybridrt.server.wire.errors import as_api_error
+from hybridrt.server.wire.http_limits import BODY_WRITER, BodyWriter
+from hybridrt.server.wire.sse import pieces
+
+# What the event loop makes itself, in microseconds or so (Reply.weight): handing work to a thread takes a tenth of it.
+INLINE = 1000
+AT_ONCE = 100  # what it makes without giving way to others: a step brings hundreds of deltas
+PART_BYTES = 2**18  # of a large answer that are made, and written, at a time
+CLIENT_GONE = 499  # as in nginx's logs; it is never sent
+FAILURE = "hybridrt.failure"  # where a stream's scope keeps what makes its end of an error: Reply.failure
+_EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class ClientGone(Exception):
+    """The client has closed its connection. What ran for it has been aborted."""
+
+
+async def respond(answer: Reply, request: Request) -> Response:
+    """The answer, or the stream of it.
+
+    Raises:
+        EngineError: the request has failed.
+        ClientGone: the client has closed its connection.
+    """
+    record(request.scope, model=answer.model, stream=answer.streams, prompt_tokens=answer.prompt_tokens)
+    if answer.streams:
+        return EventStream(answer)
+    try:
+        body = await _while_connected(request.receive, _whole(answer))
+    finally:
+        answer.deltas.close()
+    record(request.scope, **answer.facts())
+    return Response(body[0], media_type="application/json") if len(body) == 1 else LargeJSON(body)
+
+
+async def _whole(answer: Reply) -> list[bytes]:
+    """The body of an answer that is no stream."""
+    ended = [delta async for delta in answer.deltas]
+    return await made_by(answer.in_thread, pieces(partial(answer.whole, ended)), sum(map(answer.weight, ended)))
+
+
+async def made_by(in_thread: Callable[..., Awaitable[Any]], parts: Iterator[bytes], weight: int) -> list[bytes]:
+    """The parts, joined to a few large ones. Heavy ones are made in other threads, some at a time, so that neither the
+    event loop nor another client's answer waits for all of them."""
+    if weight <= INLINE:
+        return [b"".join(parts)]
+    found = list[bytes]()
+    while (part := await in_thread(_some, parts)) is not None:
+        found.append(part)
+    return found
+
+
+def _some(parts: Iterator[bytes]) -> bytes | None:
+    """The next PART_BYTES or so; None: there is no more."""
+    found, size = list[bytes](), 0
+    for part in parts:
+        found.append(part)
+        size += len(part)
+        if size >= PART_BYTES:
+            break
+    return b"".join(found) if found else None
+
+
+class LargeJSON(Response):
+    """A body in parts: each is written when the client has taken the ones before."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        super().__init__(media_type="application/json")
+        self.headers["content-length"] = str(sum(map(len, parts)))
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts:
+            await send(_part(part))
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(Response):
+    """Server-sent events. While the client does not take what was sent, nothing is made of the deltas; they wait,
+    joined, in their stream. While it does, each delta is written when it comes, without a switch to another task."""
+
+    def __init__(self, answer: Reply) -> None:
+        super().__init__(media_type="text/event-stream", headers=_EVENT_HEADERS)
+        del self.headers["content-length"]
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[FAILURE] = self._answer.failure
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _while_connected(receive, self._write(send, scope))
+        finally:
+            self._answer.deltas.close()
+            record(scope, **self._answer.facts())
+
+    async def _write(self, send: Send, scope: Scope) -> None:
+        answer = self._answer
+        opening = answer.opening()
+        while part := _some(opening):
+            await send(_part(part))
+            await asyncio.sleep(0)
+        if (writer := scope.get("extensions", {}).get(BODY_WRITER)) is not None:
+            answer.deltas.take = partial(self._write_now, writer)
+        try:
+            async for delta in answer.deltas:
+                gain = await made_by(answer.in_thread, answer.gain(delta), answer.weight(delta))
+                if any(gain):
+                    await send(_part(b"".join(gain)))  # at once: an error may follow whole events alone
+                await asyncio.sleep(0)  # a slow reader has many deltas, and none of these calls need wait
+            closing = await made_by(answer.in_thread, answer.closing(), answer.closing_weight())
+            last = b"".join(closing)
+        except HybridrtError as e:
+            error = as_api_error(e)
+            record(scope, status=error.status)
+            last = answer.failure(error, scope["path"])
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _write_now(self, writer: BodyWriter, delta: Delta) -> bool:
+        if writer.ready and self._answer.weight(delta) <= AT_ONCE:
+            writer.write(b"".join(self._answer.gain(delta)))
+            return True
+        return False
+
+
+def _part(body: bytes) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """Does work until it is done, or the client goes away.
+
+    Raises:
+        ClientGone: it has.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,234 @@
+"""What all endpoints share: the model, its names, and the way from a body to a running request."""
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from typing import Any
+
+from starlette.types import Scope
+
+from hybridrt.base.errors import CheckpointError, RequestError
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.chat.chat import Chat
+from hybridrt.chat.conversation import Conversation
+from hybridrt.engine.api.async_llm import AsyncLLM, DeltaStream
+from hybridrt.engine.api.chats import PreparedChat, check_characters, is_large_chat
+from hybridrt.engine.api.lanes import LONG_CHARACTERS, lane_of
+from hybridrt.engine.request.intake import PreparedPrompt
+from hybridrt.engine.text.tokenizer import HFTokenizer, encode_prompt
+from hybridrt.server.core.answer_size import EntryRoom, check_output, check_repeated, prompt_entries
+from hybridrt.server.core.bodies import SMALL, body_bytes
+from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.protocol import Sampling
+from hybridrt.server.core.structured import structured_outputs
+from hybridrt.server.core.token_text import TokenNumbers, TokenText
+from hybridrt.server.wire.errors import APIError
+
+SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
+ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
+RECORD = "hybridrt.record"  # where a request's scope keeps what its line of the access log says
+
+
+@dataclass
+class Service:
+    """A model that is served.
+
+    Attributes:
+        ready: requests are wanted: the model is warm, and the server is not shutting down.
+        created: when the server began, in seconds since 1970.
+    """
+
+    llm: AsyncLLM
+    config: ServerConfig
+    ready: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    entry_room: EntryRoom = field(default_factory=EntryRoom)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests may call the model; the first is the one that answers say."""
+        return self.config.served_model_names or (self.llm.llm.config.model,)
+
+    @cached_property
+    def token_text(self) -> TokenText:
+        """For log-probabilities."""
+        return TokenText(self.llm.llm.tokenizer)
+
+    @cached_property
+    def token_numbers(self) -> TokenText:
+        """The same for requests that want numbers for text."""
+        return TokenNumbers(self.llm.llm.tokenizer)
+
+    @property
+    def tokenizer(self) -> HFTokenizer:
+        """Raises APIError where the model has none."""
+        if self.llm.llm.tokenizer is None:
+            raise APIError(400, "this model has no tokenizer: send token ids to /v1/completions")
+        return self.llm.llm.tokenizer
+
+    @property
+    def chat(self) -> Chat:
+        """The model's way to chat. Raises APIError where it has no tokenizer."""
+        assert self.tokenizer is not None
+        return self.llm.llm.chats(self.config.chat_template, self.config.tool_parser, self.config.reasoning_parser)
+
+    async def start_renderer(self) -> None:
+        """Starts the process for chat templates, if there is one to render, and tries the model's: the first chat would
+        wait for it."""
+        tokenizer = self.llm.llm.tokenizer
+        if isinstance(tokenizer, HFTokenizer) and (self.config.chat_template or tokenizer.hf.chat_template):
+            await self.llm.in_thread(self.chat.examine)
+
+    async def prepare_chat(self, conversation: Conversation, params: SamplingParams) -> PreparedChat:
+        """A conversation as the engine takes it.
+
+        Raises:
+            APIError: the model has no tokenizer.
+            RequestError, MemoryBudgetError: it cannot be taken, or the template fails on it.
+        """
+        try:
+            return await self.llm.prepare_chat(conversation, params, self.chat)
+        except CheckpointError as e:
+            raise RequestError(str(e), "messages") from e
+
+    async def off_loop(self, scope: Scope, work: Callable[[], Any]) -> Any:
+        """The result of work that takes longer for a longer body; for a long one it is done in another thread."""
+        length = body_bytes(scope)
+        return work() if length <= SMALL else await self.llm.in_thread(work, lane=lane_of(length))
+
+    async def render_chat(self, conversation: Conversation) -> str:
+        """A conversation in the chat template. Raises as `prepare_chat`."""
+        check_characters(conversation, (self.llm.llm.plan.max_model_len - 1) * self.tokenizer.characters_per_token)
+        lane = lane_of(LONG_CHARACTERS if is_large_chat(conversation) else 0)
+        try:
+            text: str = await self.llm.in_thread(self.chat.render, conversation, lane=lane)
+        except CheckpointError as e:
+            raise RequestError(str(e), "messages") from e
+        return text
+
+    def submit(
+        self, prompts: list[PreparedPrompt], prefix: str, body: Sampling, scope: Scope, forms: int = 1
+    ) -> tuple[str, DeltaStream]:
+        """Starts requests. Returns the `id` of their answer, which /abort takes, and their deltas. `forms` as in
+        `prompt_entries`.
+
+        Raises:
+            APIError: the answer would be too large.
+            others: as `AsyncLLM.submit`; QueueFullError also if too many log-probabilities of prompts are held.
+        """
+        entries = prompt_entries(prompts, forms)
+        check_output(prompts)
+        if body.return_token_ids:
+            check_repeated([len(p.tokens) for p in prompts], prompts[0].params.n, "token ids", "return_token_ids")
+        self.entry_room.check(entries)
+        name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
+        record(scope, id=name)
+        deltas = self.llm.submit(prompts, name, stream=bool(body.stream))
+        self.entry_room.hold(deltas, entries)
+        return name, deltas
+
+    async def encode(self, text: str, *, bare: bool, truncated: bool = False) -> list[int]:
+        """Token ids of a text. `bare` and `truncated` as in `encode_prompt`.
+
+        Raises:
+            APIError: the model has no tokenizer.
+            RequestError: the text is too long, or no Unicode text.
+        """
+        longest = self.llm.llm.plan.max_model_len - 1
+        work = partial(encode_prompt, self.tokenizer, text, longest, bare=bare, truncated=truncated)
+        found: list[int] = await self.llm.in_thread(work, lane=lane_of(len(text)))
+        return found
+
+    def check_model(self, name: str | None) -> None:
+        """Raises APIError unless the model has this name. A request may leave it out, or empty."""
+        if name and name not in self.names:
+            raise APIError(404, f"there is no model {name!r}; there is {self.names[0]!r}", "model", "model_not_found")
+
+    def problem(self) -> str | None:
+        """Why the engine cannot work; None while it can."""
+        if self.llm.failure is not None:
+            return str(self.llm.failure)
+        if self.llm.stalled > self.config.step_timeout:
+            return f"a step of the engine has not ended for {self.llm.stalled:.0f} seconds"
+        return None
+
+    def sampling_params(self, body: Sampling, **changes: Any) -> SamplingParams:
+        """The model's defaults with what the body sets, and with `changes`.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        given = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+        given["structured_outputs"] = structured_outputs(body)
+        given["seed"] = _seed(body.seed)
+        given = {name: value for name, value in given.items() if value is not None}
+        return replace(self.llm.llm.default_sampling_params, **{**given, **changes})
+
+    def check_count(self, prompts: int, params: SamplingParams) -> None:
+        """Raises APIError for more prompts or samples than one request may have: more than may ever run and wait at a
+        time, too."""
+        if prompts > self.config.max_prompts:
+            raise APIError(400, f"{prompts} prompts; at most {self.config.max_prompts} at a time", "prompt")
+        most = min(self.config.max_samples, self.llm.llm.plan.num_rows + self.config.max_waiting)
+        if prompts * params.n > most:
+            text = f"{prompts} prompts with n = {params.n} samples each; at most {most} in all"
+            raise APIError(400, text, "n" if params.n > 1 else "prompt")
+
+
+def _seed(seed: int | None) -> int | None:
+    """As vLLM, takes negative seeds of 64 bits, of which -1 is none; SamplingParams takes the others."""
+    if seed is None or not -(2**63) <= seed < 0:
+        return seed
+    return None if seed == -1 else seed + 2**63
+
+
+def record(scope: Scope, **facts: Any) -> None:
+    """Adds to what the access log says of a request."""
+    scope.setdefault(RECORD, {}).update(facts)
+
+
+# Fields of OpenAI's, vLLM's and SGLang's requests that would change an output, and that this server does not know.
+UNSUPPORTED = {
+    "use_beam_search": "use n for several samples",
+    "guided_decoding_backend": "there is one",
+    "guided_whitespace_pattern": 'set "x-guidance" in the schema',
+    "functions": "leave it out",
+    "modalities": "only text is produced",
+    "audio": "only text is produced",
+    "chat_template": "start the server with --chat-template",
+    "documents": "write them into a message",
+    "echo": "leave it out",
+    "add_special_tokens": "the chat template writes them",
+    "prompt_embeds": "send text or token ids",
+    "logprob_token_ids": "logprobs gives the likeliest tokens",
+    "truncation_side": "the end of the prompt is kept, as with left",
+    "repetition_detection": "leave it out",
+    "logits_processors": "logit_bias, bad_words and allowed_token_ids change logits",
+    "watermarking": "leave it out",
+    "regex": "use guided_regex",
+    "ebnf": "use guided_grammar",
+    "json_schema": "use response_format or guided_json",
+    "stop_regex": "stop takes strings",
+    "no_stop_trim": "use include_stop_str_in_output",
+    "custom_logit_processor": "logit_bias, bad_words and allowed_token_ids change logits",
+    "lora_path": "there are no adapters",
+}
+# Values of these that change nothing.
+_NEUTRAL: tuple[Any, ...] = (None, [], {}, False, 0, "left", ["text"])
+
+
+def refuse_unsupported(body: Sampling) -> None:
+    """Raises APIError where a body sets one of UNSUPPORTED: to ignore it would give another output than was asked. The
+    same for options of a stream that is none."""
+    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
+        raise APIError(400, "stream_options goes with stream: set stream to true", "stream_options")
+    refuse_fields(body.model_extra or {})
+
+
+def refuse_fields(given: dict[str, Any]) -> None:
+    """Raises APIError for one of UNSUPPORTED among the fields that a body has and its endpoint does not list."""
+    for name in UNSUPPORTED.keys() & given.keys():
+        if given[name] not in _NEUTRAL:
+            raise APIError(400, f"{name} is not supported: {UNSUPPORTED[name]}", name, "unsupported")

@@ -1,0 +1,66 @@
+"""Structured output in bodies of requests: OpenAI's `response_format`, and the fields of vLLM's requests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hybridrt.base.errors import RequestError
+from hybridrt.base.structured_outputs import StructuredOutputs
+from hybridrt.server.core.protocol import ResponseFormat, Sampling
+from hybridrt.server.wire.errors import APIError
+
+# Fields of vLLM's older requests, and the fields of StructuredOutputs that they set.
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_ANY_OBJECT = {"type": "object"}
+
+
+def structured_outputs(body: Sampling) -> StructuredOutputs | None:
+    """What the output must look like; None: anything.
+
+    Raises:
+        APIError: two fields of the body say it.
+        RequestError: as StructuredOutputs; its field is `structured_outputs`.
+    """
+    given = _given(body)
+    if len(given) > 1:
+        raise APIError(
+            400, f"{' and '.join(given)} both say what the output looks like: set one of them", list(given)[1]
+        )
+    return next((StructuredOutputs(**fields) for fields in given.values()), None)
+
+
+@contextmanager
+def own_names(body: Sampling) -> Iterator[None]:
+    """Within it, errors about structured outputs and about the output's length name the field that the body sets."""
+    try:
+        yield
+    except RequestError as e:
+        longest = "max_completion_tokens"
+        if e.field == "structured_outputs":
+            raise APIError(400, str(e), next(iter(_given(body)), e.field)) from e
+        if e.field == "max_tokens" and getattr(body, longest, None) is not None:
+            raise APIError(400, str(e), longest) from e
+        raise
+
+
+def _given(body: Sampling) -> dict[str, dict[str, Any]]:
+    """By the field of the body, the fields of StructuredOutputs that it sets."""
+    given = {"response_format": _format(body.response_format), "structured_outputs": _fields(body)}
+    given |= {name: None if (value := getattr(body, name)) is None else {kind: value} for name, kind in GUIDED.items()}
+    return {name: fields for name, fields in given.items() if fields is not None}
+
+
+def _fields(body: Sampling) -> dict[str, Any] | None:
+    fields = body.structured_outputs
+    return None if fields is None else fields.model_dump(by_alias=True, exclude_none=True)
+
+
+def _format(response_format: ResponseFormat | None) -> dict[str, Any] | None:
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.type == "json_object":
+        return {"json": _ANY_OBJECT}
+    schema = response_format.json_schema
+    if schema is None:
+        raise APIError(400, "response_format of type json_schema needs json_schema", "response_format.json_schema")
+    return {"json": _ANY_OBJECT if schema.schema_ is None else schema.schema_}

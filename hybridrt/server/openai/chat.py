@@ -1,0 +1,231 @@
+"""/v1/chat/completions: a conversation in, its next message out."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.types import Scope
+
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.chat.conversation import Conversation, read_conversation
+from hybridrt.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
+from hybridrt.engine.api.async_llm import DeltaStream
+from hybridrt.engine.api.chats import ChatDelta, ChatReader, PreparedChat
+from hybridrt.engine.request.outputs import Delta
+from hybridrt.server.core.protocol import ChatFields, ChatRequest, Sampling
+from hybridrt.server.core.service import Service, refuse_unsupported
+from hybridrt.server.openai.answers import Answer, in_slices
+from hybridrt.server.wire.errors import APIError
+from hybridrt.server.wire.sse import SLICE
+
+# Fields of SamplingParams, by the names that errors of this endpoint give them.
+CHAT_NAMES = {"logprobs": "top_logprobs", "prompt": "messages"}
+
+
+class ChatAnswer(Answer):
+    """Choices with a message."""
+
+    whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, service: Service, name: str, deltas: DeltaStream, body: ChatRequest, prepared: PreparedChat
+    ) -> None:
+        super().__init__(service, name, deltas, body)
+        self._reader = ChatReader(prepared)
+        self._reasoning = 0  # tokens
+        self._most = prepared.prompt.params.logprobs or 0
+        self._shows_reasoning = body.include_reasoning is not False
+
+    def usage(self) -> dict[str, Any]:
+        return super().usage() | {"completion_tokens_details": {"reasoning_tokens": self._reasoning}}
+
+    def weight(self, delta: Delta) -> int:
+        """As Reply.weight."""
+        uncounted = self._reader.answers[delta.index].uncounted if delta.finish_reason is not None else 0
+        return super().weight(delta) + uncounted // 4
+
+    def gain(self, delta: Delta) -> Iterator[bytes]:
+        """As Reply.gain. The finish reason comes in a chunk of its own behind the last call: OpenAI's client reads a
+        chunk's finish reason before its calls, and would not end a call of the same chunk."""
+        choice = self._gained(delta)
+        if choice is None:
+            return
+        beside = self._prompt_logprobs(delta.request_id) if delta.prompt_scores is not None else {}
+        large = self.weight(delta) > SLICE
+        if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
+            yield from self._event(choice, beside, large)
+            return
+        ending = {"finish_reason": choice["finish_reason"], "stop_reason": choice.pop("stop_reason")}
+        last = {"index": choice["index"], "delta": {}, "logprobs": None, **ending}
+        yield from self._event(choice | {"finish_reason": None}, beside, large)
+        yield from self._event(last)
+
+    def opening(self) -> Iterator[bytes]:
+        """As Reply.opening; the first chunk has the prompt's tokens, if they are wanted."""
+        for index in range(len(self._places)):
+            yield from self._event(self._first_choice(index), {} if index else self._prompt_tokens())
+
+    def whole(self, ended: list[Delta]) -> dict[str, Any]:
+        return super().whole(ended) | self._prompt_logprobs(ended[0].request_id) | self._prompt_tokens()
+
+    def _prompt_tokens(self) -> dict[str, Any]:
+        (tokens,) = self._prompts.values()
+        return {"prompt_token_ids": tokens} if self._wants_tokens else {}
+
+    def _first_choice(self, index: int) -> dict[str, Any]:
+        message = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
+
+    def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        gain = self._read(delta)
+        events = (e for e in gain.events if self._shows_reasoning or not isinstance(e, Reasoning))
+        return self._choice(index, delta, gain.finish_reason) | {"delta": _message_delta(events)}
+
+    def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        reason = self._read(delta).finish_reason
+        answer = self._reader.answers[delta.index].message
+        calls = [function_call(call.id, call.name, call.arguments) for call in answer.tool_calls]
+        content = None if calls and not answer.content else answer.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= {"reasoning_content": answer.reasoning} if answer.reasoning and self._shows_reasoning else {}
+        message |= {"tool_calls": calls} if calls else {}
+        return self._choice(index, delta, reason) | {"message": message}
+
+    def _read(self, delta: Delta) -> ChatDelta:
+        """Reads a delta. Counts its reasoning: a sum over all samples for each chunk would take long."""
+        answer = self._reader.answers[delta.index]
+        before = answer.reasoning_tokens
+        gain = self._reader.read(delta)
+        self._reasoning += answer.reasoning_tokens - before
+        return gain
+
+    def _has_gain(self, choice: dict[str, Any]) -> bool:
+        return bool(choice.get("delta"))
+
+    def _choice(self, index: int, delta: Delta, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "logprobs": self._logprobs(delta), "finish_reason": reason}
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if delta.logprobs is None:
+            return None
+        scored = list(zip(delta.token_ids, delta.logprobs, strict=True))
+
+        def entries(start: int, end: int) -> list[Any]:
+            return [self._names.entry(*each, self._most) for each in scored[start:end]]
+
+        return {"content": in_slices(entries, len(scored)), "refusal": None}
+
+
+def function_call(name: str, function: str, arguments: str) -> dict[str, Any]:
+    """A call of a message, in OpenAI's form."""
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+
+
+def function_tool(
+    name: str,
+    description: str | None = None,
+    parameters: dict[str, Any] | None = None,
+    strict: bool | None = None,
+) -> dict[str, Any]:
+    """A tool, or the choice of one, in OpenAI's form."""
+    function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def _message_delta(events: Iterable[Event]) -> dict[str, Any]:
+    """Events as one delta of a message: each field, and each call, occurs once."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in events:
+        match event:
+            case Content():
+                delta["content"] = delta.get("content", "") + event.text
+            case Reasoning():
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + event.text
+            case CallBegin():
+                calls[event.index] = {"index": event.index, **function_call(event.id, event.name, "")}
+            case CallArguments():
+                call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += event.text
+    return delta | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> ChatAnswer:
+    """Starts the request of a body.
+
+    Raises:
+        APIError, HybridrtError: the request is refused. Nothing has started.
+    """
+    prepared = await prepare_chat(service, body, scope)
+    name, deltas = service.submit([prepared.prompt], "chatcmpl-", body, scope)
+    return ChatAnswer(service, name, deltas, body, prepared)
+
+
+def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
+    """The chat request for the body of another endpoint.
+
+    Args:
+        fields: of ChatRequest, beside those of Sampling that the body sets. None: not set.
+
+    Raises:
+        APIError: the body has an option whose result cannot be part of its answer.
+        RequestValidationError: a field is invalid.
+    """
+    for name in ("prompt_logprobs", "return_token_ids"):
+        if getattr(body, name):
+            raise APIError(400, f"{name} is an option of /v1/chat/completions", name, "unsupported")
+    for name in ("logprobs", "top_logprobs"):
+        if (body.model_extra or {}).get(name):
+            raise APIError(400, f"{name} is an option of /v1/chat/completions", name, "unsupported")
+    if body.n not in (None, 1):
+        raise APIError(400, f"n is {body.n}; an answer here is one sample: leave n out", "n")
+    shared = {name: getattr(body, name) for name in body.model_fields_set & Sampling.model_fields.keys()}
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return ChatRequest.model_validate({**(body.model_extra or {}), **shared, **given})
+    except ValidationError as e:
+        raise RequestValidationError([{**error, "loc": ("body", *error["loc"])} for error in e.errors()]) from e
+
+
+async def prepare_chat(service: Service, body: ChatRequest, scope: Scope) -> PreparedChat:
+    """Checks and tokenises the conversation of a body, for every endpoint of conversations.
+
+    Raises:
+        APIError, HybridrtError: the request is refused.
+    """
+    service.check_model(body.model)
+    refuse_unsupported(body)
+    params = await service.off_loop(scope, partial(_params, service, body))
+    service.check_count(1, params)
+    conversation = await service.off_loop(scope, partial(conversation_of, body))
+    return await service.prepare_chat(conversation, params)
+
+
+def _params(service: Service, body: ChatRequest) -> SamplingParams:
+    if body.top_logprobs and not body.logprobs:  # clients of vLLM send its default, 0
+        raise APIError(400, "top_logprobs goes with logprobs: set logprobs to true", "top_logprobs")
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    # None: as many as the model has room for.
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return service.sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def conversation_of(body: ChatFields) -> Conversation:
+    """The conversation of a body.
+
+    Raises:
+        RequestError: something in it is wrong.
+    """
+    return read_conversation(
+        [message.model_dump(exclude_unset=True) for message in body.messages or ()],
+        body.tools,
+        body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning_effort,
+        thinking_budget=body.thinking_token_budget,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )

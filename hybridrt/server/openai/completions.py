@@ -1,0 +1,186 @@
+"""/v1/completions: text or token ids in, their continuation out."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any
+
+from starlette.types import Scope
+
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.engine.request.outputs import Delta
+from hybridrt.engine.text.prompts import Prompt
+from hybridrt.runtime.step.token_scores import TokenScores
+from hybridrt.server.core.answer_size import check_repeated
+from hybridrt.server.core.protocol import CompletionRequest
+from hybridrt.server.core.service import Service, refuse_unsupported
+from hybridrt.server.openai.answers import LEAST_LOGPROB, Answer, sliced
+from hybridrt.server.wire.errors import APIError
+from hybridrt.server.wire.sse import SLICE, Slices
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionAnswer(Answer):
+    """Choices with a text."""
+
+    whole_kind = chunk_kind = "text_completion"
+
+    def __init__(self, *arguments: Any, echoes: list[str] | None, scored: bool, echo_alone: bool) -> None:
+        """
+        Args:
+            echoes: the prompts' texts, for each choice one, which come before its own text; None: they do not.
+            scored: log-probabilities are asked for: those of echoed prompts, too.
+            echo_alone: no output is wanted. The one token that the engine gives is left out.
+        """
+        super().__init__(*arguments)
+        self._echoes, self._scored, self._echo_alone = echoes, scored, echo_alone
+        self._offsets: dict[int, int] = {}
+        self._opened = set[int]()  # choices whose prompt's tokens were told
+        self._waiting: dict[str, list[Delta]] = {}  # by request: deltas that came before the prompt's log-probabilities
+
+    def count(self, delta: Delta) -> None:
+        """As Reply.count."""
+        if self._echo_alone:
+            delta.token_ids, delta.text, delta.stop_reason = [], "", None
+            delta.logprobs = None if delta.logprobs is None else []
+            delta.finish_reason = "length" if delta.finish_reason == "stop" else delta.finish_reason
+        super().count(delta)
+
+    def weight(self, delta: Delta) -> int:
+        """As Reply.weight. A sample's first delta brings its prompt's text and log-probabilities."""
+        index, more = self._place(delta), 0
+        if self._scored and index not in self._offsets:
+            more = sum(len(chunk) * chunk.width for chunk in self._scores.get(delta.request_id, ()))
+        echo = 0 if self._echoes is None or self.streams else len(self._echoes[index])
+        return super().weight(delta) + more + echo // 64
+
+    def gain(self, delta: Delta) -> Iterator[bytes]:
+        """As Reply.gain. Every sample of a scored prompt waits for its log-probabilities, which come with sample 0."""
+        request = delta.request_id
+        if self._scored and delta.prompt_scores is None and request not in self._scores:
+            self._waiting.setdefault(request, []).append(delta)
+            return
+        yield from super().gain(delta)
+        for waited in self._waiting.pop(request, ()):
+            yield from super().gain(waited)
+
+    def _first_choice(self, index: int) -> dict[str, Any] | None:
+        if self._echoes is None or self._scored:
+            return None  # a scored prompt comes with the first token: its log-probabilities are known then
+        return self._choice(index, self._echoes[index], None, None)
+
+    def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        if self._scored and index not in self._offsets:
+            return self._whole_choice(index, delta)
+        choice = self._choice(index, delta.text, self._logprobs(index, delta), delta.finish_reason)
+        scores = self._prompt_logprobs(delta.request_id) if delta.prompt_scores is not None else {}
+        return choice | scores | self._prompt_tokens(index, delta)
+
+    def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        echo = "" if self._echoes is None else self._echoes[index]
+        choice = self._choice(index, echo + delta.text, self._logprobs(index, delta), delta.finish_reason)
+        return choice | self._prompt_logprobs(delta.request_id) | self._prompt_tokens(index, delta)
+
+    def _prompt_tokens(self, index: int, delta: Delta) -> dict[str, Any]:
+        """The prompt's tokens, once for each choice, if they are wanted."""
+        if not self._wants_tokens or index in self._opened:
+            return {}
+        self._opened.add(index)
+        return {"prompt_token_ids": self._prompts[delta.request_id]}
+
+    def _has_gain(self, choice: dict[str, Any]) -> bool:
+        return bool(choice["text"])
+
+    @staticmethod
+    def _choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
+        """Four lists with an entry a token, echoed ones first. Offsets count characters of the tokens' own texts."""
+        if delta.logprobs is None:
+            return None
+        tokens, scores, prompt = delta.token_ids, delta.logprobs, list[TokenScores]()
+        own = [found[token] for token, found in zip(tokens, scores, strict=True)]
+        first = list[float | None]()
+        if self._echoes is not None and index not in self._offsets and delta.request_id in self._scores:
+            prompt = self._scores[delta.request_id]
+            tokens = self._prompts[delta.request_id] + tokens
+            first = [None, *(value for chunk in prompt for value in chunk.own.tolist())]
+        widths = (len(self._token_text.text(token)) for token in tokens)
+        *offsets, self._offsets[index] = accumulate(widths, initial=self._offsets.get(index, 0))
+        return {
+            "tokens": [self._names.text(token) for token in tokens],
+            "token_logprobs": first + own,
+            "top_logprobs": Slices(self._top(prompt, scores, bool(first)))
+            if len(tokens) > SLICE
+            else [entry for part in self._top(prompt, scores, bool(first)) for entry in part],
+            "text_offset": offsets,
+        }
+
+    def _top(
+        self, prompt: list[TokenScores], scores: list[dict[int, float]], begins: bool
+    ) -> Iterator[list[dict[str, float] | None]]:
+        """The likeliest tokens at each place, a part at a time; none at the prompt's beginning."""
+        parts = (part.entries() for part in sliced(prompt))
+        later = (scores[start : start + SLICE] for start in range(0, len(scores), SLICE))
+        yield [None] * begins
+        for part in chain(parts, later):
+            yield [{self._names.text(t): max(v, LEAST_LOGPROB) for t, v in found.items()} for found in part]
+
+
+async def start_completions(service: Service, body: CompletionRequest, scope: Scope) -> CompletionAnswer:
+    """Starts what a body asks for.
+
+    Raises:
+        APIError, HybridrtError: it cannot be done. Nothing has started.
+    """
+    service.check_model(body.model)
+    refuse_unsupported(body)
+    if body.suffix:
+        raise APIError(400, "suffix is not supported: the models continue text, they do not fill gaps", "suffix")
+    if body.best_of not in (None, body.n or 1):
+        raise APIError(400, "best_of is not supported: leave it out, or set it to n", "best_of")
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    echo_alone = bool(body.echo) and max_tokens == 0
+    most = 1 if echo_alone else max_tokens
+    settings = partial(service.sampling_params, body, max_tokens=most, logprobs=body.logprobs)
+    params = await service.off_loop(scope, settings)
+    scored = bool(body.echo) and body.logprobs is not None
+    if scored:
+        params = replace(params, prompt_logprobs=max(body.logprobs or 0, body.prompt_logprobs or 0))
+    prompts = _prompts(body)
+    service.check_count(len(prompts), params)
+    bare = body.add_special_tokens is False
+    given = [await _bare(service, prompt, params) for prompt in prompts] if bare else prompts
+    batch = await service.llm.prepare_all(given, params)
+    echoes = None
+    if body.echo:
+        texts = await service.off_loop(scope, partial(_texts, service, prompts))
+        check_repeated(map(len, texts), params.n, "characters", "echo")
+        echoes = [text for text in texts for _ in range(params.n)]
+    forms = params.n * (int(body.prompt_logprobs is not None) + scored)
+    name, deltas = service.submit(batch, "cmpl-", body, scope, forms)
+    return CompletionAnswer(service, name, deltas, body, echoes=echoes, scored=scored, echo_alone=echo_alone)
+
+
+def _texts(service: Service, prompts: list[Prompt]) -> list[str]:
+    """The texts of prompts. Of ids every token is shown, special ones too: offsets of log-probabilities count all."""
+    return [p if isinstance(p, str) else service.tokenizer.decode(list(p), False) for p in prompts]  # type: ignore[arg-type]
+
+
+async def _bare(service: Service, prompt: Prompt, params: SamplingParams) -> Prompt:
+    """The tokens of a text without the special ones that its tokenizer adds."""
+    if not isinstance(prompt, str):
+        return prompt
+    return await service.encode(prompt, bare=True, truncated=params.truncate_prompt_tokens is not None)
+
+
+def _prompts(body: CompletionRequest) -> list[Prompt]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise APIError(400, "prompt is an empty list; it must be text, token ids, or a list of either", "prompt")
+    return [prompt] if isinstance(prompt[0], int) else list(prompt)

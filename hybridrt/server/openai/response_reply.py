@@ -1,0 +1,190 @@
+"""Answers of /v1/responses: a list of items, and their events."""
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.chat.events import CallBegin
+from hybridrt.engine.api.async_llm import DeltaStream
+from hybridrt.engine.api.chats import PreparedChat
+from hybridrt.engine.request.outputs import Delta
+from hybridrt.server.core.reply import BlockKind, BlockReply
+from hybridrt.server.core.service import Service
+from hybridrt.server.core.text_tokens import Piece, TextTokens
+from hybridrt.server.openai.response_protocol import ResponseRequest
+from hybridrt.server.wire.errors import APIError
+from hybridrt.server.wire.sse import encode, named_events
+
+# Of each kind of block: the type of its item, the prefix of its id, and what its events are called.
+_ITEMS: dict[BlockKind, tuple[str, str, str]] = {
+    "text": ("message", "msg", "output_text"),
+    "reasoning": ("reasoning", "rs", "reasoning_text"),
+    "call": ("function_call", "fc", "function_call_arguments"),
+}
+_STATUS = {"length": "incomplete", "abort": "cancelled"}
+
+
+def repeated(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
+    """What a response repeats of its request.
+
+    Raises:
+        APIError: something in it cannot be written as JSON.
+    """
+    asked = _asked(body, params)
+    try:
+        encode(asked)
+    except (ValueError, OverflowError, RecursionError) as e:
+        raise APIError(400, f"a response repeats metadata, tools and text, and these cannot be written: {e}") from e
+    return asked
+
+
+def _asked(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "temperature": params.temperature,
+        "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)}
+        if body.text and body.text.format
+        else {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_p": params.top_p,
+        "user": body.user,
+    }
+
+
+class ResponseReply(BlockReply):
+    """A response. Its events are numbered from 0.
+
+    Args:
+        asked: `repeated`.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        name: str,
+        deltas: DeltaStream,
+        body: ResponseRequest,
+        prepared: PreparedChat,
+        asked: dict[str, Any],
+    ) -> None:
+        super().__init__(service, name, deltas, body, prepared)
+        self._items: list[dict[str, Any]] = []
+        self._written = ""  # by the open item
+        self._tokens = TextTokens(service.token_text, body.top_logprobs or 0) if body.wants_logprobs else None
+        self._logprobs: list[dict[str, Any]] = []  # of the open item's text
+        self._sent = 0
+        self._error: dict[str, Any] | None = None
+        self._asked = asked
+
+    def body(self) -> dict[str, Any]:
+        """As BlockReply.body."""
+        reason = self.reader.finish_reason
+        status = "failed" if self._error else _STATUS.get(reason, "completed") if reason else "in_progress"
+        return {
+            "id": self.name,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": self._error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.model,
+            "output": self._items,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            "usage": self._usage() if reason else None,
+            **self._asked,
+        }
+
+    def failure(self, error: APIError, path: str) -> bytes:
+        """As Reply.failure."""
+        self._error = {"code": "server_error", "message": error.message}
+        return b"".join(named_events([self._event("response.failed", response=self.body())]))
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": self.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": self.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reader.reasoning_tokens},
+            "total_tokens": self.prompt_tokens + self.output_tokens,
+        }
+
+    def _begin(self) -> Iterator[dict[str, Any]]:
+        yield self._event("response.created", response=self.body())
+        yield self._event("response.in_progress", response=self.body())
+
+    def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterator[dict[str, Any]]:
+        name, prefix, _ = _ITEMS[kind]
+        item: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": name, "status": "in_progress"}
+        if call is not None:
+            item |= {"call_id": call.id, "name": call.name, "arguments": ""}
+        elif kind == "text":
+            item |= {"role": "assistant", "content": []}
+        else:
+            item |= {"summary": [], "content": []}
+        self._items.append(item)
+        self._written, self._logprobs = "", []
+        yield self._of_output("response.output_item.added", item=item)
+        if call is None:
+            yield self._of_item("response.content_part.added", content_index=0, part=self._part(kind))
+
+    def _pieces(self, delta: Delta) -> Iterator[Piece]:
+        return super()._pieces(delta) if self._tokens is None else self._tokens.pieces(delta)
+
+    def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
+        self._written += text
+        found = [] if self._tokens is None else self._tokens.take(text) if kind != "call" else self._tokens.drop()
+        if kind != "text":
+            yield self._of_text(kind, "delta", delta=text)
+            return
+        self._logprobs += found
+        yield self._of_text(kind, "delta", delta=text, logprobs=found)
+
+    def _end_block(self, kind: BlockKind) -> Iterator[dict[str, Any]]:
+        item = self._items[-1]
+        if kind == "call":
+            item["arguments"] = self._written
+            yield self._of_text(kind, "done", arguments=self._written, name=item["name"])
+        else:
+            part = self._part(kind)
+            item["content"] = [part]
+            logprobs = {"logprobs": self._logprobs} if kind == "text" else {}
+            yield self._of_text(kind, "done", text=self._written, **logprobs)
+            yield self._of_item("response.content_part.done", content_index=0, part=part)
+        item["status"] = "incomplete" if self.reader.finish_reason in _STATUS else "completed"
+        yield self._of_output("response.output_item.done", item=item)
+
+    def _end(self) -> Iterator[dict[str, Any]]:
+        if not self._items:  # clients expect a message
+            yield from self._open("text")
+            yield from self._close()
+        end = "incomplete" if self.reader.finish_reason in _STATUS else "completed"
+        yield self._event(f"response.{end}", response=self.body())
+
+    def _of_text(self, kind: BlockKind, what: str, **fields: Any) -> dict[str, Any]:
+        place = {} if kind == "call" else {"content_index": 0}
+        return self._of_item(f"response.{_ITEMS[kind][2]}.{what}", **place, **fields)
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self._of_output(kind, item_id=self._items[-1]["id"], **fields)
+
+    def _of_output(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self._event(kind, output_index=len(self._items) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        number = self._sent
+        self._sent += 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def _part(self, kind: BlockKind) -> dict[str, Any]:
+        if kind == "reasoning":
+            return {"type": "reasoning_text", "text": self._written}
+        return {"type": "output_text", "text": self._written, "annotations": [], "logprobs": self._logprobs}

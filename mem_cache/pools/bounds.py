@@ -1,0 +1,24 @@
+"""Whether numbers on a device lie in range. On a CPU they are always looked at, elsewhere with HYBRIDRT_DEBUG=1."""
+
+import os
+
+import torch
+
+from hybridrt.base.errors import HybridrtError, PoolError
+
+# HYBRIDRT_DEBUG=1: values on the device are checked, too, which waits for the device.
+DEBUG = os.environ.get("HYBRIDRT_DEBUG") == "1"
+
+
+def may_look(device: torch.device) -> bool:
+    """Whether values on a device may be looked at: on a CPU that waits for nothing, and what is recorded as a graph may
+    not wait."""
+    return device.type == "cpu" or (DEBUG and not torch.cuda.is_current_stream_capturing())
+
+
+def check_range(name: str, values: torch.Tensor, end: int, error: type[HybridrtError] = PoolError) -> None:
+    """Raises `error` unless all values are in [0, end), or may not be looked at."""
+    if values.numel() and may_look(values.device):
+        low, high = (int(x) for x in torch.aminmax(values))
+        if low < 0 or high >= end:
+            raise error(f"{name} holds {low if low < 0 else high}; valid are 0 to {end - 1}")

@@ -1,0 +1,373 @@
+"""State of the recurrent layers, conv rings and what speculation needs to roll back, and every move of it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybridrt.base.errors import ConfigError, PoolError
+from hybridrt.kernels.core.records import IntermediateStates, RowTables
+from hybridrt.kernels.core.slots import write_columns
+from hybridrt.kernels.state.causal_conv1d import conv_window
+from hybridrt.kernels.state.row_tables import clear_slots, enter_rows
+from hybridrt.kernels.state.state_commit import commit_conv_window, commit_intermediate
+from hybridrt.kernels.state.state_ring import RingFolds, advance_ring, fold_ring
+from hybridrt.kinds.base import StateShape
+from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
+from hybridrt.mem_cache.pools.bounds import check_range
+from hybridrt.mem_cache.pools.host_plan import aligned
+
+STATE_MODES = ("classic", "replay", "intermediate")
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of tensors, by name: dimensions and dtype
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's views into the pool. The fields that default to None are None in state modes that do not use them.
+
+    Attributes:
+        conv: [S + 1, conv_dim, Wc] ring of raw conv inputs; a token's column is its position mod Wc.
+        temporal: [S + 1, *temporal] recurrent state; a checkpoint in replay mode.
+        intermediate_ssm: [R + 1, T, *temporal] state after each verified token.
+        intermediate_conv_window: [R + 1, T, conv_dim, K - 1] conv inputs up to each node of a draft tree.
+        ring_values, ring_keys, ring_gates: [R + 1, heads, W, P], [R + 1, groups, W, N], [R + 1, heads, W] or
+            [R + 1, heads, W, N].
+    """
+
+    conv: torch.Tensor
+    temporal: torch.Tensor
+    intermediate_ssm: torch.Tensor | None = None
+    intermediate_conv_window: torch.Tensor | None = None
+    ring_values: torch.Tensor | None = None
+    ring_keys: torch.Tensor | None = None
+    ring_gates: torch.Tensor | None = None
+
+    @property
+    def ring(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """values, keys and gates of a pool in replay mode."""
+        assert self.ring_values is not None and self.ring_keys is not None and self.ring_gates is not None
+        return self.ring_values, self.ring_keys, self.ring_gates
+
+
+def ring_width(tokens_per_step: int) -> int:
+    """W, columns of a state ring: 16 for plain decode, 32 for steps of up to 8 tokens a row, 64 for wider steps.
+    `SpeculativeConfig` allows 16 tokens a row at most."""
+    return 16 if tokens_per_step == 1 else 32 if tokens_per_step <= 8 else 64
+
+
+@dataclass(frozen=True)
+class MambaPoolSpec:
+    """Sizes of a MambaPool, enough to build it and to charge it to a memory plan.
+
+    Args:
+        groups: layers of equal state shape; all share slot ids, so a model may mix kinds of recurrent layer.
+        tokens_per_step: T, most tokens that one decode or verify step runs per request.
+        mode: "classic" (state written every step), "replay" (checkpoint + ring) or "intermediate" (a state per
+            verified token).
+        tree: verify steps may be trees, whose conv columns do not roll back by position.
+    """
+
+    groups: Mapping[StateShape, Sequence[int]]
+    conv_dtype: torch.dtype
+    state_dtype: torch.dtype
+    tokens_per_step: int = 1
+    mode: str = "classic"
+    tree: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in STATE_MODES:
+            raise ConfigError(f"state mode is {self.mode!r}; it must be one of {', '.join(STATE_MODES)}")
+        if self.tree and self.mode == "replay":
+            raise ConfigError('draft trees need state mode "intermediate"; "replay" verifies chains')
+        if self.mode == "replay":
+            check_replay(shape.kind for shape in self.groups)
+
+    @property
+    def phases_apart(self) -> int:
+        """In how many columns a ring may begin, and so over how many steps folds can be spread."""
+        return ring_width(self.tokens_per_step) - self.tokens_per_step + 1
+
+    def slot_shapes(self, shape: StateShape) -> Shapes:
+        """Tensors that a layer keeps per state slot."""
+        conv = (shape.conv_dim, shape.conv_width(self.tokens_per_step))
+        return {"conv": (conv, self.conv_dtype), "temporal": (shape.temporal, state_dtype(shape, self.state_dtype))}
+
+    def row_shapes(self, shape: StateShape) -> Shapes:
+        """Tensors that a layer keeps per running request: they exist only while it decodes."""
+        tokens = self.tokens_per_step
+        shapes: Shapes = {}
+        if self.mode == "intermediate":
+            shapes["intermediate_ssm"] = ((tokens, *shape.temporal), state_dtype(shape, self.state_dtype))
+        if self.tree:
+            window = (tokens, shape.conv_dim, shape.conv_kernel - 1)
+            shapes["intermediate_conv_window"] = (window, self.conv_dtype)
+        if self.mode == "replay":
+            ring_shapes = linear_kind(shape.kind).ring_shapes
+            assert ring_shapes is not None, "checked when the spec was made"
+            for name, dims in ring_shapes(shape, ring_width(tokens)).items():
+                shapes[name] = dims, torch.float32 if name == "ring_gates" else self.conv_dtype
+        return shapes
+
+    def layer_bytes(self, shape: StateShape) -> int:
+        """Bytes that one layer keeps for one running request."""
+        return _nbytes(self.slot_shapes(shape)) + _nbytes(self.row_shapes(shape))
+
+    def slot_bytes(self) -> int:
+        """Bytes of one state slot over all layers."""
+        return sum(_nbytes(self.slot_shapes(s)) * len(ids) for s, ids in self.groups.items())
+
+    def image_bytes(self) -> int:
+        """Bytes of what `MambaPool.read_slot` gives, each tensor aligned."""
+        return sum(
+            len(ids) * (aligned(shape.conv_dim * (shape.conv_kernel - 1) * self.conv_dtype.itemsize)
+                        + aligned(shape.temporal_numel * state_dtype(shape, self.state_dtype).itemsize))
+            for shape, ids in self.groups.items()
+        )  # fmt: skip
+
+    def row_bytes(self) -> int:
+        """Bytes that one running request needs beside its slot, over all layers, ring cursors included."""
+        layers = sum(_nbytes(self.row_shapes(s)) * len(ids) for s, ids in self.groups.items())
+        return layers + 8 if self.groups else 0
+
+
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """[L, S+1, ...] as [L, S+1, n], of int64 where that fits: wide numbers are filled as fast as narrow ones."""
+    flat = tensor.flatten(2)
+    return flat.view(torch.int64) if flat.numel() and flat.shape[2] * flat.element_size() % 8 == 0 else flat
+
+
+def _nbytes(shapes: Shapes) -> int:
+    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
+
+
+class MambaPool:
+    """Preallocated state of all recurrent layers: S slots, R running rows; slot 0 and row 0 are scratch. It serves all
+    kinds, not only Mamba: other serving runtimes know it by this name.
+
+    Every move of state is a method here: no other code writes slots, rings or cursors, except the kernels of a layer,
+    which write the slots and rings that their step names. The state of a row is what its slot holds and, in replay
+    mode, the entries of its ring. Methods queue device work and wait for nothing; rows and slots are [n] integer
+    tensors on the pool's device.
+
+    Attributes:
+        req_to_state_slot: [R + 1] int32, the slot of each row.
+        ring_start, ring_length: [R + 1] int32 ring cursors of each row, shared by all layers: every layer sees the same
+            tokens.
+        tables: these three.
+        stacks: layers of equal shape, their tensors with a leading dimension for them.
+    """
+
+    def __init__(self, spec: MambaPoolSpec, *, num_slots: int, num_rows: int, device: torch.device | str) -> None:
+        self.spec = spec
+        self.num_slots = num_slots
+        self.num_rows = num_rows
+        self.width = ring_width(spec.tokens_per_step)
+        self.tables = RowTables(*torch.zeros((3, num_rows + 1), dtype=torch.int32, device=device))
+        self.req_to_state_slot, self.ring_start, self.ring_length = self.tables
+        self.stacks: list[tuple[Sequence[int], LayerCache]] = []
+        self._caches: dict[int, LayerCache] = {}
+        self._shapes: dict[int, StateShape] = {}
+        self._layer_decays: dict[int, Callable[[], torch.Tensor | None]] = {}
+        self._decays: list[torch.Tensor | None] | None = None
+        for shape, layer_ids in spec.groups.items():
+            tensors = {
+                name: torch.zeros((len(layer_ids), entries + 1, *dims), dtype=dtype, device=device)
+                for entries, shapes in ((num_slots, spec.slot_shapes(shape)), (num_rows, spec.row_shapes(shape)))
+                for name, (dims, dtype) in shapes.items()
+            }
+            self.stacks.append((layer_ids, LayerCache(**tensors)))
+            self._shapes |= dict.fromkeys(layer_ids, shape)
+            for i, layer_id in enumerate(layer_ids):
+                self._caches[layer_id] = LayerCache(**{name: tensor[i] for name, tensor in tensors.items()})
+
+    @property
+    def layer_ids(self) -> list[int]:
+        return sorted(self._caches)
+
+    def layer_cache(self, layer_id: int) -> LayerCache:
+        return self._caches[layer_id]
+
+    def conv_window(self, layer_id: int, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The K - 1 raw conv inputs before `positions`, oldest first: [n, conv_dim, K - 1]."""
+        return conv_window(self._caches[layer_id].conv, slots, positions, self._shapes[layer_id].conv_kernel)
+
+    # -- moving state between slots and rings ------------------------------------------------------------------
+
+    def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
+        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] integers each; row 0
+        with the scratch slot 0 is padding.
+
+        Args:
+            phases: [n] non-negative integers. Rows that advance alike fold in different steps if theirs differ modulo
+                `MambaPoolSpec.phases_apart`; None: 0.
+        """
+        check_range("rows", rows, self.num_rows + 1)
+        check_range("state_slots", state_slots, self.num_slots + 1)
+        for _, cache in self.stacks:
+            for tensor in (cache.conv, cache.temporal):
+                clear_slots(_as_words(tensor), state_slots)
+        enter_rows(rows, state_slots, phases, self.spec.phases_apart, self.tables)
+
+    def donate(self, rows: torch.Tensor) -> torch.Tensor:
+        """Takes the slots from `rows`, each with the row's whole state in it, and returns them: [n] int32. The rows own
+        no slot until they are admitted again."""
+        self.fold(rows)
+        slots = self.req_to_state_slot[rows]
+        self.req_to_state_slot.index_fill_(0, rows.long(), 0)
+        return slots
+
+    def snapshot(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copies the state of `rows` to `slots`. The rows keep their state as it is, ring entries included.
+
+        A slot keeps conv inputs by position in a ring of a few columns, so the copy is good for the row's next position
+        and no earlier one.
+        """
+        own, target = self.req_to_state_slot[rows].long(), slots.long()
+        replay = self.spec.mode == "replay"
+        for _, cache in self.stacks:
+            for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
+                tensor.index_copy_(1, target, tensor.index_select(1, own))
+        if replay:
+            self._fold(self._rings(rows, slots.int()))
+
+    def snapshot_known(
+        self, copies: Sequence[tuple[int, int]], rings: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """`snapshot` where the host knows the slots: one launch for each, and no memory beside them.
+
+        Args:
+            copies: of each row the slot that it owns, and the one that it is copied to.
+            rings: `rows` and `slots` of `snapshot`, which replay mode alone needs.
+        """
+        replay = self.spec.mode == "replay"
+        for _, cache in self.stacks:
+            for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
+                for own, target in copies:
+                    tensor[:, target].copy_(tensor[:, own])
+        if replay:
+            rows, slots = rings()
+            self._fold(self._rings(rows, slots.int()))
+
+    def restore(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copies the state in `slots` into the slots that `rows` own and empties their rings."""
+        own, source = self.req_to_state_slot[rows].long(), slots.long()
+        for _, cache in self.stacks:
+            for tensor in (cache.conv, cache.temporal):
+                tensor.index_copy_(1, own, tensor.index_select(1, source))
+        self._empty_rings(rows)
+
+    def export(self, row: int, length: int) -> Iterator[torch.Tensor]:
+        """The state of a row after its `length` tokens, as `read_slot` gives it. The row's ring becomes part of its
+        slot first."""
+        self.fold(torch.full_like(self.req_to_state_slot[:1], row))
+        return self._read_slots(self.req_to_state_slot[row : row + 1], length)
+
+    def import_(self, row: int, length: int, parts: Iterator[torch.Tensor]) -> None:
+        """Writes what `export` gave into the slot of a row that has just been admitted."""
+        self._write_slots(self.req_to_state_slot[row : row + 1], length, parts)
+
+    def read_slot(self, slot: int, length: int) -> Iterator[torch.Tensor]:
+        """What a slot of no row holds, a state after `length` tokens: of each layer [1, conv_dim, K - 1] conv inputs,
+        then [1, *temporal]."""
+        return self._read_slots(torch.full_like(self.req_to_state_slot[:1], slot), length)
+
+    def write_slot(self, slot: int, length: int, parts: Iterator[torch.Tensor]) -> None:
+        """Writes what `read_slot` gave into a slot of no row."""
+        self._write_slots(torch.full_like(self.req_to_state_slot[:1], slot), length, parts)
+
+    def slot_parts(self) -> Iterator[tuple[int, tuple[int, ...], torch.dtype]]:
+        """Layer, shape and dtype of everything that `read_slot` gives, in its order."""
+        for layer_id in self.layer_ids:
+            cache, shape = self._caches[layer_id], self._shapes[layer_id]
+            yield layer_id, (1, shape.conv_dim, shape.conv_kernel - 1), cache.conv.dtype
+            yield layer_id, (1, *shape.temporal), cache.temporal.dtype
+
+    def _read_slots(self, slots: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
+        for layer_id in self.layer_ids:
+            yield self.conv_window(layer_id, slots, torch.full_like(slots, length))
+            yield self._caches[layer_id].temporal.index_select(0, slots)
+
+    def _write_slots(self, slots: torch.Tensor, length: int, parts: Iterator[torch.Tensor]) -> None:
+        for layer_id in self.layer_ids:
+            cache, inputs = self._caches[layer_id], self._shapes[layer_id].conv_kernel - 1
+            columns = torch.arange(length - inputs, length, device=slots.device) % cache.conv.shape[2]
+            write_columns(cache.conv, slots, columns[None], next(parts).transpose(1, 2))
+            cache.temporal.index_copy_(0, slots.long(), next(parts))
+
+    # -- tokens become state ------------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        rows: torch.Tensor,
+        state_slots: torch.Tensor,
+        accepted: torch.Tensor,
+        start_positions: torch.Tensor,
+        path: torch.Tensor | None = None,
+    ) -> None:
+        """The accepted tokens of a decode or verify step become part of the state of `rows`.
+
+        Args:
+            rows, state_slots, accepted: [n] int32; slot -1 or nothing accepted marks a padding row.
+            start_positions: [n] int32 position of each row's first token in the step.
+            path: [n, T] accepted nodes of a draft tree; None for a chain.
+        """
+        if self.spec.mode == "replay":
+            cursors = self.ring_start, self.ring_length
+            self._fold(
+                advance_ring(*cursors, rows, accepted, state_slots, width=self.width, widest=self.spec.tokens_per_step)
+            )
+            return
+        nodes, ends = accepted, None
+        if path is not None:
+            ends = start_positions + accepted - 1
+            last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1).long()).squeeze(1).int() + 1
+            nodes = last.masked_fill(accepted == 0, 0)
+        for _, cache in self.stacks:
+            assert cache.intermediate_ssm is not None, "one token a row is final in a pool without rings"
+            if cache.temporal.numel():
+                stored = IntermediateStates(cache.intermediate_ssm, rows)
+                commit_intermediate(cache.temporal, stored, state_slots, nodes)
+            # A chain's conv inputs are in the ring already.
+            if ends is not None and cache.conv.numel():
+                assert cache.intermediate_conv_window is not None
+                windows = IntermediateStates(cache.intermediate_conv_window, rows)
+                commit_conv_window(cache.conv, windows, state_slots, nodes, ends)
+
+    def fold(self, rows: torch.Tensor) -> None:
+        """Makes the ring entries of `rows` part of what their slots hold, and empties the rings."""
+        if self.spec.mode == "replay":
+            self._fold(self._rings(rows))
+            self._empty_rings(rows)
+
+    def set_decays(self, decays: Mapping[int, Callable[[], torch.Tensor | None]]) -> None:
+        """Functions by layer id that return [heads] float32 factors: gate * factor is the log of a decay. A function
+        returns None if the gates are logs of decays already. The functions are called when a ring is first folded,
+        because weights may be loaded after the pool was built."""
+        self._layer_decays |= decays
+        self._decays = None
+
+    def stack_decays(self) -> list[torch.Tensor | None]:
+        """The decays of each stack, [L, heads]. They are made once, which must not happen while a graph is captured."""
+        if self._decays is None:
+            missing = [i for i in self._caches if i not in self._layer_decays]
+            if missing:
+                raise PoolError(f"the rings of layers {missing} cannot be folded: no backend has been built for them")
+            stacks = [[self._layer_decays[i]() for i in layer_ids] for layer_ids, _ in self.stacks]
+            self._decays = [None if None in decays else torch.stack(decays) for decays in stacks]  # type: ignore[arg-type]
+        return self._decays
+
+    def _rings(self, rows: torch.Tensor, write_slots: torch.Tensor | None = None) -> RingFolds:
+        """All entries of the rings of `rows`, and where the states after them go; None: to the slots that rows own."""
+        count = torch.full_like(self.ring_start[:1], len(rows))
+        cursors = self.ring_start[rows], self.ring_length[rows]
+        return RingFolds(self.req_to_state_slot[rows], rows.int(), *cursors, count, write_slots)
+
+    def _fold(self, folds: RingFolds) -> None:
+        """One launch for all layers of equal shape that have a recurrent state."""
+        for (_, cache), decay in zip(self.stacks, self.stack_decays(), strict=True):
+            if cache.temporal.numel():
+                fold_ring(cache.temporal, *cache.ring, decay, folds)
+
+    def _empty_rings(self, rows: torch.Tensor) -> None:
+        self.ring_start.index_fill_(0, rows.long(), 0)
+        self.ring_length.index_fill_(0, rows.long(), 0)

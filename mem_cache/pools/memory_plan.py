@@ -1,0 +1,195 @@
+"""Turns a byte budget into request rows, state slots and KV pages, and says how."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN, HostPlan
+from hybridrt.mem_cache.pools.page_demand import PageDemand
+
+GIB = 1024**3
+
+
+def gib(count: int) -> str:
+    """Bytes in GiB, with two digits behind the point or, of a small number, its first two digits: it is not "0.00"."""
+    number = count / GIB
+    if not 0 < abs(number) < 0.1:
+        return f"{number:.2f} GiB"
+    return f"{np.format_float_positional(number, 2, unique=False, fractional=False, trim='-')} GiB"
+
+
+# Without max_running_requests, rows and their states take at most this share; the rest is KV.
+STATE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """Bytes of one of each: a state slot (conv ring and recurrent state of all layers), a running row (rings or
+    intermediate states, page table, sampling tables, what its drafter keeps), a KV page, and what is paid once: graph
+    buffers and a draft model's weights (`fixed`), and the arena of state transfer."""
+
+    slot: int
+    row: int
+    page: int
+    fixed: int = 0
+    transfer: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How many of everything, and for how many bytes.
+
+    Attributes:
+        num_rows: R, requests that run together.
+        num_slots: S, recurrent state slots: one for each row, and those for cached prefixes; 0 for a model without
+            recurrent layers.
+        num_pages: KV pages of `page_size` tokens; 0 for a model without attention layers.
+        max_model_len: longest prompt + output of one request.
+        budget_bytes: what pools may take; weight_bytes and activation_bytes were taken off before.
+        demand: how many of the pages a request holds at a time; None: those of all its tokens.
+        host: what the prefix cache holds in main memory beside the pools.
+
+    Raises:
+        MemoryBudgetError: there are fewer state slots than rows.
+    """
+
+    num_rows: int
+    num_slots: int
+    num_pages: int
+    page_size: int
+    max_model_len: int
+    costs: UnitCosts
+    budget_bytes: int
+    weight_bytes: int = 0
+    activation_bytes: int = 0
+    demand: PageDemand | None = None
+    host: HostPlan = NO_HOST_PLAN
+
+    def __post_init__(self) -> None:
+        if 0 < self.num_slots < self.num_rows:
+            raise MemoryBudgetError(
+                f"{self.num_slots} state slots for {self.num_rows} running requests, each of which needs one: plan at "
+                f"least {self.num_rows} slots, or at most {self.num_slots} rows"
+            )
+
+    @property
+    def cache_slots(self) -> int:
+        """State slots beyond those of running requests: the share of cached prefixes."""
+        return max(self.num_slots - self.num_rows, 0)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools, the scratch row, slot and page included."""
+        return sum(size for _, _, size in self._pools())
+
+    def table(self) -> list[tuple[str, str, int]]:
+        """(what, how many, bytes) lines of the plan, for people."""
+        kept = f"{self.host.num_pages} pages, {self.host.num_states} states"
+        return [
+            ("weights", "", self.weight_bytes),
+            ("activations (peak)", "", self.activation_bytes),
+            *self._pools(),
+            *([("cached prefixes in main memory", kept, self.host.nbytes)] if self.host else []),
+        ]
+
+    def _pools(self) -> list[tuple[str, str, int]]:
+        slots = self.num_slots + 1 if self.num_slots else 0
+        cached = f", {self.cache_slots} of them for cached prefixes" if self.cache_slots else ""
+        return [
+            ("recurrent state", f"{self.num_slots} slots{cached}", slots * self.costs.slot),
+            ("running requests", f"{self.num_rows} rows", (self.num_rows + 1) * self.costs.row),
+            ("KV cache", f"{self.num_pages} pages of {self.page_size} tokens", (self.num_pages + 1) * self.costs.page),
+            ("graph buffers, draft model", "", self.costs.fixed),
+            *([("state transfer", "", self.costs.transfer)] if self.costs.transfer else []),
+        ]
+
+    def summary(self) -> str:
+        """One line."""
+        pages = f", {self.num_pages} KV pages ({self.num_pages * self.page_size} tokens)" if self.num_pages else ""
+        return (
+            f"{self.num_rows} running requests, {self.num_slots} state slots{pages}, {gib(self.pool_bytes)} "
+            f"of {gib(self.budget_bytes)}; requests up to {self.max_model_len} tokens"
+        )
+
+
+def plan_memory(
+    *,
+    budget_bytes: int,
+    costs: UnitCosts,
+    demand: PageDemand,
+    max_running_requests: int | None,
+    default_rows: int,
+    max_model_len: int | None,
+    model_limit: int,
+    cache_slots: int = 0,
+    share_slots: bool = False,
+    weight_bytes: int = 0,
+    activation_bytes: int = 0,
+) -> MemoryPlan:
+    """Rows first (half of the budget at most, unless their number is given), then KV pages from what is left.
+
+    Args:
+        costs: a model without recurrent layers has slots of no bytes, and gets none.
+        demand: how many pages requests of a length hold at a time.
+        max_running_requests, max_model_len: what the user asked for; None lets the plan choose.
+        default_rows: most rows when none were asked for.
+        model_limit: positions that the model was made for.
+        cache_slots: state slots for cached prefixes, beside one for each row.
+        share_slots: as many more of them as there are rows, for at most half of the bytes that are not needed for the
+            rows and one request of the greatest length.
+
+    Raises:
+        MemoryBudgetError: cache_slots is negative; or the rows asked for, the slots for cached prefixes, or one request
+            of max_model_len, do not fit; says what would.
+    """
+    if max_model_len is not None and max_model_len > model_limit:
+        raise MemoryBudgetError(f"max_model_len is {max_model_len}, but the model was made for {model_limit} positions")
+    if cache_slots < 0:
+        raise MemoryBudgetError(f"cache_slots is {cache_slots}; pass 0 or more state slots for cached prefixes")
+    per_request = costs.row + costs.slot
+    cached = cache_slots if costs.slot else 0
+    scratch = per_request + costs.page  # row 0, slot 0 and page 0
+    available = budget_bytes - costs.fixed - costs.transfer - cached * costs.slot - scratch
+    need = demand.least(max_model_len) if max_model_len is not None else 1
+    fitting_rows = (available - need * costs.page) // max(per_request, 1)
+    share = int(available * STATE_SHARE) // max(per_request, 1)
+    rows = max_running_requests or max(min(default_rows, share, fitting_rows), 1)
+    if available < rows * per_request + need * costs.page:
+        raise MemoryBudgetError(_too_small(budget_bytes, available, per_request, costs, demand, rows, need, cached))
+    if share_slots and costs.slot:
+        spare = available - rows * per_request - demand.least(max_model_len or model_limit) * costs.page
+        kept = costs.slot + demand.kept * costs.page
+        shared = max(min(rows, int(spare * STATE_SHARE) // kept), 0)
+        cached, available = cached + shared, available - shared * costs.slot
+    useful_pages = demand.pool(rows, max_model_len or model_limit) + cached * demand.kept
+    pages = min((available - rows * per_request) // costs.page, useful_pages) if costs.page else 0
+    fits = not costs.page or demand.least(model_limit) <= pages
+    length = max_model_len or (model_limit if fits else pages * demand.page_size)
+    return MemoryPlan(
+        rows, rows + cached if costs.slot else 0, pages, demand.page_size, length, costs, budget_bytes, weight_bytes,
+        activation_bytes, demand,
+    )  # fmt: skip
+
+
+def _too_small(
+    budget: int, available: int, per_request: int, costs: UnitCosts, demand: PageDemand, rows: int, need: int,
+    cached: int,
+) -> str:  # fmt: skip
+    wanted = rows * per_request + need * costs.page
+    fitting_rows = (available - need * costs.page) // max(per_request, 1)
+    fitting_tokens = (available - rows * per_request) // max(costs.page, 1) * demand.page_size
+    hints = [f"raise the budget to {budget + wanted - available} bytes (memory_fraction)"]
+    if fitting_rows >= 1:
+        hints.insert(0, f"lower max_running_requests from {rows} to {fitting_rows}")
+    if fitting_tokens >= 1:
+        hints.insert(0, f"lower max_model_len to {fitting_tokens}")
+    missing = -(-(wanted - available) // max(costs.slot, 1))
+    if missing <= cached:
+        hints.insert(0, f"lower cache_slots from {cached} to {cached - missing}")
+    short = f" ({-budget} bytes more are in use already)" if budget < 0 else ""
+    return (
+        f"the pools' budget of {max(budget, 0)} bytes{short} cannot hold {rows} running requests "
+        f"({per_request / 2**20:.2f} MiB each) "
+        f"and {need} KV pages of {demand.page_size} tokens ({costs.page / 2**20:.2f} MiB each): {', or '.join(hints)}"
+    )

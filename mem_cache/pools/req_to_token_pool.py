@@ -1,0 +1,77 @@
+"""Device-side map from a request row to its KV token slots and its recurrent state slot."""
+
+import torch
+
+from hybridrt.kernels.state.row_tables import enter_pages
+from hybridrt.mem_cache.pools.bounds import check_range
+from hybridrt.mem_cache.pools.mamba_pool import LayerCache, MambaPool
+
+
+class HybridReqToTokenPool:
+    """Rows of running requests. Row 0 is padding: its token slots are page 0 and its state slot is 0.
+
+    Who owns a row, a page or a slot is decided on the host (allocator.py); this is the mirror of it
+    that kernels read.
+
+    Attributes:
+        req_to_token: [R + 1, max_context] int32 token slots, contiguous within a page. A model without attention layers
+            has max_context 0: all of its tokens are at slot 0.
+        req_to_state_slot: [R + 1] int32 state slots, which the state pool owns if there is one.
+        mamba_pool: None for a model without recurrent layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        max_context: int,
+        page_size: int,
+        mamba_pool: MambaPool | None,
+        device: torch.device | str,
+    ) -> None:
+        self.num_rows = num_rows
+        self.page_size = page_size
+        self.max_context = -(-max_context // page_size) * page_size
+        self.mamba_pool = mamba_pool
+        self.req_to_token = torch.zeros((num_rows + 1, self.max_context), dtype=torch.int32, device=device)
+        no_slots = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+        self.req_to_state_slot = no_slots if mamba_pool is None else mamba_pool.req_to_state_slot
+
+    @staticmethod
+    def row_bytes(max_context: int, page_size: int) -> int:
+        """Bytes of one row: its page table and its state slot."""
+        return 4 * (-(-max_context // page_size) * page_size + 1)
+
+    def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
+        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] integers each; `phases`
+        and padding as in MambaPool.admit. PoolError for a row or a slot that the state pool does not have."""
+        if self.mamba_pool is not None:
+            self.mamba_pool.admit(rows, state_slots, phases)
+
+    def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
+        """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] integers each; the
+        first page of row 0 with page 0 is padding. A model without attention layers has no table: nothing is written.
+
+        Raises:
+            PoolError: a row that this pool does not have, or a page behind the last one of a row.
+        """
+        if not self.max_context:
+            return
+        check_range("rows", rows, self.num_rows + 1)
+        check_range("page_indices", page_indices, self.max_context // self.page_size)
+        enter_pages(rows, page_indices, pages, self.req_to_token, self.page_size)
+
+    def state_slots(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
+        """State slots of rows: [B] int32 to [B] int32."""
+        return self.req_to_state_slot[req_pool_indices]
+
+    def token_slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """KV slots of (row, position) pairs: [T] int32."""
+        return (
+            self.req_to_token[rows, positions] if self.max_context else torch.zeros_like(positions, dtype=torch.int32)
+        )
+
+    def mamba2_layer_cache(self, layer_id: int) -> LayerCache:
+        """State views of one recurrent layer."""
+        assert self.mamba_pool is not None, "the model has no recurrent layers"
+        return self.mamba_pool.layer_cache(layer_id)

@@ -1,0 +1,58 @@
+"""Takes a part of a radix tree away that no request may use again, while some requests still read it.
+
+The part stays where it is, so that locks and eviction go on as before. But its parent has it under a number below 0,
+which is no token, so that no walk along tokens finds it. Part of the tree's own code: it uses what the tree keeps to
+itself.
+"""
+
+import numpy as np
+
+from hybridrt.mem_cache.pools.slots import Slot, Slots
+from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheEntries
+from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
+from hybridrt.mem_cache.prefix_tree.radix_node import Node, is_idle_leaf
+
+
+def drop(tree: RadixCache, tokens: np.ndarray, salt: str, *, whole: bool) -> CacheEntries:
+    """No later match finds the deepest entry on the path of a text [n] int32, nor anything below it: all of that was
+    computed from it. `whole`: nor the entries above it.
+
+    Returns:
+        The entries that no request reads, which are not the tree's any more. The others are evicted before all others,
+        once they are unlocked.
+    """
+    found, _ = tree._descend(salt, tokens)
+    path = [node for node in reversed(list(found.path)) if node.start < len(tokens)]
+    kept = [node for node in path if node.pages or node.state is not None or node.tail is not None]
+    if not kept:
+        return CacheEntries()
+    top = _with_tail(tree, path, kept[0] if whole else path[-1])
+    _hide(tree, top)
+    below = [top]
+    for node in below:
+        below += node.children.values()
+    pages, states = Slots(), list[Slot]()
+    for node in reversed(below):
+        node.used = 0
+        if node.state is not None and not node.state_readers:
+            tree._drop_state(node, pages, states)
+    for node in reversed(below):
+        if is_idle_leaf(node):
+            tree._shorten(node, len(node.pages), pages, states)
+    return CacheEntries(pages, states)
+
+
+def _hide(tree: RadixCache, node: Node) -> None:
+    assert node.parent is not None
+    del node.parent.children[node.first]
+    node.first = -2 - next(tree._order)  # -1 stands for a token that no text has
+    node.parent.children[node.first] = node
+
+
+def _with_tail(tree: RadixCache, path: list[Node], top: Node) -> Node:
+    """`top`, or the first node on its path with a state that needs a page at or below `top` as its tail."""
+    for node in path:
+        owner = tree._tail_node(node) if node.state is not None else None
+        if node is top or (owner is not None and top in owner.path):
+            return node
+    return top

@@ -1,0 +1,253 @@
+"""Which state a radix tree gives up first.
+
+States are ordered by GreedyDual (Cao and Irani 1997). All have one size. The cost of a state is the number of tokens
+that it saves, times how often states of its class were used, relative to the other classes. There are three classes
+(StateKind). A state at the end of a text serves requests whose prompt contains the whole answer. A state at the end of
+a prompt serves requests whose prompt leaves out the beginning of the answer. A state where prompts part serves all
+prompts that go on from there.
+
+A state within one conversation is evicted first of all if one request has used it and has left a state further down.
+
+The prompts of waiting requests are known, so the next uses of many states are known, too. States that waiting requests
+will use are evicted last. Among them, those go first that save few tokens, few requests, and requests that wait longest
+from now. If such a state is evicted, its requests count for the next state above it. So the state above is kept (of a
+system prompt, for example). A new state counts for all waiting requests that go on from it.
+
+A prompt's state may evict any state for which no request waits. The exceptions are new states that save as many tokens:
+else each conversation would lose its state to the next one before its own next turn.
+
+States within answers are evicted before all others, the oldest first, and do not count for what others save. Once a
+request starts from one or waits for it, it is like that of a prompt.
+"""
+
+import heapq
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind, has_idle_state
+from hybridrt.mem_cache.prefix_tree.waiting_texts import WaitingTexts
+
+AWAITED = 2.0**40  # above the worth of other states, and small enough for fractions of a token
+RECENT = 32  # matches and insertions of the tree: those of some eight requests
+
+
+class NewState(NamedTuple):
+    """A state of a prompt that might be kept instead of another one.
+
+    Attributes:
+        saved: tokens between the state that the prompt starts from and this one; 0 for a state within an answer, which
+            takes the place of another one of its kind alone.
+        arrivals: of waiting requests whose prompts go on from it.
+    """
+
+    saved: int
+    arrivals: Collection[int] = ()
+
+
+@dataclass(slots=True)
+class StateClass:
+    """How many states of a kind were kept, and how many of them have been used."""
+
+    made: int = 0
+    used: int = 0
+
+    @property
+    def share(self) -> float:
+        """The share that was used, with four used states added to both counts: the first few states then decide
+        nothing."""
+        return (self.used + 4) / (self.made + 4)
+
+
+class StateWorths:
+    """The states of a tree in order of worth, and the waiting requests that will use them.
+
+    Attributes:
+        waiting: the prompts of waiting requests.
+        inflation: GreedyDual's L: the greatest worth of a state that was evicted.
+        admitted: the latest arrival that waits no longer.
+        classes: by Node.kind.
+        answers: nodes whose states are within answers, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = WaitingTexts()
+        self.inflation = 0.0
+        self.admitted = 0
+        self.classes = {kind: StateClass() for kind in StateKind}
+        self._best = 1.0  # the greatest share of a class that has states
+        self._awaited = dict[int, Node]()  # by arrival: the node of a waiting request's state
+        self._order = count()
+        self._states = dict[Node, None]()  # nodes that have a state
+        self.answers = dict[Node, None]()
+        self._heap: list[tuple[float, int, Node]] = []  # the others by worth; entries may be out of date
+
+    def of(self, node: Node) -> float:
+        """GreedyDual's value of a node's state: the inflation at its last use (now, while the request that has left it
+        still runs), plus the tokens between the state before it and this one, weighted by how often states of its class
+        are used."""
+        if node in self.answers or (node.passed and not node.awaited):
+            return 0.0
+        saved = saved_tokens(node)
+        if node.awaited:
+            return self._of_awaited(saved, node.awaited)
+        base = self.inflation if not node.hits and _is_read(node) else node.base
+        return base + saved * self.classes[node.kind].share / self._best
+
+    def least(self, new: NewState | None, clock: int) -> Node | None:
+        """The node whose state goes first. None: no state is idle, or the least one must not make room for `new`.
+
+        Args:
+            clock: of the tree, as Node.used.
+        """
+        if self.answers:
+            return next(iter(self.answers))
+        if new is not None and not new.saved:
+            return None
+        while self._heap:
+            worth, _, node = heapq.heappop(self._heap)
+            if has_idle_state(node):
+                if worth >= self.of(node):
+                    if new is None or self._gives_way(node, new, clock):
+                        return node
+                    self.enlist(node)
+                    return None
+                self.enlist(node)
+        return None
+
+    def enlist(self, node: Node) -> None:
+        """The worth of a node's state may have changed, or it may be evicted from here on."""
+        if self._is_ranked(node):
+            heapq.heappush(self._heap, (self.of(node), next(self._order), node))
+        if len(self._heap) > 64 + 4 * len(self._states):
+            self._heap = [(self.of(n), next(self._order), n) for n in self._states if self._is_ranked(n)]
+            heapq.heapify(self._heap)
+
+    def made(self, nodes: Sequence[Node], tokens: np.ndarray, salt: str) -> None:
+        """Nodes of one path have got states, the highest first. Waiting requests that go on from there await them.
+
+        Args:
+            tokens: [n] int32, those of the path and maybe more.
+        """
+        for node in nodes:  # all are counted before any is worth something: a class's share depends on them
+            self._states[node] = None
+            node.base, node.hits, node.passed = self.inflation, 0, False
+            if node.kind is StateKind.ANSWER:
+                self.answers[node] = None
+            else:
+                self.classes[node.kind].made += 1
+        self._compare_classes()
+        for node in nodes:
+            if node.kind is not StateKind.ANSWER:
+                self._rank(node)
+        behind = self.waiting.behind_each([tokens[: node.end] for node in nodes], salt)
+        for node, arrivals in reversed(list(zip(nodes, behind))):  # a request awaits the deepest alone
+            self._expected(node, arrivals)
+
+    def _compare_classes(self) -> None:
+        self._best = max((each.share for each in self.classes.values() if each.made), default=1.0)
+
+    def _expected(self, node: Node, arrivals: Collection[int]) -> None:
+        """These waiting requests go on from a node that has got a state."""
+        for arrival in arrivals:
+            now = self._awaited.get(arrival)
+            if now is None or now.end < node.end:
+                self.forget(arrival)
+                self.await_state(node, {arrival})
+
+    def _rank(self, node: Node) -> None:
+        """A node's new state is one of those in order of worth."""
+        before = state_before(node)
+        if before is not None and before.hits == 1 and before.kind is not StateKind.FORK:
+            before.passed = True
+            self.enlist(before)
+        self.enlist(node)
+        below = list(node.children.values())
+        while below:  # the next states further down save less now
+            step = below.pop()
+            self.enlist(step)
+            below += step.children.values() if step.state is None or step.kind is StateKind.ANSWER else ()
+
+    def _is_ranked(self, node: Node) -> bool:
+        return has_idle_state(node) and node.kind is not StateKind.ANSWER
+
+    def _needed(self, node: Node) -> None:
+        """A request needs a node's state. If that is within an answer, it is like a prompt's from here on."""
+        if node in self.answers:
+            del self.answers[node]
+            node.kind = StateKind.PROMPT
+            self.classes[node.kind].made += 1
+            self._compare_classes()
+            self._rank(node)
+
+    def used(self, node: Node) -> None:
+        """A request starts from a node's state."""
+        self._needed(node)
+        self.classes[node.kind].used += not node.hits
+        self._compare_classes()
+        node.base, node.passed, node.hits = self.inflation, False, node.hits + 1
+
+    def left(self, node: Node) -> None:
+        """A request reads the path up to a node no longer."""
+        state = next((step for step in node.path if step.state is not None), None)
+        if state is not None:
+            self.enlist(state)
+
+    def dropped(self, node: Node) -> None:
+        """A node's state is given up. Its requests use the next one above."""
+        del self._states[node]
+        self.answers.pop(node, None)
+        before, arrivals, node.awaited = state_before(node, within_answers=True), node.awaited, set()
+        for arrival in arrivals:
+            del self._awaited[arrival]
+        if before is not None and arrivals:
+            self.await_state(before, arrivals)
+
+    def await_state(self, node: Node, arrivals: Collection[int]) -> None:
+        """These waiting requests, which await no state yet, will use that of a node."""
+        self._needed(node)
+        node.awaited.update(arrivals)
+        self._awaited |= dict.fromkeys(arrivals, node)
+        self.enlist(node)
+
+    def forget(self, arrival: int) -> None:
+        """A request awaits no state any more."""
+        node = self._awaited.pop(arrival, None)
+        if node is not None:
+            node.awaited.discard(arrival)
+            self.enlist(node)
+
+    def _of_awaited(self, saved: int, arrivals: Collection[int]) -> float:
+        """The worth of a state that saves so many tokens to each of these waiting requests: tokens, divided by the
+        requests that are admitted until then."""
+        ahead = (max(arrival - self.admitted, 1) for arrival in sorted(arrivals))
+        return AWAITED + max(saved * uses / n for uses, n in enumerate(ahead, 1))
+
+    def _gives_way(self, node: Node, new: NewState, clock: int) -> bool:
+        """Whether a node's state may be evicted for a new one of a prompt."""
+        if node.awaited or new.arrivals:
+            return bool(new.arrivals) and self.of(node) < self._of_awaited(new.saved, new.arrivals)
+        recent = node.kind is not StateKind.END and clock - node.used < RECENT
+        unread = not node.hits and (recent or _is_read(node))
+        return not unread or saved_tokens(node) < new.saved
+
+
+def _is_read(node: Node) -> bool:
+    """Whether a request runs that has left the node's state: it reads the pages up to there or to the end of its
+    prompt."""
+    return bool(node.readers) or any(child.readers for child in node.children.values())
+
+
+def state_before(node: Node, within_answers: bool = False) -> Node | None:
+    """The next node above that has a state. `within_answers`: those within answers count, too."""
+    above = (step for step in node.path if step is not node and step.state is not None)
+    return next((step for step in above if within_answers or step.kind is not StateKind.ANSWER), None)
+
+
+def saved_tokens(node: Node) -> int:
+    """Tokens between the state before a node's and its own."""
+    before = state_before(node)
+    return node.end - (before.end if before else 0)

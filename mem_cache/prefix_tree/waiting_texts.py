@@ -1,0 +1,64 @@
+"""Which prompts wait for admission: the next uses of cached states that are known."""
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridrt.mem_cache.prefix_tree.radix_node import in_common
+
+NEAREST = 32
+
+
+class _Text(NamedTuple):
+    tokens: np.ndarray
+    salt: str
+
+
+class WaitingTexts:
+    """Prompts by order of arrival."""
+
+    def __init__(self) -> None:
+        self._texts = dict[int, _Text]()
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def add(self, arrival: int, tokens: np.ndarray, salt: str) -> None:
+        """A prompt [n] int32 waits."""
+        self._texts[arrival] = _Text(tokens, salt)
+
+    def remove(self, arrival: int) -> None:
+        """It waits no longer."""
+        self._texts.pop(arrival, None)
+
+    def behind(self, tokens: np.ndarray, salt: str) -> set[int]:
+        """Arrivals of the prompts that begin with `tokens` [n] int32 and are longer."""
+        return self._going_on(tokens, salt, self._texts)
+
+    def behind_each(self, beginnings: Iterable[np.ndarray], salt: str) -> Iterator[set[int]]:
+        """`behind` of the beginnings of one text, each longer than the one before."""
+        found: Collection[int] = self._texts
+        for tokens in beginnings:
+            yield (found := self._going_on(tokens, salt, found))
+
+    def _going_on(self, tokens: np.ndarray, salt: str, arrivals: Collection[int]) -> set[int]:
+        """`behind`, of some arrivals."""
+        size = len(tokens)
+        last = tokens[-1] if arrivals else None
+        return {
+            arrival
+            for arrival in arrivals
+            if len((text := self._texts[arrival]).tokens) > size
+            and text.tokens[size - 1] == last
+            and text.salt == salt
+            and np.array_equal(text.tokens[:size], tokens)
+        }
+
+    def partings(self, tokens: np.ndarray, salt: str) -> Iterator[int]:
+        """How many first tokens `tokens` [n] int32 has in common with each of the nearest prompts."""
+        for i, text in enumerate(self._texts.values()):
+            if i == NEAREST:
+                return
+            if text.salt == salt and len(text.tokens) and text.tokens[0] == tokens[0]:
+                yield in_common(text.tokens, tokens)

@@ -1,0 +1,53 @@
+"""Architectures to families: a table of those of this package, and those that other packages name in entry points."""
+
+from functools import cache
+
+from hybridrt.base.errors import BackendError, UnsupportedModelError
+from hybridrt.base.plugins import Plugins
+from hybridrt.models.config.family import Family
+
+# A table and no scan of the folder: to read a config.json then imports one model and not all of them.
+PLACES = {
+    "BailingHybridForCausalLM": "hybridrt.models.bailing_hybrid:FAMILY",
+    "BailingMoeV3ForCausalLM": "hybridrt.models.bailing_hybrid:PUBLISHED",
+    "BailingMoeV2_5ForCausalLM": "hybridrt.models.bailing_moe_v2_5:FAMILY",
+    "BambaForCausalLM": "hybridrt.models.bamba:FAMILY",
+    "FalconH1ForCausalLM": "hybridrt.models.falcon_h1:FAMILY",
+    "FalconMambaForCausalLM": "hybridrt.models.falcon_mamba:FAMILY",
+    "GraniteMoeHybridForCausalLM": "hybridrt.models.granite_moe_hybrid:FAMILY",
+    "JambaForCausalLM": "hybridrt.models.jamba:FAMILY",
+    "KimiLinearForCausalLM": "hybridrt.models.kimi_linear:FAMILY",
+    "Lfm2ForCausalLM": "hybridrt.models.lfm2:FAMILY",
+    "Lfm2MoeForCausalLM": "hybridrt.models.lfm2:MOE_FAMILY",
+    "Mamba2ForCausalLM": "hybridrt.models.mamba:FAMILY2",
+    "MambaForCausalLM": "hybridrt.models.mamba:FAMILY",
+    "MiniMaxForCausalLM": "hybridrt.models.minimax:FAMILY",
+    "MiniMaxM1ForCausalLM": "hybridrt.models.minimax:M1",
+    "MiniMaxText01ForCausalLM": "hybridrt.models.minimax:TEXT_01",
+    "NemotronHForCausalLM": "hybridrt.models.nemotron_h:FAMILY",
+    "NemotronHPuzzleForCausalLM": "hybridrt.models.nemotron_puzzle:FAMILY",
+    "OlmoHybridForCausalLM": "hybridrt.models.olmo_hybrid:FAMILY",
+    "Qwen3_5ForCausalLM": "hybridrt.models.qwen3_5:DENSE",
+    "Qwen3_5ForConditionalGeneration": "hybridrt.models.qwen3_5:SEEING",
+    "Qwen3_5MoeForCausalLM": "hybridrt.models.qwen3_5:MOE",
+    "Qwen3_5MoeForConditionalGeneration": "hybridrt.models.qwen3_5:SEEING_MOE",
+    "Qwen3NextForCausalLM": "hybridrt.models.qwen3_next:FAMILY",
+    "SwaSsmForCausalLM": "hybridrt.models.swa_ssm:FAMILY",
+    "Zamba2ForCausalLM": "hybridrt.models.zamba2:FAMILY",
+}
+# Packages add families: an entry point of this group names a Family, "architecture = module:object".
+KNOWN_FAMILIES = Plugins("hybridrt.families", PLACES, "architecture", Family, UnsupportedModelError)
+
+
+@cache
+def family_of(architecture: str) -> Family:
+    """The family of an architecture.
+
+    Raises:
+        UnsupportedModelError: there is none.
+        BackendError: the package that should bring it cannot be imported, or brings something else.
+    """
+    family: Family = KNOWN_FAMILIES.load(architecture)
+    if family.architecture != architecture:
+        raise BackendError(f"the entry point {architecture!r} gives {family!r}; it must name a Family of that name")
+    return family

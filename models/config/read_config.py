@@ -1,0 +1,204 @@
+"""Reads a Hugging Face config.json into a ModelConfig: what all families share.
+
+The file is not trusted: fields are compared with `config_fields` before they are used. Code of a checkpoint is never
+imported.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridrt.base.config import DTYPES, AttentionConfig, ModelConfig
+from hybridrt.base.config_fields import EOS, MAX_LAYERS, MAX_WIDTH, NAMES, RAW, ROPE
+from hybridrt.base.config_json import NULL, check_fields, either, integer, read_object
+from hybridrt.base.errors import ConfigError, UnsupportedModelError, shown
+from hybridrt.kinds.registry import state_shape
+from hybridrt.models.config.family import Family, FamilyFields, check_experts, routed_experts
+from hybridrt.models.config.family_registry import family_of
+from hybridrt.models.config.read_fields import read_fields
+
+_GGUF = re.compile(r"[.\-_]gguf/?$", re.IGNORECASE)
+# Longest request of a model whose config.json sets no limit, because the model does not use positions.
+UNLIMITED_POSITIONS = 2**20
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Reads config.json (and generation_config.json for end-of-sequence ids) of a checkpoint directory.
+
+    Raises:
+        ConfigError: no such directory, no config.json, or fields that cannot be used.
+        UnsupportedModelError: the architecture is not one of `hybridrt.models`.
+    """
+    file = path / "config.json"
+    raw = _read_config(path)
+    check_fields(raw, NAMES, file)
+    family = _family(path, raw)
+    check_fields(raw, RAW, file)
+    images = _image_tokens(raw, family, file)
+    raw = _text_part(raw, family, file)
+    raw = family.rewrite(raw, file) if family.rewrite else raw
+    hf = family.read(raw, file) if family.read else read_fields(raw, family, file)
+    check_fields(hf, family.fields, file)
+    _check_activation(hf, family.activation, path)
+    try:
+        fields = family.describe(hf)
+    except ConfigError as e:
+        raise ConfigError(f"{file}: {e}") from e
+    for attention in _attentions(fields):
+        _check_rope(attention, file)
+    _check_window(raw, fields, file)
+    _check_sizes(fields, file)
+    if any(layer.ffn == "moe" for layer in (*fields["layers"], *fields.get("mtp_layers", ()))):
+        check_experts(hf, routed_experts(hf), hf.num_experts_per_tok, path)
+    return ModelConfig(
+        architecture=family.architecture,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        max_position_embeddings=getattr(hf, "max_position_embeddings", None) or UNLIMITED_POSITIONS,
+        dtype=DTYPES[raw.get("dtype") or raw.get("torch_dtype") or "float32"],
+        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        eos_token_ids=_eos_ids(path, raw),
+        hf=hf,
+        image_tokens=images,
+        **fields,
+    )
+
+
+def _text_part(raw: dict[str, Any], family: Family, file: Path) -> dict[str, Any]:
+    """The fields of the text part: of a model of text and images, those of its section, and of the whole file what
+    they leave out."""
+    if family.section is None:
+        return raw
+    text = raw.get(family.section)
+    if not isinstance(text, dict):
+        raise ConfigError(f"{file}: {family.section} is {shown(text)}; it must describe the model's text part")
+    check_fields(text, RAW, file)
+    common = ("architectures", "dtype", "torch_dtype", "eos_token_id")
+    outer = {name: raw[name] for name in common if name in raw}
+    # The output head belongs to the whole model.
+    tied = {"tie_word_embeddings": raw["tie_word_embeddings"]} if "tie_word_embeddings" in raw else {}
+    return outer | text | tied
+
+
+def _image_tokens(raw: Mapping[str, Any], family: Family, file: Path) -> dict[int, str]:
+    """Tokens in whose place images stand, and the fields that name them."""
+    check_fields(raw, dict.fromkeys(family.image_tokens, either(NULL, integer(0, 2**31 - 1))), file)
+    return {raw[name]: name for name in family.image_tokens if raw.get(name) is not None}
+
+
+def _attentions(fields: FamilyFields) -> list[AttentionConfig]:
+    """The model's softmax attention, and that of layers that bring their own."""
+    layers = (*fields["layers"], *fields.get("mtp_layers", ()))
+    return [fields["attention"], *(a for layer in layers if isinstance(a := layer.attention, AttentionConfig))]
+
+
+def _check_rope(attention: AttentionConfig, file: Path) -> None:
+    parameters = attention.rope or {}
+    required = {"rope_theta", *parameters} if attention.rope is not None else set()
+    check_fields({name: parameters.get(name) for name in required}, ROPE, f"{file}: rope_parameters")
+    # An odd number is rounded up to pairs, as in transformers.
+    rotated, size = int(attention.rotary_dim * (parameters.get("partial_rotary_factor") or 1.0)), attention.rotary_dim
+    if required and (rotated < 1 or rotated + rotated % 2 > size):
+        raise ConfigError(
+            f"{file}: rotary embeddings would turn {rotated} of {size} numbers of a head (head_dim, or "
+            "qk_rope_head_dim, by partial_rotary_factor); they turn pairs"
+        )
+
+
+def _check_window(raw: Mapping[str, Any], fields: FamilyFields, file: Path) -> None:
+    """A window that the family does not know is no window that may be left out."""
+    asked = raw.get("sliding_window") is not None and raw.get("use_sliding_window") is not False
+    if asked and all(attention.sliding_window is None for attention in _attentions(fields)):
+        raise ConfigError(
+            f"{file}: sliding_window is {shown(raw['sliding_window'])}; hybridrt runs this architecture without a "
+            "sliding window only"
+        )
+
+
+def _check_sizes(fields: FamilyFields, file: Path) -> None:
+    """Raises ConfigError for products of sizes that are too large although each size is allowed."""
+    widths = {"attention heads x head_dim": max(a.num_heads * a.head_dim for a in _attentions(fields))}
+    for kind, linear in fields["linear"].items():
+        widths |= {f"the width of {name} ({kind})": width for name, width in state_shape(linear).segments}
+    attends = any(layer.attention for layer in fields["layers"])
+    for what, width in widths.items():
+        low = 0 if what.startswith("attention") and not attends else 1
+        if not low <= width <= MAX_WIDTH:
+            raise ConfigError(f"{file}: {what} is {width}; it must be from {low} to {MAX_WIDTH}")
+    if not 1 <= len(fields["layers"]) <= MAX_LAYERS:
+        raise ConfigError(f"{file} describes {len(fields['layers'])} layers; there must be 1 to {MAX_LAYERS}")
+
+
+def _check_activation(hf: Any, activation: str, path: Path) -> None:
+    for name, known in (("hidden_act", activation), ("mamba_hidden_act", "silu"), ("mlp_hidden_act", "relu2")):
+        # transformers has two names for one function.
+        if getattr(hf, name, known) not in ((known, "swish") if known == "silu" else (known,)):
+            raise ConfigError(f"{path}: {name} is {shown(getattr(hf, name))}; hybridrt implements {known!r}")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no directory; pass a checkpoint directory or a hub name such as org/model")
+    if (path / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{path} has an adapter_config.json: adapters (LoRA) are not supported; merge it into its model"
+        )
+    _refuse_quantised_files(path)
+    if not file.exists():
+        raise ConfigError(f"{path} has no config.json; is it a Hugging Face checkpoint directory?")
+    return read_object(file)
+
+
+def refuse_gguf(name: str | Path) -> None:
+    """Raises UnsupportedModelError for a file or a repository that says by its name that it holds GGUF."""
+    if _GGUF.search(str(name)):
+        raise UnsupportedModelError(
+            f"{name} is a model in the format GGUF, which hybridrt does not read: pass the checkpoint that it was made "
+            "from, a directory with config.json and *.safetensors or its hub name"
+        )
+
+
+def _refuse_quantised_files(path: Path) -> None:
+    """Raises UnsupportedModelError for files that say, next to config.json or without one, that weights are
+    quantised."""
+    if not any(path.glob("*.safetensors")):
+        for found in sorted(path.glob("*.[gG][gG][uU][fF]"))[:1]:
+            refuse_gguf(found)
+    file = path / "hf_quant_config.json"
+    if not file.exists():
+        return
+    said = read_object(file).get("quantization")
+    if not isinstance(said, dict):
+        raise ConfigError(f"{file}: quantization is {shown(said)}; it must be an object with quant_algo")
+    for name in ("quant_algo", "kv_cache_quant_algo"):
+        if said.get(name) is not None:
+            raise UnsupportedModelError(
+                f"{file}: {name} is {shown(said[name])}; hybridrt does not read checkpoints that are quantised: use "
+                "the unquantised one that it was made from"
+            )
+
+
+def _family(path: Path, raw: Mapping[str, Any]) -> Family:
+    """The family of the first architecture in the file."""
+    try:
+        return family_of((raw.get("architectures") or [""])[0])
+    except UnsupportedModelError as e:
+        text = f"{path}: {e}"
+        if raw.get("auto_map"):
+            text += (
+                ". Its config.json asks for trust_remote_code=True: auto_map names Python code of the checkpoint, and "
+                "hybridrt never runs such code"
+            )
+        raise UnsupportedModelError(text) from e
+
+
+def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """End-of-sequence ids. generation_config.json overrides config.json: chat models list their end-of-turn ids
+    there."""
+    file = path / "generation_config.json"
+    generation = read_object(file) if file.exists() else {}
+    check_fields(generation, EOS, file)
+    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)

@@ -1,0 +1,120 @@
+"""Reads all tensors of safetensors files: for a GPU in blocks by several threads, through pinned memory.
+
+One thread that reads and copies is slow. Here READERS threads read blocks of BLOCK bytes, each into pinned memory of
+its own, from where a copy takes them to the device. The tensors come in order; those after them are read meanwhile, up
+to AHEAD bytes.
+"""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridrt.base.errors import CheckpointError
+from hybridrt.base.files_safetensors import DTYPES, DamagedFileError, Entry, TensorFile, read_exactly
+from hybridrt.models.loading.weight_files import Shards, opened, tensors_of
+
+READERS, BLOCK, AHEAD = 8, 32 << 20, 2 << 30
+SMALL = 1 << 20  # bytes; smaller tensors stay in main memory: what is made of them is computed there
+
+
+def read_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of all files, file by file. For a GPU large ones come on the device, where their memory is lent
+    until the next is asked for.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+    """
+    return staged_tensors(shards, device) if device.type == "cuda" else tensors_of(shards)
+
+
+def staged_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `read_tensors`, for any device, with threads."""
+    with _Readers(device) as readers, ExitStack() as files:
+        waiting: deque[tuple[str, int, Callable[[], torch.Tensor]]] = deque()
+        ahead = 0
+        sources = [files.enter_context(opened(file)) for file in shards]  # at the end each must be as it is here
+        for held, keys in zip(sources, shards.values()):
+            for entry in sorted((held.entry(key) for key in keys), key=lambda entry: entry.start):
+                waiting.append((entry.key, entry.size, readers.read(held, entry)))
+                ahead += entry.size
+                while ahead > AHEAD:
+                    key, size, tensor = waiting.popleft()
+                    yield key, tensor()
+                    ahead -= size
+        while waiting:
+            key, _, tensor = waiting.popleft()
+            yield key, tensor()
+
+
+class _Readers(AbstractContextManager["_Readers"]):
+    """Threads that read tensors to a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pinned = device, device.type == "cuda"
+        # One stream for the copies and for what is done with them: memory that is lent again is written after its last
+        # use.
+        self._stream = torch.cuda.current_stream(device) if self._pinned else None
+        self._local, self._files = threading.local(), ExitStack()
+        self._pool = ThreadPoolExecutor(READERS, "weights")
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._files.close()
+
+    def read(self, file: TensorFile, entry: Entry) -> Callable[[], torch.Tensor]:
+        """Begins to read a tensor; what it returns waits for it."""
+        device = self._device if entry.size >= SMALL else torch.device("cpu")
+        flat = torch.empty(entry.size, dtype=torch.uint8, device=device)
+        blocks = [(at, min(at + BLOCK, entry.size)) for at in range(0, entry.size, BLOCK)]
+        reads = [self._pool.submit(self._block, file, entry.start + at, flat[at:end]) for at, end in blocks]
+        return lambda: _joined(file.path, entry, flat.view(DTYPES[entry.dtype]).view(entry.shape), reads)
+
+    def _block(self, source: TensorFile, start: int, into: torch.Tensor) -> None:
+        """In a reader's thread: bytes of a file from `start` on."""
+        file, size = self._file(source), into.numel()
+        if not into.is_cuda:
+            return _fill(file, start, into)
+        with torch.cuda.stream(self._stream):
+            staging = self._staging()[:size]
+            _fill(file, start, staging)
+            into.copy_(staging, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+            done.synchronize()  # this thread's staging memory is free again
+
+    def _staging(self) -> torch.Tensor:
+        """[BLOCK] bytes of pinned memory of this thread."""
+        if not hasattr(self._local, "staging"):
+            self._local.staging = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+        return self._local.staging
+
+    def _file(self, source: TensorFile) -> int:
+        """A descriptor of this thread: the system reads ahead by descriptor."""
+        files: dict[TensorFile, int] = self._local.__dict__.setdefault("files", {})
+        if source not in files:
+            files[source] = source.again()
+            self._files.callback(os.close, files[source])
+        return files[source]
+
+
+def _fill(file: int, start: int, into: torch.Tensor) -> None:
+    """Reads [n] bytes from `start` on into main memory."""
+    found: Any = into.numpy()
+    os.posix_fadvise(file, start, into.numel(), os.POSIX_FADV_WILLNEED)
+    read_exactly(file, start, memoryview(found))
+
+
+def _joined(file: Path, entry: Entry, tensor: torch.Tensor, reads: list[Future[None]]) -> torch.Tensor:
+    try:
+        for read in reads:
+            read.result()
+    except (OSError, DamagedFileError) as e:
+        raise CheckpointError(f"{file}: {entry.key} cannot be read: {e}") from e
+    return tensor

@@ -1,0 +1,72 @@
+"""The backend of layers whose output is attention over a sliding window plus a history branch over everything."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hybridrt.attention.base import NOTHING, QKV, AttentionBackend
+from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend, linear_backends
+
+
+class WindowHistoryBackend(HybridLinearAttnBackend):
+    """Adds the history branch of a layer to its window's attention, on partial sums: after the attention's output
+    projection and before the sum over tensor-parallel ranks.
+
+    Whatever the window's backend or the branch raises is raised: attention alone is never passed off as both.
+
+    Args:
+        window_backend: any attention backend; it reads a layer's `sliding_window`.
+        adapters: the history branches (hybridrt.models.hybrid_attention.HybridSSMAdapter) of all layers, disabled ones
+            included.
+
+    Raises:
+        BackendError: two branches of one name, or of one layer id.
+    """
+
+    def __init__(
+        self, window_backend: AttentionBackend, adapters: Sequence[Any], req_to_token_pool: HybridReqToTokenPool
+    ) -> None:
+        for attribute in ("name", "layer_id"):
+            seen = [getattr(adapter, attribute) for adapter in adapters]
+            twice = sorted({value for value in seen if seen.count(value) > 1})
+            if twice:
+                raise BackendError(f"{attribute} {twice[0]!r} belongs to two history branches; give each its own")
+        mixers = {adapter.layer_id: adapter.mixer for adapter in adapters if adapter.mixer is not None}
+        super().__init__(window_backend, linear_backends(mixers, req_to_token_pool), [a.layer_id for a in adapters])
+
+    @classmethod
+    def over(
+        cls,
+        full_attn_backend: AttentionBackend,
+        mixers: Mapping[int, Any],
+        full_attn_layers: Collection[int],
+        req_to_token_pool: HybridReqToTokenPool,
+    ) -> "WindowHistoryBackend":
+        """The composite of a model, whose `mixers` are history branches."""
+        return cls(full_attn_backend, list(mixers.values()), req_to_token_pool)
+
+    def route(self, layer: Any) -> AttentionBackend:
+        """Layers of both branches are served here, each of the branches as in any composite."""
+        return self if hasattr(layer, "ssm_adapter") else super().route(layer)
+
+    def run(
+        self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, *, hidden_states: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """One layer over all rows of the batch.
+
+        Args:
+            layer: has `attn` (what the window's backend takes as its layer), `project` (the attention's output
+                projection, [T, heads * head_dim] to [T, hidden], without the sum over ranks) and `ssm_adapter`.
+            hidden_states: [T, hidden], what the block's projections read.
+        Returns:
+            [T, hidden], this rank's summand. The branch is zero on padding rows.
+        """
+        assert hidden_states is not None
+        out: Tensor = layer.project(self.route(layer.attn).run(layer.attn, batch, qkv, **kwargs))
+        if layer.ssm_adapter.mode == "disabled":
+            return out
+        return out + layer.ssm_adapter.forward_history_branch(hidden_states, batch)
