@@ -84,7 +84,6 @@ def resolve_model_path(name: str) -> Path:
     path = find_checkpoint(name)
     if path.is_dir():
         return path
-    refuse_gguf(name)
     if name in EMBEDDED:
         raise ConfigError(f"this installation lacks its {name} model ({path}); pass a checkpoint directory")
     raise ConfigError(f"{shown(name)} is no directory; pass a checkpoint directory or a hub name such as org/model")
@@ -95,11 +94,14 @@ def find_checkpoint(name: str) -> Path:
 
     Raises:
         ConfigError: no path has such a name, it cannot be looked at, or it is a hub name that cannot be downloaded.
+        UnsupportedModelError: it is a GGUF file, or a repository of such files.
     """
     if name in EMBEDDED:
         return ASSETS / name
     try:
         path = Path(name).expanduser()
+        if not path.is_dir():
+            refuse_gguf(name)
         if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
             return path
     except (OSError, RuntimeError) as e:  # too long, within a directory that may not be read, or of an unknown user
