@@ -117,8 +117,8 @@ def knows_fields(instead: Mapping[str, str]) -> Callable[[C], C]:
     """`knows_names` for the constructor of a dataclass."""
 
     def decorate(cls: C) -> C:
-        checked: Any = knows_names(cls.__name__, instead)(cls.__init__)
-        cls.__init__ = checked
+        made: Any = cls
+        made.__init__ = knows_names(cls.__name__, instead)(made.__init__)
         return cls
 
     return decorate
