@@ -73,4 +73,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The public names, also those that are not imported yet, and what every module has."""
-    return sorted({"__version__", "errors", *globals()["__all__"], *(name for name in globals() if name.startswith("__"))})
+    return sorted(
+        {"__version__", "errors", *globals()["__all__"], *(name for name in globals() if name.startswith("__"))}
+    )
