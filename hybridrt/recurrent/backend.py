@@ -53,8 +53,6 @@ class MambaAttnBackendBase(AttentionBackend):
 
     kind: str
     scan: ClassVar[str | None] = None  # the operation of its chunks, where libraries have it too
-    _joined: "tuple[MambaAttnBackendBase, ...]" = ()  # others that this one plans and commits for
-    _lead: "ReferenceType[MambaAttnBackendBase] | None" = None  # None: this one plans for itself
 
     def __init__(self, *, layers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool, chunk_size: int) -> None:
         wrong = {layer_id: m.kind for layer_id, m in layers.items() if m.kind != self.kind}
@@ -73,6 +71,8 @@ class MambaAttnBackendBase(AttentionBackend):
         spec = self.mamba_pool.spec
         self._ring_width = max(shape.conv_width(spec.tokens_per_step) for shape in spec.groups)
         self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
+        self._others: list[MambaAttnBackendBase] = []  # that this one plans and commits for, besides itself
+        self._lead: ReferenceType[MambaAttnBackendBase] | None = None  # None: this one plans for itself
         self._last: ForwardMetadata | None = None  # the last step that leaves its state to a commit
         self.mamba_pool.set_decays({i: partial(self.ring_decay, layer) for i, layer in layers.items()})
 
@@ -80,24 +80,32 @@ class MambaAttnBackendBase(AttentionBackend):
     def join(backends: Sequence["MambaAttnBackendBase"]) -> "MambaAttnBackendBase":
         """The first of a model's backends, which from now on plans and commits for all of them: their layers share
         slots and ring cursors, and a step moves the cursors once."""
-        first, *others = backends
-        first._joined = tuple(member for backend in others for member in backend.members)
-        for member in first._joined:
-            member._lead = ref(first)
+        first = backends[0]
+        first.members = [member for backend in backends for member in backend.members]
+        for member in first.members:
+            member.lead = first
         return first
 
+    # A reference of a backend to itself that counts would keep the pools until the garbage collector runs.
     @property
     def members(self) -> "list[MambaAttnBackendBase]":
         """The backends that this one plans and commits for, itself first."""
-        return [self, *self._joined]
+        return [self, *self._others]
+
+    @members.setter
+    def members(self, members: "list[MambaAttnBackendBase]") -> None:
+        self._others = members[1:]
 
     @property
     def lead(self) -> "MambaAttnBackendBase":
-        """The backend that plans and commits for this one. The reference is weak: within a cycle, the pools would stay
-        until the garbage collector runs."""
+        """The backend that plans and commits for this one."""
         lead = self if self._lead is None else self._lead()
         assert lead is not None, "the composite holds it"
         return lead
+
+    @lead.setter
+    def lead(self, lead: "MambaAttnBackendBase") -> None:
+        self._lead = ref(lead)
 
     def layer_cache(self, layer_id: int) -> LayerCache:
         return self.mamba_pool.layer_cache(layer_id)

@@ -172,15 +172,13 @@ class Linear(Instrumented):
     kind = "mamba2"
     committed: Any = "nothing"
 
-    _joined: tuple[Any, ...] = ()
-
     @property
     def members(self) -> list[Any]:
-        return [self, *self._joined]
+        return [self]
 
-    @property
-    def plans_for(self) -> list[str]:
-        return [member.kind for member in self.members]
+    @members.setter
+    def members(self, members: list[Any]) -> None:
+        self.plans_for = [member.kind for member in members]
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         self.committed = accepted

@@ -1,6 +1,7 @@
 """Deltas on their way to one task: an asynchronous iterator, which joins those that its reader has not taken."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -28,7 +29,7 @@ class DeltaStream(AsyncIterator[Delta]):
         self.running = 0
         self.arrival = time.monotonic()
         self.take: Callable[[Delta], bool] | None = None
-        self._loop = loop
+        self._loop, self._process = loop, os.getpid()
         self._gains: dict[tuple[str, int], Delta] = {}  # by sample
         self._waiter: asyncio.Future[None] | None = None
 
@@ -63,7 +64,8 @@ class DeltaStream(AsyncIterator[Delta]):
         while not self._gains:
             if not self.running:
                 raise StopAsyncIteration
-            self._loop.check_process()
+            if os.getpid() != self._process:  # no delta would ever come
+                self._loop.check_process()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         delta = self._gains.pop(next(iter(self._gains)))

@@ -86,7 +86,7 @@ def resolve_model_path(name: str) -> Path:
         return path
     if name in EMBEDDED:
         raise ConfigError(f"this installation lacks its {name} model ({path}); pass a checkpoint directory")
-    raise ConfigError(f"{shown(name)} is no directory; pass a checkpoint directory or a hub name such as org/model")
+    raise ConfigError(f"{_legible(name)} is no directory; pass a checkpoint directory or a hub name such as org/model")
 
 
 def find_checkpoint(name: str) -> Path:
@@ -106,14 +106,18 @@ def find_checkpoint(name: str) -> Path:
             return path
     except (OSError, RuntimeError) as e:  # too long, within a directory that may not be read, or of an unknown user
         raise ConfigError(
-            f"{shown(name)} is no checkpoint directory ({reason(e)}); pass one, or a hub name such as org/model"
+            f"{_legible(name)} is no checkpoint directory ({reason(e)}); pass one, or a hub name such as org/model"
         ) from e
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except Exception as e:  # the hub client raises its own errors, those of requests, and OS errors
-        raise ConfigError(f"{shown(name)} is no directory here, and the hub does not give it: {reason(e)}") from e
+        raise ConfigError(f"{_legible(name)} is no directory here, and the hub does not give it: {reason(e)}") from e
+
+
+def _legible(name: str) -> str:
+    return name if name.isprintable() and 0 < len(name) <= 200 else shown(name)
 
 
 def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -> CausalLM:

@@ -1,5 +1,6 @@
 """The executor of a real model: loads it, plans its memory, captures its graphs."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,6 +126,7 @@ def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalL
     runner.launch(step).result()
     peak = torch.cuda.max_memory_allocated(target.device) - before
     del runner
+    gc.collect()  # if a backend of another package is part of a cycle, it would keep the small pools
     torch.cuda.empty_cache()
     return peak
 
