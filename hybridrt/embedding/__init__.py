@@ -12,9 +12,11 @@ from hybridrt.base.forward_batch import ForwardBatch, SpecInfo
 from hybridrt.embedding.loading import LoadedModel, build, load, plan_memory
 from hybridrt.embedding.numbers import Array, Numbers, Places, Scratch
 from hybridrt.embedding.runtime import DecodeGraphs, EmbeddedRuntime
+from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.runtime.load.build import resolve_model_path
 
 __all__ = [
     "Array", "DecodeGraphs", "EmbeddedRuntime", "EngineConfig", "ForwardBatch", "LoadedModel", "MemoryPlan", "Numbers",
-    "Places", "Scratch", "SpecInfo", "build", "load", "plan_memory",
+    "Places", "Scratch", "SpecInfo", "build", "load", "load_tokenizer", "plan_memory", "resolve_model_path",
 ]  # fmt: skip

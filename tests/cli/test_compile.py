@@ -83,7 +83,7 @@ def test_a_cache_that_lacks_kernels_is_an_error(model: Path, monkeypatch: pytest
         (("--gpu", "h200", "--device", "cpu"), "leave --device out"),
         (("--gpu", "h200", "--workers", "0"), "workers is 0"),
         (("--gpu", "h200", "--cache-dir", "/proc/none"), "--cache-dir"),
-        (("nowhere", "--gpu", "h200"), "'nowhere' is no directory"),
+        (("nowhere", "--gpu", "h200"), "nowhere is no directory"),
         (("--gpu", "h200", "--num-draft-tokens", "3"), "--speculative"),
     ],
 )
