@@ -56,7 +56,7 @@ def test_a_name_that_leads_to_no_method_is_refused_at_once(method: str, error: t
 
 def test_a_record_that_is_no_whole_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     half = registry.DraftMethodBase()
-    monkeypatch.setattr("hybridrt.runtime.run.draft_task.load_method", lambda name: half)
+    monkeypatch.setattr("hybridrt.speculative.method.load_method", lambda name: half)
     with pytest.raises(BackendError, match="must be a DraftMethod"):
         draft_method(SpeculativeConfig("first"))
 

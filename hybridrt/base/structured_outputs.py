@@ -13,7 +13,7 @@ MAX_CHARACTERS = 2**19  # of a schema, an expression or a grammar, and of all ch
 MAX_CHOICES = 4096
 MAX_TEXT = 2**16  # characters of one choice, expression or literal, of a schema's names and values, too
 # Between the tokens of a JSON text. Without a limit a model that prefers white space may give nothing else.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 # A string of JSON or Lark, or an expression of Lark: none of them has line breaks.
 _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*+"?|/(?:[^/\\\n]|\\.)*+/?')
 _FIELD = "structured_outputs"
