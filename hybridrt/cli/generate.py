@@ -51,6 +51,8 @@ class PromptSampling(SamplingOptions):
     def given(self) -> dict[str, Any]:
         values = super().given()
         schema, regex = values.pop("json_schema", None), values.pop("regex", None)
+        if schema is not None and regex is not None:
+            raise RequestError("--json-schema and --regex both say what the text looks like; pass one of them")
         if schema is not None or regex is not None:
             schema = None if schema is None else read_text("--json-schema", schema)
             values["structured_outputs"] = StructuredOutputs(json=schema, regex=regex)

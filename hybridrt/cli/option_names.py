@@ -7,7 +7,10 @@ from typing import Any
 # What EngineConfig and others call a setting that an option has another name for.
 _OTHER_NAMES = {"method": "speculative", "seed": "workload_seed"}
 # A word that is a name of Python and of the language: an argument is meant where a text begins with it like this.
-_BEGINS = r"(?=\s(?:is|has|holds|needs|takes|goes|asks)\s|\s\"|\s>)"
+_BEGINS = r"(?=\s(?:is|has|holds|needs|takes|goes|asks)\s|\s[\"']|\s>)"
+# An error about the form of the output, and the option that sets this form.
+_FORMS = {"json": "json_schema", "regex": "regex"}
+_FORM = re.compile(r"^structured_outputs(: this| has) (json|regex)\b(=?)")
 
 
 def in_options(text: str, params: Sequence[Any]) -> str:
@@ -21,6 +24,7 @@ def in_options(text: str, params: Sequence[Any]) -> str:
     names = _names(params)
     if not names:
         return text
+    own = _FORM.sub(lambda m: names[_FORMS[m[2]]][0] + (" is " if m[3] else ""), own) if "regex" in names else own
     words = "|".join(sorted(names, key=len, reverse=True))
     own = re.sub(rf"(?<![\w./'\"-])({words})=(\"[^\"]*\"|[\w.+-]+)", lambda m: _set(names[m[1]], m[2]), own)
     own = re.sub(rf"^({words}){_BEGINS}", lambda m: names[m[1]][0], own)

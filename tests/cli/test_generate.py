@@ -296,15 +296,21 @@ def test_control_c_while_the_interpreter_ends_leaves_no_traceback() -> None:
 def test_text_has_the_form_that_options_ask_for(tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"enum": [["a"]], "x-guidance": {"whitespace_flexible": false}}')
+    no_type, number = tmp_path / "no_type.json", tmp_path / "number.json"
+    no_type.write_text('{"type": "nope"}')
+    number.write_text("5")
     assert run("embedded", "x", "--json-schema", str(schema), "--temperature", "0").stdout == '["a"]\n'
     assert run("embedded", "x", "--regex", "z{3}").stdout == "zzz\n"
     for options, text in (
         (("--json-schema", str(tmp_path)), "--json-schema"),
-        (("--regex", "["), "unclosed"),
-        (("--regex", "a", "--json-schema", str(schema)), "json and regex"),
+        (("--regex", "["), "error: --regex cannot be used: "),
+        (("--regex", ""), "error: --regex is ''; "),
+        (("--json-schema", str(no_type)), "error: --json-schema cannot be used: Invalid type"),
+        (("--json-schema", str(number)), "error: --json-schema is '5'; "),
+        (("--regex", "a", "--json-schema", str(schema)), "error: --json-schema and --regex both"),
     ):
         result = run("embedded", "x", *options)
-        assert result.exit_code == 2 and text in result.stderr
+        assert result.exit_code == 2 and text in result.stderr and "structured_outputs" not in result.stderr
 
 
 def test_a_closed_pipe_leaves_no_traceback(tiny: Path) -> None:

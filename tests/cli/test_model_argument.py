@@ -79,6 +79,7 @@ def test_every_command_of_a_model_takes_it_in_one_way() -> None:
         ("bench offline --prompt-tokens 0", "--prompt-tokens is 0;"),
         ("bench serve --slo-ttft 0", "--slo-ttft is 0.0;"),
         ("compile --device cpu --gpu h100", "--device is 'cpu';"),
+        ("generate x --speculative nope", "--speculative 'nope' is not supported;"),
     ],
 )
 def test_an_error_names_the_option(line: str, start: str) -> None:

@@ -69,6 +69,18 @@ def test_where_one_text_can_follow_a_mask_does_not_walk_through_it(
     assert sorted(worst)[-2] < 0.003, worst
 
 
+def test_an_enumeration_of_a_usual_size_can_be_followed(compiler: GrammarCompiler) -> None:
+    """Its mask after the first quote is the largest, and takes about 2 ms: the limits of a mask leave room for it."""
+    rng = np.random.default_rng(0)
+    values = ["".join(map(chr, rng.choice([*range(65, 91), *range(97, 123)], 20))) for _ in range(1000)]
+    matcher = compiler.matcher(StructuredOutputs(json={"enum": values}))
+    tokenizer = load_tokenizer(resolve_model_path("embedded"))
+    for text in ('"', values[7][0], values[7][1]):
+        (token,) = tokenizer.encode_bare(text)
+        assert np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[token]
+        matcher.advance(token)
+
+
 def test_a_grammar_whose_masks_are_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What measures them, with a limit that any mask exceeds."""
     compiler = GrammarCompiler(load_tokenizer(resolve_model_path("embedded")), 4103, EOS)

@@ -220,6 +220,13 @@ def test_hosts_that_cannot_be_allowed(host: str) -> None:
         ServerConfig(allowed_hosts=(host,))
 
 
+@pytest.mark.parametrize("host", ["", "0", "127.1", "localhost:8000", "http://localhost", "[::1"])
+def test_addresses_that_cannot_be_bound(host: str) -> None:
+    """Sockets take "" and "0" for every address of the machine."""
+    with pytest.raises(ConfigError, match=r"host is .* without a port"):
+        ServerConfig(host=host)
+
+
 def test_a_server_refuses_them_before_a_key(served: Served) -> None:
     with served.http() as client:
         for path in ("/metrics", "/health", "/v1/models"):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # llguidance's limits of one mask: an expression made to be slow delays all rows by 400 ms at the defaults.
 # verbose_errors would quote the grammar.
-LIMITS = {"step_lexer_fuel": 20_000, "step_max_items": 10_000, "max_lexer_states": 50_000, "verbose_errors": False}
+LIMITS = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 50_000, "verbose_errors": False}
 # llguidance compiles rules and references by recursion: a chain of 3000 overflows a usual stack, and the process dies.
 # A level takes up to 8 KB, and the text of a grammar has room for some 20,000. Untouched pages take no memory.
 STACK_BYTES = 2**29

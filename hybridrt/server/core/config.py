@@ -104,6 +104,11 @@ class ServerConfig:
                 ) from e
 
     def _check_addresses(self) -> None:
+        if host_name(self.host.partition("%")[0]) is None:  # sockets take "" and "0" for every address of the machine
+            raise ConfigError(
+                f"host is {self.host!r}; it must be a name or an address without a port, like 127.0.0.1 (this machine "
+                "alone) or 0.0.0.0 (from everywhere)"
+            )
         for host in self.allowed_hosts:
             if host != "*" and host_name(host) is None:
                 raise ConfigError(f"allowed host {host!r}: it must be * or a name without a port, like api.example.org")
