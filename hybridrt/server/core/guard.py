@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.pages import PageRules, check_content_type
+from hybridrt.server.core.refusals import LargeBody, Refusals
 from hybridrt.server.core.respond import CLIENT_GONE, FAILURE, ClientGone
 from hybridrt.server.core.service import RECORD
 from hybridrt.server.wire.errors import ANTHROPIC_PATH, APIError, error_response
@@ -37,7 +38,8 @@ class Guard:
       before its body is read, on every path (hybridrt/server/core/pages.py).
     - Web pages of the allowed origins can read every answer, errors included (CORS).
     - Without a valid key only OPEN_PATHS answer. Keys are compared in constant time.
-    - A body that is too long is refused, where possible before it is read.
+    - A body that is too long is refused, where possible before it is read. A client whose large body was refused rests
+      before its next large one is read (hybridrt/server/core/refusals.py).
     - A request that takes too long, its body and its answer included, ends: with 504, or with an error event in a
       stream. The header `X-Request-Timeout` (seconds) sets a shorter time than the server's.
     """
@@ -46,6 +48,7 @@ class Guard:
         self._app = app
         self._config = config
         self._keys = [key.encode() for key in config.api_keys]
+        self._refusals = Refusals()
         self._pages = PageRules(config.host, config.allowed_hosts, config.allowed_origins)
         self._entry: ASGIApp = self._answer
         if config.allowed_origins:
@@ -80,10 +83,11 @@ class Guard:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, answer = dict(scope["headers"]), scope[_SENT]
+        body = LargeBody(self._refusals, scope, headers, receive)
         try:
             self._check(scope, headers)
             async with asyncio.timeout(self._seconds(headers)):
-                await self._app(scope, _limited(receive, self._config.max_body_bytes), send)
+                await self._app(scope, _limited(body.receive, self._config.max_body_bytes), send)
         except ClientGone:
             answer.status = CLIENT_GONE
         except APIError as e:
@@ -98,6 +102,8 @@ class Guard:
             log.exception("request %s failed", answer.request_id.decode())
             error = APIError(500, "the server has failed on this request; its log says why")
             await answer.end(error, scope, receive, send)
+        finally:
+            body.ended(answer.status)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         length = headers.get(b"content-length", b"0")

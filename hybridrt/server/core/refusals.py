@@ -1,0 +1,66 @@
+"""Large bodies that are refused take milliseconds of the server's time and almost none of their sender's. So a client
+whose large body was refused rests before its next large one is read: REST times as long as the refusal took."""
+
+import asyncio
+import time
+
+from starlette.types import Message, Receive, Scope
+
+LARGE = 2**15  # bytes; smaller bodies never wait
+REST = 4  # so at most a fifth of the time goes into what one client sends in vain
+MAX_REST = 5.0  # seconds
+MAX_CLIENTS = 1024  # that are remembered
+
+Client = tuple[str, bytes]
+
+
+class Refusals:
+    """Until when clients rest, by address and key."""
+
+    def __init__(self) -> None:
+        self._until: dict[Client, float] = {}
+
+    def rest(self, client: Client) -> float:
+        """Seconds that a client has to wait now."""
+        return max(0.0, self._until.get(client, 0.0) - time.monotonic())
+
+    def note(self, client: Client, seconds: float) -> None:
+        """A refusal has taken so long. Rests add up, to MAX_REST at most."""
+        now = time.monotonic()
+        until = min(max(now, self._until.pop(client, now)) + REST * seconds, now + MAX_REST)
+        if len(self._until) >= MAX_CLIENTS:
+            self._until = {each: end for each, end in self._until.items() if end > now}
+        while len(self._until) >= MAX_CLIENTS:
+            del self._until[next(iter(self._until))]
+        self._until[client] = until
+
+
+class LargeBody:
+    """The body of one request: its client rests before the first byte is read, if it is or may be large.
+
+    Attributes:
+        complete: when its last byte came, in seconds of `time.monotonic()`; None: not yet, or it is small.
+    """
+
+    def __init__(self, refusals: Refusals, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> None:
+        self._refusals, self._receive, self._size = refusals, receive, 0
+        self._client: Client = ((scope.get("client") or ("",))[0], headers.get(b"authorization", b""))
+        length = headers.get(b"content-length", b"")
+        self._wait = b"transfer-encoding" in headers or (length.isdigit() and int(length) > LARGE)
+        self.complete: float | None = None
+
+    async def receive(self) -> Message:
+        """As the server's own."""
+        while self._wait and (seconds := self._refusals.rest(self._client)):
+            await asyncio.sleep(seconds)
+        self._wait = False
+        message = await self._receive()
+        self._size += len(message.get("body", b""))
+        if self._size > LARGE and message["type"] == "http.request" and not message.get("more_body", False):
+            self.complete = time.monotonic()
+        return message
+
+    def ended(self, status: int) -> None:
+        """The request has its answer."""
+        if self.complete is not None and 400 <= status < 499:
+            self._refusals.note(self._client, time.monotonic() - self.complete)

@@ -1,0 +1,84 @@
+"""Large bodies that are refused: their sender rests, and nobody else does."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from hybridrt.server.core import refusals
+from hybridrt.server.core.refusals import LARGE, MAX_CLIENTS, MAX_REST, REST, LargeBody, Refusals
+
+
+class Clock:
+    """Time that passes only while somebody sleeps, or when it is told."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 100.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(refusals, "time", made)
+    monkeypatch.setattr(refusals.asyncio, "sleep", made.sleep)
+    return made
+
+
+def send(
+    found: Refusals, clock: Clock, size: int, status: int, took: float, client: str = "a", key: bytes = b""
+) -> None:
+    """A request whose body is received, and answered after `took` seconds."""
+    headers = {b"content-length": str(size).encode(), b"authorization": key}
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": bytes(size), "more_body": False}
+
+    body = LargeBody(found, {"client": (client, 1)}, headers, receive)
+    asyncio.run(body.receive())
+    clock.now += took
+    body.ended(status)
+
+
+def test_a_client_rests_before_its_next_large_body(clock: Clock) -> None:
+    found = Refusals()
+    send(found, clock, LARGE + 1, 400, 0.01)
+    assert clock.slept == []
+    send(found, clock, LARGE + 1, 413, 0.02)
+    assert clock.slept == [pytest.approx(REST * 0.01)]
+    send(found, clock, LARGE + 1, 200, 9.0)
+    assert clock.slept[1:] == [pytest.approx(REST * 0.02)]
+    send(found, clock, LARGE + 1, 200, 9.0)
+    assert len(clock.slept) == 2, "what was taken costs nothing"
+
+
+@pytest.mark.parametrize(
+    ("size", "client", "key"), [(LARGE, "a", b""), (LARGE + 1, "b", b""), (LARGE + 1, "a", b"Bearer other")]
+)
+def test_small_bodies_and_other_clients_do_not_wait(size: int, client: str, key: bytes, clock: Clock) -> None:
+    found = Refusals()
+    send(found, clock, LARGE + 1, 400, 1.0)
+    send(found, clock, size, 200, 0.0, client, key)
+    assert clock.slept == []
+
+
+def test_small_refusals_and_clients_that_left_cost_nothing(clock: Clock) -> None:
+    found = Refusals()
+    send(found, clock, LARGE, 400, 1.0)
+    send(found, clock, LARGE + 1, 499, 1.0)
+    send(found, clock, LARGE + 1, 200, 0.0)
+    assert clock.slept == []
+
+
+def test_rests_and_clients_are_bounded(clock: Clock) -> None:
+    found = Refusals()
+    for i in range(MAX_CLIENTS + 10):
+        send(found, clock, LARGE + 1, 400, 0.0, str(i))
+        found.note(("z", b""), 100.0)
+    assert found.rest(("z", b"")) == MAX_REST and len(found._until) <= MAX_CLIENTS
