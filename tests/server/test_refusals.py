@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from hybridrt.server.core import refusals
-from hybridrt.server.core.refusals import LARGE, MAX_CLIENTS, MAX_REST, REST, LargeBody, Refusals
+from hybridrt.server.core.bodies import SMALL as LARGE
+from hybridrt.server.core.config import ServerConfig
+from hybridrt.server.core.guard import Guard
+from hybridrt.server.core.refusals import MAX_CLIENTS, MAX_REST, REST, LargeBody, Refusals
 
 
 class Clock:
@@ -35,12 +38,13 @@ def send(
     found: Refusals, clock: Clock, size: int, status: int, took: float, client: str = "a", key: bytes = b""
 ) -> None:
     """A request whose body is received, and answered after `took` seconds."""
-    headers = {b"content-length": str(size).encode(), b"authorization": key}
+    headers = {b"content-length": str(size).encode()}
 
     async def receive() -> Any:
         return {"type": "http.request", "body": bytes(size), "more_body": False}
 
-    body = LargeBody(found, {"client": (client, 1)}, headers, receive)
+    body = LargeBody(found, headers, receive)
+    body.client = client, key
     asyncio.run(body.receive())
     clock.now += took
     body.ended(status)
@@ -59,7 +63,7 @@ def test_a_client_rests_before_its_next_large_body(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "client", "key"), [(LARGE, "a", b""), (LARGE + 1, "b", b""), (LARGE + 1, "a", b"Bearer other")]
+    ("size", "client", "key"), [(LARGE, "a", b""), (LARGE + 1, "b", b""), (LARGE + 1, "a", b"other")]
 )
 def test_small_bodies_and_other_clients_do_not_wait(size: int, client: str, key: bytes, clock: Clock) -> None:
     found = Refusals()
@@ -82,3 +86,15 @@ def test_rests_and_clients_are_bounded(clock: Clock) -> None:
         send(found, clock, LARGE + 1, 400, 0.0, str(i))
         found.note(("z", b""), 100.0)
     assert found.rest(("z", b"")) == MAX_REST and len(found._until) <= MAX_CLIENTS
+
+
+@pytest.mark.parametrize(("keys", "counted"), [((), b""), (("one", "two"), b"two")])
+def test_a_key_tells_clients_apart_only_where_it_is_checked(keys: tuple[str, ...], counted: bytes) -> None:
+    guard = Guard(no_app, ServerConfig(api_keys=keys))
+    headers = {b"authorization": b"bearer  two", b"x-api-key": b"made up", b"content-type": b"application/json"}
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": list(headers.items())}
+    assert guard._check(scope, headers) == counted
+
+
+async def no_app(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("no request gets so far")

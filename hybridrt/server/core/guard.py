@@ -83,9 +83,9 @@ class Guard:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, answer = dict(scope["headers"]), scope[_SENT]
-        body = LargeBody(self._refusals, scope, headers, receive)
+        body = LargeBody(self._refusals, headers, receive)
         try:
-            self._check(scope, headers)
+            body.client = (scope.get("client") or ("",))[0], self._check(scope, headers)
             async with asyncio.timeout(self._seconds(headers)):
                 await self._app(scope, _limited(body.receive, self._config.max_body_bytes), send)
         except ClientGone:
@@ -105,15 +105,17 @@ class Guard:
         finally:
             body.ended(answer.status)
 
-    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
+        """The key of the request, b"" where none is needed. Raises APIError for what is refused without its body."""
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and len(length) < 19 and int(length) > self._config.max_body_bytes:
             raise _too_long(self._config.max_body_bytes)
-        if self._keys and scope["path"] not in OPEN_PATHS:
-            self._check_key(scope, headers)
+        asked = self._keys and scope["path"] not in OPEN_PATHS
+        key = self._check_key(scope, headers) if asked else b""
         check_content_type(scope)
+        return key
 
-    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scope["path"].startswith(ANTHROPIC_PATH) and b"x-api-key" in headers:
             scheme, key = b"bearer", headers[b"x-api-key"]
@@ -123,6 +125,7 @@ class Guard:
             raise APIError(
                 401, "a valid API key is needed: send it as Authorization: Bearer KEY", code="invalid_api_key"
             )
+        return key.strip()
 
     def _seconds(self, headers: dict[bytes, bytes]) -> float:
         asked = headers.get(b"x-request-timeout")

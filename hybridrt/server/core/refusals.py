@@ -4,9 +4,10 @@ whose large body was refused rests before its next large one is read: REST times
 import asyncio
 import time
 
-from starlette.types import Message, Receive, Scope
+from starlette.types import Message, Receive
 
-LARGE = 2**15  # bytes; smaller bodies never wait
+from hybridrt.server.core.bodies import SMALL
+
 REST = 4  # so at most a fifth of the time goes into what one client sends in vain
 MAX_REST = 5.0  # seconds
 MAX_CLIENTS = 1024  # that are remembered
@@ -15,7 +16,8 @@ Client = tuple[str, bytes]
 
 
 class Refusals:
-    """Until when clients rest, by address and key."""
+    """Until when clients rest: by address, and by key where the server asks for one. A header that nobody checks would
+    be another one each time."""
 
     def __init__(self) -> None:
         self._until: dict[Client, float] = {}
@@ -36,31 +38,33 @@ class Refusals:
 
 
 class LargeBody:
-    """The body of one request: its client rests before the first byte is read, if it is or may be large.
+    """The body of one request: its client rests before the first byte is read, if it has or may have more than SMALL
+    bytes.
 
     Attributes:
+        client: who sends it; set this before the body is received.
         complete: when its last byte came, in seconds of `time.monotonic()`; None: not yet, or it is small.
     """
 
-    def __init__(self, refusals: Refusals, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> None:
+    def __init__(self, refusals: Refusals, headers: dict[bytes, bytes], receive: Receive) -> None:
         self._refusals, self._receive, self._size = refusals, receive, 0
-        self._client: Client = ((scope.get("client") or ("",))[0], headers.get(b"authorization", b""))
+        self.client: Client = "", b""
         length = headers.get(b"content-length", b"")
-        self._wait = b"transfer-encoding" in headers or (length.isdigit() and int(length) > LARGE)
+        self._wait = b"transfer-encoding" in headers or (length.isdigit() and int(length) > SMALL)
         self.complete: float | None = None
 
     async def receive(self) -> Message:
         """As the server's own."""
-        while self._wait and (seconds := self._refusals.rest(self._client)):
+        while self._wait and (seconds := self._refusals.rest(self.client)):
             await asyncio.sleep(seconds)
         self._wait = False
         message = await self._receive()
         self._size += len(message.get("body", b""))
-        if self._size > LARGE and message["type"] == "http.request" and not message.get("more_body", False):
+        if self._size > SMALL and message["type"] == "http.request" and not message.get("more_body", False):
             self.complete = time.monotonic()
         return message
 
     def ended(self, status: int) -> None:
         """The request has its answer."""
         if self.complete is not None and 400 <= status < 499:
-            self._refusals.note(self._client, time.monotonic() - self.complete)
+            self._refusals.note(self.client, time.monotonic() - self.complete)
