@@ -74,3 +74,19 @@ def test_commands_have_the_options_that_documents_give_them() -> None:
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         used = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert used <= known | {"--help"}, (command.name, used - known)
+
+
+def anchors(text: str) -> set[str]:
+    """The places in a document that a link can name, as GitHub makes them of headings."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("file", [*FILES, *sorted((ROOT / "benchmarks" / "log").glob("*.md"))], ids=lambda f: f.name)
+def test_links_within_the_repository_lead_somewhere(file: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
+        if not target.startswith(("http", "mailto")):
+            name, _, place = target.partition("#")
+            other = file.parent / name if name else file
+            assert other.exists(), target
+            assert not place or place in anchors(other.read_text()), target
