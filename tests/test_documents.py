@@ -3,6 +3,7 @@
 docs/chat.md, docs/embedding.md and the requests of docs/serving.md have tests beside what they describe.
 """
 
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -18,7 +19,12 @@ from hybridrt.mem_cache.pools.state_slices import MambaSpec, derive_mamba_conv_s
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-WHOLE = {"README.md": 1, "prefix-cache.md": 2, "hybrid-layer.md": 1}  # how many blocks of Python are programs
+WHOLE = {
+    "README.md": 1,
+    "prefix-cache.md": 2,
+    "hybrid-layer.md": 1,
+    "maths.md": 1,
+}  # how many blocks of Python are programs
 
 
 def blocks(file: Path, language: str) -> list[str]:
@@ -74,3 +80,64 @@ def test_commands_have_the_options_that_documents_give_them() -> None:
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         used = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert used <= known | {"--help"}, (command.name, used - known)
+
+
+def anchors(text: str) -> set[str]:
+    """The places in a document that a link can name, as GitHub makes them of headings."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("file", [*FILES, *sorted((ROOT / "benchmarks" / "log").glob("*.md"))], ids=lambda f: f.name)
+def test_links_within_the_repository_lead_somewhere(file: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
+        if not target.startswith(("http", "mailto")):
+            name, _, place = target.partition("#")
+            other = file.parent / name if name else file
+            assert other.exists(), target
+            assert not place or place in anchors(other.read_text()), target
+
+
+def resolve(path: str) -> None:
+    """Imports "package.module.Name.attribute"; an annotation of a class counts as its attribute."""
+    words = path.split(".")
+    for i in range(len(words), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(words[:i]))
+        except ModuleNotFoundError:
+            continue
+        for word in words[i:]:
+            fields = getattr(found, "__annotations__", {})
+            assert hasattr(found, word) or word in fields, f"{path}: {found} has no {word}"
+            found = getattr(found, word, None)
+        return
+    raise AssertionError(f"{path} cannot be imported")
+
+
+NAMED = [ROOT / "docs" / name for name in ("names.md", "glossary.md", "extending.md", "maths.md")]
+
+
+@pytest.mark.parametrize("file", NAMED, ids=lambda f: f.name)
+def test_names_that_documents_give_exist(file: Path) -> None:
+    text = re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)
+    groups = {
+        "families",
+        "kinds",
+        "attention_backends",
+        "linear_methods",
+        "drafters",
+        "tool_parsers",
+        "reasoning_parsers",
+    }
+    names = set(re.findall(r"`(hybridrt(?:\.\w+)+)`", text)) - {f"hybridrt.{group}" for group in groups}
+    assert len(names) > 4
+    for name in names:
+        resolve(name)
+    for path in re.findall(r"`((?:hybridrt|mem_cache|models|tests|examples|benchmarks)/[\w/.]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_glossary_explains_each_word_once() -> None:
+    rows = re.findall(r"^\| (?!word)([^|]+) \| ([^|]+) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    words = [word for names, _ in rows for word in names.split(", ")]
+    assert len(words) == len(set(words)) > 90
