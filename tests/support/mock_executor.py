@@ -56,8 +56,9 @@ def tokens_alone(
 @dataclass
 class Tenant:
     """Whoever an admission put on a row; `steps` are the launched steps that name it, each with the position of its
-    first token there. `pages` maps all pages that it ever had, `next_page` numbers the next one; `borrowed` says whose
-    the first of them were. `ring` holds decoded tokens that its slot lacks."""
+    first token there. `following` is what the last chunk says of the next one's first token. `pages` maps all pages
+    that it ever had, `next_page` numbers the next one; `borrowed` says whose the first of them were. `ring` holds
+    decoded tokens that its slot lacks."""
 
     admission: Admission
     pages: dict[int, int] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class Tenant:
     length: int = 0
     outputs: int = 0
     last: int | None = None
+    following: int | None = None
     broken: bool = False
     masks: list[np.ndarray] = field(default_factory=list)  # of the tokens that the step draws now
 
@@ -228,7 +230,7 @@ class MockExecutor:
         for step, position in before.steps if before is not None else ():
             assert step.consumed or number < self.first_page(position), f"page {page} filled too early"
         assert all(step.consumed for b in self.borrowers.pop(page, []) for step, _ in b.steps)
-        self.page_owner[page] = Tenant(Admission(0, 0, [], 0, SamplingParams(), 0)), 0
+        self.page_owner[page] = Tenant(Admission.from_prompt(0, 0, [], SamplingParams(), 0)), 0
 
     def copied(self, ticket: int) -> bool:
         """Copies run as late as they may: when a plan waits for them, or after several polls."""
@@ -408,11 +410,9 @@ class MockExecutor:
         return gained
 
     def extend(self, row: ExtendRow, tenant: Tenant) -> list[list[int]]:
-        tokens = tenant.admission.tokens
         assert row.tokens and row.computed == tenant.length, "computed positions are contiguous"
-        assert list(row.tokens) == list(tokens[row.computed : row.computed + len(row.tokens)])
-        tenant.outputs = len(tokens) - tenant.admission.prompt_len
-        assert row.output_index == tenant.outputs
+        assert tenant.following in (None, row.tokens[0]), "a chunk says which token the next one begins with"
+        tenant.outputs, tenant.following = row.output_index, None if row.sample else row.following
         saves = dict(row.saves)
         for number, token in enumerate(row.tokens):
             if number in saves:
@@ -420,7 +420,8 @@ class MockExecutor:
                 self.state[saves[number]] = self.state[tenant.state]
                 self.text[saves[number]] = list(self.text[tenant.state])
             self.write(tenant, token)
-        assert row.sample == (tenant.length == len(tokens)), "the last chunk samples, and no other"
+        num_tokens = tenant.admission.prompt_len + row.output_index
+        assert row.sample == (tenant.length == num_tokens), "the last chunk samples, and no other"
         return [[self.allowed(tenant)]] if row.sample else []
 
     def import_state(self, tenant: Tenant, copy: StateCopy) -> None:

@@ -365,7 +365,7 @@ class CacheCoordinator:
         assert request.row is not None
         row, state_slot = request.row.index, request.state_slot.index if request.state_slot else 0
         settings = request.params, request.seed, request.rules
-        plan.admissions.append(Admission(row, state_slot, request.tokens, len(request.prompt), *settings))
+        plan.admissions.append(Admission.from_prompt(row, state_slot, request.prompt, *settings, request.output))
         if request.pages:
             plan.page_writes.append(PageWrite(row, request.first_page, request.pages.indices))
         if request.prefix.tail is not None:

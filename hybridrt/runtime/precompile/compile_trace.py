@@ -268,7 +268,7 @@ class _Plans:
 
     def _admission(self, row: int, tokens: int, params: SamplingParams) -> Admission:
         rules = make_rules(params, (), (), self.runner.model_config.vocab_size)
-        return Admission(row, row if self.recurrent else 0, [0] * tokens, tokens, params, 0, rules)
+        return Admission.from_prompt(row, row if self.recurrent else 0, [0] * tokens, params, 0, rules)
 
     def _pages(self, tokens: int) -> np.ndarray:
         return np.arange(1, 1 - -tokens // self.plan.page_size, dtype=np.int32)

@@ -15,35 +15,53 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.sampling.token_rules import TokenRules
 from hybridrt.runtime.step.token_scores import TokenScores
 
+NO_INTEGERS = np.empty(0, np.int32)
 
-class Admission(msgspec.Struct, frozen=True, array_like=True):
+
+class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """A request takes a row. The executor zeroes the slot's state, resets the row's ring and stores the row's
     sampling constants on the device, before anything else of the step runs.
 
     Attributes:
         row: request row in [1, R]; row 0 is padding.
         state_slot: in [1, S]; 0 if the model has no recurrent layer.
-        tokens: prompt, then the tokens generated so far (a retracted request comes back with some).
-        prompt_len: how many of `tokens` are the prompt.
+        prompt_len: tokens of the prompt.
         seed: of the request's draws.
+        phase: in [0, 2**31), spreads the folds of requests that advance alike (MambaPool.admit).
         rules: what `params` allow of single tokens; None for all.
+        counted: [n] int32 distinct tokens of the prompt, for penalties; empty if there are none.
+        output: [n] int32 tokens generated so far, for penalties and rules; empty if there are none. A retracted
+            request comes back with some.
     """
 
     row: int
     state_slot: int
-    tokens: Sequence[int]
     prompt_len: int
     params: SamplingParams
     seed: int
+    phase: int
     rules: TokenRules | None = None
+    counted: np.ndarray = NO_INTEGERS
+    output: np.ndarray = NO_INTEGERS
 
-    @property
-    def phase(self) -> int:
-        """A number in [0, 2**31) that spreads the folds of requests that advance alike (MambaPool.admit). It depends on
-        the request alone, so that neighbours do not change where its state is rounded: on the end of its prompt and,
-        where it draws, on its seed."""
-        end = np.array(self.tokens[max(self.prompt_len - 64, 0) : self.prompt_len], np.int32)
-        return crc32(end.tobytes(), 0 if self.params.greedy else self.seed & 0xFFFFFFFF) >> 1
+    @classmethod
+    def from_prompt(
+        cls, row: int, state_slot: int, prompt: Sequence[int], params: SamplingParams, seed: int,
+        rules: TokenRules | None = None, output: Sequence[int] = (),
+    ) -> "Admission":  # fmt: skip
+        """The admission of a request with these tokens. It holds only the tokens that the executor needs."""
+        penalties = params.uses_penalties
+        counted = np.unique(np.asarray(prompt, np.int32)) if penalties else NO_INTEGERS
+        known = int32s(output) if penalties or rules is not None else NO_INTEGERS
+        phase = fold_phase(prompt, params, seed)
+        return cls(row, state_slot, len(prompt), params, seed, phase, rules, counted, known)
+
+
+def fold_phase(prompt: Sequence[int], params: SamplingParams, seed: int) -> int:
+    """The `phase` of an admission. It depends on the request alone, so that neighbours do not change where its state
+    is rounded: on the end of its prompt and, where it draws, on its seed."""
+    end = np.array(prompt[-64:], np.int32)
+    return crc32(end.tobytes(), 0 if params.greedy else seed & 0xFFFFFFFF) >> 1
 
 
 class PageWrite(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -109,9 +127,6 @@ class DecodeRow(NamedTuple):
     output_index: int
     drafts: Sequence[int] = ()
     parents: Sequence[int] | None = None
-
-
-NO_INTEGERS = np.empty(0, np.int32)
 
 
 class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
