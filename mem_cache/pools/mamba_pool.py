@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from hybridrt.base.errors import ConfigError, PoolError
 from hybridrt.kernels.core.records import IntermediateStates, RowTables
-from hybridrt.kernels.core.slots import write_columns
+from hybridrt.kernels.core.slots import SCRATCH, write_columns
 from hybridrt.kernels.state.causal_conv1d import conv_window
 from hybridrt.kernels.state.row_tables import clear_slots, enter_rows
 from hybridrt.kernels.state.state_commit import commit_conv_window, commit_intermediate
@@ -16,8 +17,10 @@ from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
 from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.host_plan import aligned
+from hybridrt.mem_cache.pools.state_moves import StateMove
 
 STATE_MODES = ("classic", "replay", "intermediate")
+Upload = Callable[[dict[str, np.ndarray]], Mapping[str, torch.Tensor]]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of tensors, by name: dimensions and dtype
 
 
@@ -208,13 +211,27 @@ class MambaPool:
                 clear_slots(_as_words(tensor), state_slots)
         enter_rows(rows, state_slots, phases, self.spec.phases_apart, self.tables)
 
-    def donate(self, rows: torch.Tensor) -> torch.Tensor:
-        """Takes the slots from `rows`, each with the row's whole state in it, and returns them: [n] int32. The rows own
-        no slot until they are admitted again."""
-        self.fold(rows)
-        slots = self.req_to_state_slot[rows]
-        self.req_to_state_slot.index_fill_(0, rows.long(), 0)
-        return slots
+    def move(self, moves: Sequence[StateMove], upload: Upload) -> None:
+        """Carries out moves that the host knows, donations first. A row that donates its slot owns none until it is
+        admitted again; to do that twice changes nothing. Other moves are as `snapshot`: one launch for each tensor of a
+        stack, and no memory.
+
+        Args:
+            upload: copies [n] int32 arrays to the pool's device.
+        """
+        if donors := [move.row for move in moves if move.donates]:
+            rows = upload({"rows": np.array(donors, np.int32)})["rows"]
+            self.fold(rows)
+            self.req_to_state_slot.index_fill_(0, rows.long(), SCRATCH)
+        copies, replay = [move for move in moves if not move.donates], self.spec.mode == "replay"
+        for _, cache in self.stacks:
+            for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
+                for move in copies:
+                    tensor[:, move.target].copy_(tensor[:, move.source])
+        if copies and replay:
+            pairs = np.array([(move.row, move.target) for move in copies], np.int32)
+            columns = upload({"rows": pairs[:, 0], "targets": pairs[:, 1]})
+            self._fold(self._rings(columns["rows"], columns["targets"]))
 
     def snapshot(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Copies the state of `rows` to `slots`. The rows keep their state as it is, ring entries included.
@@ -228,24 +245,6 @@ class MambaPool:
             for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
                 tensor.index_copy_(1, target, tensor.index_select(1, own))
         if replay:
-            self._fold(self._rings(rows, slots.int()))
-
-    def snapshot_known(
-        self, copies: Sequence[tuple[int, int]], rings: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        """`snapshot` where the host knows the slots: one launch for each, and no memory beside them.
-
-        Args:
-            copies: of each row the slot that it owns, and the one that it is copied to.
-            rings: `rows` and `slots` of `snapshot`, which replay mode alone needs.
-        """
-        replay = self.spec.mode == "replay"
-        for _, cache in self.stacks:
-            for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
-                for own, target in copies:
-                    tensor[:, target].copy_(tensor[:, own])
-        if replay:
-            rows, slots = rings()
             self._fold(self._rings(rows, slots.int()))
 
     def restore(self, slots: torch.Tensor, rows: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from hybridrt.channel.channel import SocketChannel
 from hybridrt.channel.codec import pack
 from hybridrt.channel.control import TIMEOUT_VARIABLE, Link, rank_timeout
 from hybridrt.channel.listener import Listener
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.parallel import rank_start
 from hybridrt.parallel.messages import KINDS, Beat, Failed, Task, decode, encode
 from hybridrt.parallel.ranks import Ranks
@@ -38,7 +39,6 @@ from hybridrt.runtime.step.plan import (
     HostCopy,
     PageCopy,
     PageWrite,
-    Snapshot,
     StateCopy,
     StepPlan,
     int32s,
@@ -63,9 +63,9 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     session = Session(checkpoints["falcon-split"].path, page_size=4)
     session.run(requests(1, 17, steps=4), chunk=7, gap=2)
     rows = DecodeRows.of([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
-    full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 2, 8, 9, 1)], donations=[2], constrained=[0])
+    full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 2, 8, 9, 1)], constrained=[0])
     full.page_copies, full.host_copies = [PageCopy(3, 4)], [HostCopy(5, True, [6], [7], [(8, 9, 10)])]
-    full.after_copies, full.kept_pages, full.snapshots = 5, [PageCopy(5, 6)], [Snapshot(1, 2, 3)]
+    full.after_copies, full.kept_pages, full.moves = 5, [PageCopy(5, 6)], [StateMove(1, 2, 3, When.BEFORE_ROWS)]
     full.extend = [ExtendRow(1, 2, [3, 4, 5], 0, True, 0, 6, [(1, 7), (2, 8)])]
     full.exports = full.imports * 2
     assert all(getattr(full, field.name) for field in fields(full))

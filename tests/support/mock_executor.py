@@ -14,12 +14,12 @@ import numpy as np
 
 from hybridrt.base.errors import EngineError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.runtime.step.plan import (
     Admission,
     DecodeRow,
     ExtendRow,
     HostCopy,
-    Snapshot,
     StateCopy,
     StepPlan,
     StepResult,
@@ -83,7 +83,7 @@ class MockHandle:
     def __init__(self, executor: "MockExecutor", plan: StepPlan, tenants: list[Tenant]) -> None:
         self.executor, self.plan, self.tenants = executor, plan, tenants
         self.donors: list[Tenant] = []
-        self.snapshots: list[tuple[Tenant, int]] = []
+        self.copied_states: list[tuple[Tenant, int]] = []
         self.answer: StepResult | None = None
         self.error: Exception | None = None
         self.consumed = False
@@ -160,16 +160,18 @@ class MockExecutor:
             earlier.drop()
         handle = MockHandle(self, plan, [])
         handle.error = self.fail_result.get(number)
-        for number in plan.donations:
-            self.donate(self.rows[number], handle)
+        for move in plan.moves:
+            if move.when is When.FIRST:
+                self.donate(move, handle)
         cached = {row.row: row.computed // self.page_size for row in plan.extend}
         cached |= {row.row: 0 for row in [*plan.extend, *plan.imports] if self.window or isinstance(row, StateCopy)}
         assert len({copy.target for copy in plan.kept_pages}) == len(plan.kept_pages), "a page is filled twice"
         for copy in plan.kept_pages:
             self.keep_page(copy.target)
-        assert len({snapshot.slot for snapshot in plan.snapshots}) == len(plan.snapshots), "a slot is written twice"
-        for snapshot in plan.snapshots:
-            self.snapshot(snapshot, handle)
+        copies = [move for move in plan.moves if move.when is When.BEFORE_ROWS]
+        assert len({move.target for move in copies}) == len(copies), "a slot is written twice"
+        for move in copies:
+            self.copy_state(move, handle)
         for admission in plan.admissions:
             tenant = Tenant(admission)
             self.take("row", admission.row, tenant)
@@ -271,20 +273,22 @@ class MockExecutor:
         assert all(step.consumed for step in others), f"slot {index} reused before a step has read it"
         self.owner[kind, index] = tenant
 
-    def donate(self, tenant: Tenant, handle: MockHandle) -> None:
-        """The tenant's slot is the cache's from this step on."""
+    def donate(self, move: StateMove, handle: MockHandle) -> None:
+        """The row's slot is the cache's from this step on."""
+        tenant = self.rows[move.row]
+        assert move.source == move.target == tenant.admission.state_slot, "a row donates its own slot"
         assert all(step.consumed for step, _ in tenant.steps), "a row that a launched step names donates its slot"
-        if self.owner.get(("slot", tenant.admission.state_slot)) is tenant:  # else a failed step has done it
-            del self.owner["slot", tenant.admission.state_slot]
+        if self.owner.get(("slot", move.source)) is tenant:  # else a failed step has done it
+            del self.owner["slot", move.source]
             handle.donors.append(tenant)
 
-    def snapshot(self, snapshot: Snapshot, handle: MockHandle) -> None:
+    def copy_state(self, move: StateMove, handle: MockHandle) -> None:
         """A decode row of the step leaves a state. Its slot may be lent again at once: steps run in order."""
-        tenant = self.rows[snapshot.row]
-        assert snapshot.row in handle.plan.decode.rows and self.owner["slot", snapshot.own] is tenant
-        self.take("slot", snapshot.slot, tenant)
-        del self.owner["slot", snapshot.slot]
-        handle.snapshots.append((tenant, snapshot.slot))
+        tenant = self.rows[move.row]
+        assert move.row in handle.plan.decode.rows and self.owner["slot", move.source] is tenant
+        self.take("slot", move.target, tenant)
+        del self.owner["slot", move.target]
+        handle.copied_states.append((tenant, move.target))
 
     def borrow_page(self, page: int, tenant: Tenant) -> None:
         """The next page of the tenant is the cache's, whichever request filled it."""
@@ -345,7 +349,7 @@ class MockExecutor:
             self.fold(donor)
         self.copies += plan.host_copies
         self.run_copies(plan.after_copies)
-        for tenant, slot in handle.snapshots:
+        for tenant, slot in handle.copied_states:
             self.text[slot] = self.text[tenant.state] + tenant.ring
             self.state[slot] = self.mixed(tenant)
         for copy in (*plan.kept_pages, *plan.page_copies):

@@ -103,7 +103,7 @@ class HostTier:
         if self._read_slots:
             self._written(self._read_slots, (admission.state_slot for admission in plan.admissions))
             self._written(self._read_slots, (slot for row in plan.extend for _, slot in row.saves))
-            self._written(self._read_slots, (snapshot.slot for snapshot in plan.snapshots))
+            self._written(self._read_slots, (move.target for move in plan.moves if not move.donates))
         plan.after_copies = self._after
 
     def launched(self, plan: StepPlan) -> None:

@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.core.slots import OWN_SLOT
 from hybridrt.kernels.sampling.token_rules import TokenRules
+from hybridrt.mem_cache.pools.state_moves import StateMove
 from hybridrt.runtime.step.token_scores import TokenScores
 
 NO_INTEGERS = np.empty(0, np.int32)
@@ -24,7 +26,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
     Attributes:
         row: request row in [1, R]; row 0 is padding.
-        state_slot: in [1, S]; 0 if the model has no recurrent layer.
+        state_slot: in [1, S]; NO_SLOT if the model has no recurrent layer.
         prompt_len: tokens of the prompt.
         seed: of the request's draws.
         phase: in [0, 2**31), spreads the folds of requests that advance alike (MambaPool.admit).
@@ -51,7 +53,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
     ) -> "Admission":  # fmt: skip
         """The admission of a request with these tokens. It holds only the tokens that the executor needs."""
         penalties = params.uses_penalties
-        counted = np.unique(np.asarray(prompt, np.int32)) if penalties else NO_INTEGERS
+        counted = int32s(set(prompt)) if penalties else NO_INTEGERS
         known = int32s(output) if penalties or rules is not None else NO_INTEGERS
         phase = fold_phase(prompt, params, seed)
         return cls(row, state_slot, len(prompt), params, seed, phase, rules, counted, known)
@@ -109,14 +111,6 @@ class HostCopy(msgspec.Struct, frozen=True, array_like=True):
     pages: Sequence[int] = ()
     host_pages: Sequence[int] = ()
     states: Sequence[tuple[int, int, int]] = ()
-
-
-class Snapshot(msgspec.Struct, frozen=True, array_like=True):
-    """A copy of the state of `row`, which owns slot `own`, to slot `slot`."""
-
-    row: int
-    own: int
-    slot: int
 
 
 class DecodeRow(NamedTuple):
@@ -197,8 +191,8 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     `following` is the prompt's next token.
 
     Attributes:
-        read_state_slot: holds the state before the chunk, of a prefix that is cached; 0: the row's own slot. The state
-            behind the chunk goes to the row's own slot.
+        read_state_slot: holds the state before the chunk, of a prefix that is cached, or OWN_SLOT. The state after the
+            chunk goes to the row's own slot.
         saves: (number of tokens, slot), in order, for each state within the chunk that goes to a slot of its own: that
             after the first so many of the chunk's tokens, 1 to len(tokens) - 1.
     """
@@ -209,7 +203,7 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     output_index: int
     sample: bool
     following: int = 0
-    read_state_slot: int = 0
+    read_state_slot: int = OWN_SLOT
     saves: Sequence[tuple[int, int]] = ()
 
 
@@ -217,16 +211,14 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan:
     """Decode rows come first in the batch, then extend rows, each list in order. What `imports` says is copied in
     before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. `page_copies` are
-    made before the rows are computed; no page is the target of one and the source of another. Before anything
-    else, admissions included, each row in `donations` gives its slot to the prefix cache; from then on the slot holds
-    the row's whole state.
+    made before the rows are computed; no page is the target of one and the source of another.
 
     Attributes:
-        snapshots: states of decode rows before the step, made behind the donations and what `after_copies` names. No
-            slot is the target of two.
-        host_copies: launched behind the donations, on a stream of their own. No step waits for them, unless its
+        moves: states that go to slots of the prefix cache: first those of rows that donate their slots, then those of
+            decode rows before the step. No slot is the target of two moves of one moment.
+        host_copies: launched after the donations, on a stream of their own. No step waits for them, unless its
             `after_copies` says so.
-        kept_pages: made behind the donations. They fill pages of the prefix cache. Their sources may be pages that this
+        kept_pages: made after the donations. They fill pages of the prefix cache. Their sources may be pages that this
             step writes to.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If there
@@ -239,13 +231,12 @@ class StepPlan:
     extend: list[ExtendRow] = field(default_factory=list)
     imports: list[StateCopy] = field(default_factory=list)
     exports: list[StateCopy] = field(default_factory=list)
-    donations: list[int] = field(default_factory=list)
+    moves: list[StateMove] = field(default_factory=list)
     page_copies: list[PageCopy] = field(default_factory=list)
     host_copies: list[HostCopy] = field(default_factory=list)
     after_copies: int = 0
     constrained: list[int] = field(default_factory=list)
     kept_pages: list[PageCopy] = field(default_factory=list)
-    snapshots: list[Snapshot] = field(default_factory=list)
 
 
 # Log-probabilities of a token and of the most likely ones, by token id, its own first: natural logs, of the model's own
