@@ -41,8 +41,8 @@ def states_within_answers_few_tokens_apart() -> Iterator[None]:
         yield
 
 
-def upload(columns: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(column) for name, column in columns.items()}
+def upload(arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
+    return [torch.from_numpy(array) for array in arrays]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hybridrt.mem_cache.pools.host_plan import aligned
 from hybridrt.mem_cache.pools.state_moves import StateMove
 
 STATE_MODES = ("classic", "replay", "intermediate")
-Upload = Callable[[dict[str, np.ndarray]], Mapping[str, torch.Tensor]]
+Upload = Callable[[tuple[np.ndarray, ...]], Sequence[torch.Tensor]]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of tensors, by name: dimensions and dtype
 
 
@@ -217,10 +217,10 @@ class MambaPool:
         stack, and no memory.
 
         Args:
-            upload: copies [n] int32 arrays to the pool's device.
+            upload: copies [n] int32 arrays to the pool's device, each to an aligned place.
         """
         if donors := [move.row for move in moves if move.donates]:
-            rows = upload({"rows": np.array(donors, np.int32)})["rows"]
+            (rows,) = upload((np.array(donors, np.int32),))
             self.fold(rows)
             self.req_to_state_slot.index_fill_(0, rows.long(), SCRATCH)
         copies, replay = [move for move in moves if not move.donates], self.spec.mode == "replay"
@@ -229,9 +229,9 @@ class MambaPool:
                 for move in copies:
                     tensor[:, move.target].copy_(tensor[:, move.source])
         if copies and replay:
-            pairs = np.array([(move.row, move.target) for move in copies], np.int32)
-            columns = upload({"rows": pairs[:, 0], "targets": pairs[:, 1]})
-            self._fold(self._rings(columns["rows"], columns["targets"]))
+            numbers = [move.row for move in copies], [move.target for move in copies]
+            rows, targets = upload(tuple(np.array(column, np.int32) for column in numbers))
+            self._fold(self._rings(rows, targets))
 
     def snapshot(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Copies the state of `rows` to `slots`. The rows keep their state as it is, ring entries included.

@@ -98,13 +98,13 @@ class StepRunner:
         if self._unsampled is not None:
             self._drop_step()
         try:
-            self._move_states(plan, When.FIRST)
+            self._move_at(plan, When.FIRST)
             if plan.kept_pages:
                 self._keep_pages(plan.kept_pages)
             if self.host is not None:
                 self.host.launch(plan.host_copies)
                 self.host.wait(plan.after_copies)
-            self._move_states(plan, When.BEFORE_ROWS)
+            self._move_at(plan, When.BEFORE_ROWS)
             sampling = self._choose_launch(plan, tokens)()
             if not plan.constrained:
                 return sampling(None)
@@ -139,11 +139,12 @@ class StepRunner:
         self._unsampled = None
         self.backend.drop_step()
 
-    def _move_states(self, plan: StepPlan, when: When) -> None:
+    def _move_at(self, plan: StepPlan, when: When) -> None:
         """Carries out the moves of one moment."""
         pool = self.pools.req_to_token.mamba_pool
         if plan.moves and pool is not None:
-            pool.move([move for move in plan.moves if move.when is when], self._staging.upload)
+            moves = [move for move in plan.moves if move.when is when]
+            pool.move(moves, lambda arrays: [*self._staging.upload(dict(zip(("rows", "slots"), arrays))).values()])
 
     def _choose_launch(self, plan: StepPlan, tokens: int) -> Callable[[], LaunchSampling]:
         """What launches a step up to its sampling: one graph for all rows, a graph for the decode rows and the chunks
