@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -143,6 +144,14 @@ def _nbytes(shapes: Shapes) -> int:
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
 
 
+class SlotPart(NamedTuple):
+    """What `MambaPool.read_slot` gives of one layer."""
+
+    layer_id: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class MambaPool:
     """Preallocated state of all recurrent layers: S slots, R running rows; slot 0 and row 0 are scratch. It serves all
     kinds, not only Mamba: other serving runtimes know it by this name.
@@ -274,12 +283,12 @@ class MambaPool:
         """Writes what `read_slot` gave into a slot of no row."""
         self._write_slots(torch.full_like(self.req_to_state_slot[:1], slot), length, parts)
 
-    def slot_parts(self) -> Iterator[tuple[int, tuple[int, ...], torch.dtype]]:
-        """Layer, shape and dtype of everything that `read_slot` gives, in its order."""
+    def slot_parts(self) -> Iterator[SlotPart]:
+        """Of everything that `read_slot` gives, in its order."""
         for layer_id in self.layer_ids:
             cache, shape = self._caches[layer_id], self._shapes[layer_id]
-            yield layer_id, (1, shape.conv_dim, shape.conv_kernel - 1), cache.conv.dtype
-            yield layer_id, (1, *shape.temporal), cache.temporal.dtype
+            yield SlotPart(layer_id, (1, shape.conv_dim, shape.conv_kernel - 1), cache.conv.dtype)
+            yield SlotPart(layer_id, (1, *shape.temporal), cache.temporal.dtype)
 
     def _read_slots(self, slots: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
         for layer_id in self.layer_ids:

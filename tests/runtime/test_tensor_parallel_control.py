@@ -37,6 +37,7 @@ from hybridrt.runtime.step.plan import (
     DecodeRows,
     ExtendRow,
     HostCopy,
+    HostState,
     PageCopy,
     PageWrite,
     StateCopy,
@@ -64,7 +65,7 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     session.run(requests(1, 17, steps=4), chunk=7, gap=2)
     rows = DecodeRows.of([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
     full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 2, 8, 9, 1)], constrained=[0])
-    full.page_copies, full.host_copies = [PageCopy(3, 4)], [HostCopy(5, True, [6], [7], [(8, 9, 10)])]
+    full.page_copies, full.host_copies = [PageCopy(3, 4)], [HostCopy(5, True, [6], [7], [HostState(8, 9, 10)])]
     full.after_copies, full.kept_pages, full.moves = 5, [PageCopy(5, 6)], [StateMove(1, 2, 3, When.BEFORE_ROWS)]
     full.extend = [ExtendRow(1, 2, [3, 4, 5], 0, True, 0, 6, [(1, 7), (2, 8)])]
     full.exports = full.imports * 2

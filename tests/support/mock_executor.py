@@ -220,11 +220,11 @@ class MockExecutor:
         """No launched step may name a page that is fetched into."""
         for page in copy.pages if copy.fetch else ():
             self.keep_page(page)
-        for _, slot, _ in copy.states if copy.fetch else ():
-            readers = self.slot_readers.pop(slot, [])
-            assert all(step.consumed for step, _ in readers), f"slot {slot} fetched too early"
-            self.owner.pop(("slot", slot), None)
-            self.saved.pop(slot, None)
+        for state in copy.states if copy.fetch else ():
+            readers = self.slot_readers.pop(state.slot, [])
+            assert all(step.consumed for step, _ in readers), f"slot {state.slot} fetched too early"
+            self.owner.pop(("slot", state.slot), None)
+            self.saved.pop(state.slot, None)
 
     def keep_page(self, page: int) -> None:
         """The cache gets a page for a copy."""
@@ -252,13 +252,13 @@ class MockExecutor:
                         self.kv[page, i] = self.host_pages[place][i]
                 if not copy.fetch:
                     self.host_pages[place] = [self.kv.get((page, i), -1) for i in range(self.page_size)]
-            for length, slot, place in copy.states:
+            for state in copy.states:
                 if copy.fetch:
-                    self.state[slot], text = self.host_states[place]
-                    self.text[slot] = list(text)
+                    self.state[state.slot], text = self.host_states[state.place]
+                    self.text[state.slot] = list(text)
                 else:
-                    self.host_states[place] = self.state[slot], list(self.text[slot])
-                assert len(self.text[slot]) == length, "the state of another position"
+                    self.host_states[state.place] = self.state[state.slot], list(self.text[state.slot])
+                assert len(self.text[state.slot]) == state.length, "the state of another position"
 
     def take(self, kind: str, index: int, tenant: Tenant) -> None:
         """Whoever had it before must be out of every launched step, and never be named again (`name` checks)."""

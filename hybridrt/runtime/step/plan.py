@@ -97,20 +97,27 @@ class StateCopy(msgspec.Struct, frozen=True, array_like=True):
     start: int = 0
 
 
+class HostState(NamedTuple):
+    """A state after `length` tokens, in state slot `slot` of the device and place `place` of the tier."""
+
+    length: int
+    slot: int
+    place: int
+
+
 class HostCopy(msgspec.Struct, frozen=True, array_like=True):
     """A copy of KV pages and states of the prefix cache to its tier in main memory; with `fetch`, back to the device.
 
     Attributes:
         ticket: greater than that of every earlier copy.
         pages, host_pages: page pages[i] of the pool and page host_pages[i] of the tier.
-        states: (number of tokens, state slot, place in the tier) of each state.
     """
 
     ticket: int
     fetch: bool
     pages: Sequence[int] = ()
     host_pages: Sequence[int] = ()
-    states: Sequence[tuple[int, int, int]] = ()
+    states: Sequence[HostState] = ()
 
 
 class DecodeRow(NamedTuple):
