@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache import answer_states, host_fetches
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.prefix_cache import CacheCounts
-from hybridrt.runtime.step.plan import Snapshot, StepPlan
+from hybridrt.runtime.step.plan import StepPlan
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.cache_ledger import check_cache
@@ -37,6 +39,10 @@ def states_within_answers_few_tokens_apart() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answer_states, "APART", 4)
         yield
+
+
+def upload(arrays: tuple[np.ndarray, ...]) -> list[torch.Tensor]:
+    return [torch.from_numpy(array) for array in arrays]
 
 
 @dataclass(frozen=True)
@@ -209,12 +215,14 @@ def test_a_donated_slot_may_hold_a_state_within_an_answer_in_the_same_step(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache has given it up since. The donation fills the slot first, then copies to main memory have read it."""
-    runner, done = bench.session("replay", 200_000).runner, list[str]()
+    runner, done = bench.session("replay", 200_000).runner, list[Any]()
     pool = runner.pools.req_to_token.mamba_pool
-    for part, name in ((pool, "donate"), (runner.host, "wait"), (pool, "snapshot_known")):
-        monkeypatch.setattr(part, name, lambda *_, name=name: done.append(name))
-    runner.launch(StepPlan(donations=[1], snapshots=[Snapshot(2, 2, 1)]))
-    assert done == ["donate", "wait", "snapshot_known"]
+    donation, copy = StateMove(1, 1, 1, When.FIRST), StateMove(2, 2, 1, When.BEFORE_ROWS)
+    monkeypatch.setattr(pool, "move", lambda moves, _: done.append(moves))
+    monkeypatch.setattr(runner.host, "launch", lambda _: done.append("launch"))
+    monkeypatch.setattr(runner.host, "wait", lambda _: done.append("wait"))
+    runner.launch(StepPlan(moves=[donation, copy]))
+    assert done == [[donation], "launch", "wait", [copy]]
 
 
 @pytest.mark.parametrize("mode", ["classic", "replay"])
@@ -256,7 +264,7 @@ def test_a_row_continues_from_a_snapshot(name: str, mode: str, checkpoints: Chec
     hand.mamba.restore(spare, row)
     restored = hand.state(2, 13)
     assert_close(restored, state, 0.0)
-    hand.mamba.snapshot_known([(hand.slot(2), 6)], lambda: (row, spare))
+    hand.mamba.move([StateMove(2, hand.slot(2), 6, When.BEFORE_ROWS)], upload)
     before = hand.snapshot()
 
     hand.admit(3)
@@ -280,11 +288,11 @@ def test_a_donated_slot_holds_the_whole_state(name: str, checkpoints: Checkpoint
     for i in range(6):
         hand.decode(Row(2, 9 + i, TEXT[9 + i : 10 + i]), Row(4, 3 + i, [5]))
     wanted, neighbour, own = hand.state(2, 15), hand.state(4, 9), hand.slot(2)
-    assert hand.mamba.donate(torch.tensor([2])).tolist() == [own]
+    hand.mamba.move([StateMove(2, own, own, When.FIRST)], upload)
     assert hand.mamba.req_to_state_slot[2] == 0, "the row owns no slot any more"
     assert_close(hand.state(4, 9), neighbour, 0.0)
     for layer_id in hand.mamba.layer_ids:
         assert torch.equal(hand.mamba.layer_cache(layer_id).temporal[own], wanted[f"state of layer {layer_id}"])
     before = hand.snapshot()
-    hand.mamba.donate(torch.tensor([2]))
+    hand.mamba.move([StateMove(2, own, own, When.FIRST)], upload)
     assert not set().union(*hand.touched(before).values()), "again, as after a launch that failed: nothing happens"

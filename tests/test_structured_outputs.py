@@ -50,4 +50,4 @@ def test_sampling_params_take_it_and_refuse_what_contradicts_it() -> None:
 @pytest.mark.parametrize("fields", [{"json": {"a": [1]}}, {"choice": ["a", "b"]}])
 def test_ranks_get_it_as_it_is(fields: dict[str, Any]) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputs(**fields))
-    assert decode(encode(StepPlan([Admission(1, 1, [5], 1, params, 0)]))).admissions[0].params == params
+    assert decode(encode(StepPlan([Admission.from_prompt(1, 1, [5], params, 0)]))).admissions[0].params == params

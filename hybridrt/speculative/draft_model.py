@@ -185,8 +185,7 @@ class DraftModelDrafter(Drafter):
     def _admission(self, tenant: _Tenant) -> Admission:
         request, row = tenant.request, tenant.row
         params = replace(request.params, logprobs=self._topk if self._topk > 1 else None, prompt_logprobs=None)
-        tokens = [*request.prompt, *request.output]
-        return Admission(row, row, tokens, len(request.prompt), params, request.seed, request.rules)
+        return Admission.from_prompt(row, row, request.prompt, params, request.seed, request.rules, request.output)
 
     def _recount(self, tenants: Sequence[_Tenant]) -> None:
         """Counts tokens for penalties anew, and for bad words: accepted output counts, failed drafts do not."""

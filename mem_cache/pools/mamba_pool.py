@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hybridrt.base.errors import ConfigError, PoolError
 from hybridrt.kernels.core.records import IntermediateStates, RowTables
-from hybridrt.kernels.core.slots import write_columns
+from hybridrt.kernels.core.slots import SCRATCH, write_columns
 from hybridrt.kernels.state.causal_conv1d import conv_window
 from hybridrt.kernels.state.row_tables import clear_slots, enter_rows
 from hybridrt.kernels.state.state_commit import commit_conv_window, commit_intermediate
@@ -16,8 +18,10 @@ from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.registry import check_replay, linear_kind, state_dtype
 from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.host_plan import aligned
+from hybridrt.mem_cache.pools.state_moves import StateMove
 
 STATE_MODES = ("classic", "replay", "intermediate")
+Upload = Callable[[tuple[np.ndarray, ...]], Sequence[torch.Tensor]]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of tensors, by name: dimensions and dtype
 
 
@@ -140,6 +144,14 @@ def _nbytes(shapes: Shapes) -> int:
     return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
 
 
+class SlotPart(NamedTuple):
+    """What `MambaPool.read_slot` gives of one layer."""
+
+    layer_id: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class MambaPool:
     """Preallocated state of all recurrent layers: S slots, R running rows; slot 0 and row 0 are scratch. It serves all
     kinds, not only Mamba: other serving runtimes know it by this name.
@@ -208,13 +220,27 @@ class MambaPool:
                 clear_slots(_as_words(tensor), state_slots)
         enter_rows(rows, state_slots, phases, self.spec.phases_apart, self.tables)
 
-    def donate(self, rows: torch.Tensor) -> torch.Tensor:
-        """Takes the slots from `rows`, each with the row's whole state in it, and returns them: [n] int32. The rows own
-        no slot until they are admitted again."""
-        self.fold(rows)
-        slots = self.req_to_state_slot[rows]
-        self.req_to_state_slot.index_fill_(0, rows.long(), 0)
-        return slots
+    def move(self, moves: Sequence[StateMove], upload: Upload) -> None:
+        """Carries out moves that the host knows, donations first. A row that donates its slot owns none until it is
+        admitted again; to do that twice changes nothing. Other moves are as `snapshot`: one launch for each tensor of a
+        stack, and no memory.
+
+        Args:
+            upload: copies [n] int32 arrays to the pool's device, each to an aligned place.
+        """
+        if donors := [move.row for move in moves if move.donates]:
+            (rows,) = upload((np.array(donors, np.int32),))
+            self.fold(rows)
+            self.req_to_state_slot.index_fill_(0, rows.long(), SCRATCH)
+        copies, replay = [move for move in moves if not move.donates], self.spec.mode == "replay"
+        for _, cache in self.stacks:
+            for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
+                for move in copies:
+                    tensor[:, move.target].copy_(tensor[:, move.source])
+        if copies and replay:
+            numbers = [move.row for move in copies], [move.target for move in copies]
+            rows, targets = upload(tuple(np.array(column, np.int32) for column in numbers))
+            self._fold(self._rings(rows, targets))
 
     def snapshot(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Copies the state of `rows` to `slots`. The rows keep their state as it is, ring entries included.
@@ -228,24 +254,6 @@ class MambaPool:
             for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
                 tensor.index_copy_(1, target, tensor.index_select(1, own))
         if replay:
-            self._fold(self._rings(rows, slots.int()))
-
-    def snapshot_known(
-        self, copies: Sequence[tuple[int, int]], rings: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        """`snapshot` where the host knows the slots: one launch for each, and no memory beside them.
-
-        Args:
-            copies: of each row the slot that it owns, and the one that it is copied to.
-            rings: `rows` and `slots` of `snapshot`, which replay mode alone needs.
-        """
-        replay = self.spec.mode == "replay"
-        for _, cache in self.stacks:
-            for tensor in (cache.conv,) if replay else (cache.conv, cache.temporal):
-                for own, target in copies:
-                    tensor[:, target].copy_(tensor[:, own])
-        if replay:
-            rows, slots = rings()
             self._fold(self._rings(rows, slots.int()))
 
     def restore(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -275,12 +283,12 @@ class MambaPool:
         """Writes what `read_slot` gave into a slot of no row."""
         self._write_slots(torch.full_like(self.req_to_state_slot[:1], slot), length, parts)
 
-    def slot_parts(self) -> Iterator[tuple[int, tuple[int, ...], torch.dtype]]:
-        """Layer, shape and dtype of everything that `read_slot` gives, in its order."""
+    def slot_parts(self) -> Iterator[SlotPart]:
+        """Of everything that `read_slot` gives, in its order."""
         for layer_id in self.layer_ids:
             cache, shape = self._caches[layer_id], self._shapes[layer_id]
-            yield layer_id, (1, shape.conv_dim, shape.conv_kernel - 1), cache.conv.dtype
-            yield layer_id, (1, *shape.temporal), cache.temporal.dtype
+            yield SlotPart(layer_id, (1, shape.conv_dim, shape.conv_kernel - 1), cache.conv.dtype)
+            yield SlotPart(layer_id, (1, *shape.temporal), cache.temporal.dtype)
 
     def _read_slots(self, slots: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
         for layer_id in self.layer_ids:

@@ -13,8 +13,9 @@ from hybridrt.engine.cache import answer_states
 from hybridrt.engine.cache.answer_states import AT_ONCE, MOST
 from hybridrt.engine.cache.host_tier import HostTier
 from hybridrt.mem_cache.pools.slots import Slot
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.radix_node import StateKind
-from hybridrt.runtime.step.plan import Snapshot, StepPlan
+from hybridrt.runtime.step.plan import StepPlan
 from tests.engine.test_prefix_states import rig_with_cache
 from tests.support.cache_ledger import check_cache
 from tests.support.engine_harness import VOCAB, Rig
@@ -62,6 +63,11 @@ def test_wherever_a_history_leaves_an_answer_the_grid_bounds_what_is_computed_ag
         assert recomputed(rig, PROMPT + answer[:cut]) <= (2 * GRID + drafts if drafts else GRID + 1)
 
 
+def copies_of(plan: StepPlan) -> list[StateMove]:
+    """The states within answers that a step leaves."""
+    return [move for move in plan.moves if move.when is When.BEFORE_ROWS]
+
+
 def test_with_few_slots_the_states_of_an_answer_are_far_apart() -> None:
     rig = rig_of(rows=1, slots=4)
     rig.finish(PROMPT, max_tokens=COUNT, ignore_eos=True, seed=1)
@@ -72,7 +78,7 @@ def test_with_few_slots_the_states_of_an_answer_are_far_apart() -> None:
 def test_without_slots_nothing_is_left() -> None:
     rig = rig_of(rows=1, slots=1)
     rig.finish(PROMPT, max_tokens=COUNT, ignore_eos=True, seed=1)
-    assert not any(plan.snapshots for plan in rig.executor.plans)
+    assert not any(copies_of(plan) for plan in rig.executor.plans)
 
 
 def test_other_states_are_not_evicted_for_them() -> None:
@@ -123,9 +129,9 @@ def test_few_steps_leave_states_and_few_of_them(rows: int) -> None:
     for seed in range(rows):
         rig.add([*PROMPT, seed], max_tokens=120, ignore_eos=True, seed=seed)
     rig.run()
-    counts = [len(plan.snapshots) for plan in rig.executor.plans]
+    counts = [len(copies_of(plan)) for plan in rig.executor.plans]
     assert {i % GRID for i, count in enumerate(counts) if count} == {0} and max(counts) == min(rows, AT_ONCE)
-    by_row = Counter(snapshot.row for plan in rig.executor.plans for snapshot in plan.snapshots)
+    by_row = Counter(move.row for plan in rig.executor.plans for move in copies_of(plan))
     assert len(by_row) == rows and max(by_row.values()) <= 2 * min(by_row.values()) + 1
     assert sum(counts) >= (len(counts) // GRID - 1) * min(rows, AT_ONCE)
 
@@ -235,7 +241,10 @@ def test_a_change_that_was_broken_off_leaves_none() -> None:
 def test_a_slot_that_is_being_copied_to_main_memory_is_not_written_before() -> None:
     tier = HostTier(0, 2, 0, True, 0, lambda _: False)
     tier.offer(np.array(PROMPT, np.int32), (), {4: Slot(5, 0)}, "")
-    plan = StepPlan(snapshots=[Snapshot(1, 1, 5)])
+    plan = StepPlan(moves=[StateMove(1, 5, 5, When.FIRST)])
+    tier.seal(plan)
+    assert not plan.after_copies, "the copy is of what the donation leaves there"
+    plan = StepPlan(moves=[StateMove(1, 1, 5, When.BEFORE_ROWS)])
     tier.seal(plan)
     assert plan.after_copies == tier.last_ticket == 1
 

@@ -22,7 +22,7 @@ ROWS, SPREAD = 128, 2.5  # folds in a step, at most, as a multiple of the mean
 
 def admission(row: int, tokens: list[int], **params: Any) -> Admission:
     seed = params.pop("seed", 0)
-    return Admission(row, row, tokens, len(tokens), SamplingParams(**params), seed)
+    return Admission.from_prompt(row, row, tokens, SamplingParams(**params), seed)
 
 
 def folds_of(admissions: list[Admission], steps: int) -> list[int]:
@@ -53,7 +53,7 @@ def test_the_phase_depends_on_the_request_alone() -> None:
     assert phase == admission(9, text, temperature=0.0, seed=5).phase, "a greedy request draws nothing"
     assert phase != admission(3, [*text, 1], temperature=0.0).phase
     assert admission(3, text, seed=1).phase != admission(3, text, seed=2).phase
-    again = Admission(4, 4, [*text, 7, 8], len(text), SamplingParams(temperature=0.0), 0)
+    again = Admission.from_prompt(4, 4, text, SamplingParams(temperature=0.0), 0, None, [7, 8])
     assert again.phase == phase, "a retracted request comes back with its output"
 
 

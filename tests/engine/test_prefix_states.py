@@ -66,7 +66,7 @@ def test_what_a_retracted_request_donates_may_be_evicted_in_the_same_step() -> N
     for seed in (1, 2):
         rig.add(TEXT[:2], max_tokens=9, ignore_eos=True, seed=seed)
     rig.run()
-    assert rig.engine.counters().retractions and any(plan.donations for plan in rig.executor.plans)
+    assert rig.engine.counters().retractions and any(plan.moves for plan in rig.executor.plans)
     for i, seed in enumerate((1, 2)):
         assert rig.outputs[f"request-{i}", 0].token_ids == tokens_alone(TEXT[:2], seed, 9, VOCAB)
 
@@ -144,7 +144,7 @@ def test_a_donation_outlives_a_launch_that_fails() -> None:
     rig.executor.fail_launch[number] = RuntimeError("no")
     rig.add([1, 1], max_tokens=1, seed=1)
     rig.run()
-    assert rig.executor.plans[number].donations
+    assert [move.donates for move in rig.executor.plans[number].moves] == [True]
     text = [*TEXT[:4], *rig.outputs["request-0", 0].token_ids, 6]
     assert rig.finish(text, max_tokens=4, ignore_eos=True, seed=5).token_ids == tokens_alone(text, 5, 4, VOCAB)
     assert computed(rig)[-1] > 0

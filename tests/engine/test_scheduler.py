@@ -140,6 +140,7 @@ def test_admission_waits_for_a_state_slot() -> None:
 
 def test_retraction_takes_the_latest_and_puts_it_first_in_the_queue() -> None:
     bench = Bench([2, 2, 2, 30], pages=10, chunk=99, rows=3)
+    bench.requests[2].params = SamplingParams(presence_penalty=1.0)
     bench.run(2)
     assert bench.running() == [0, 1, 2] and bench.waiting() == [3] and bench.pools.pages.num_free == 1
     (step,) = bench.run()
@@ -153,7 +154,8 @@ def test_retraction_takes_the_latest_and_puts_it_first_in_the_queue() -> None:
     again = bench.run(1)[0]
     assert bench.running() == [1, 2]
     (admission,) = again.plan.admissions
-    assert list(admission.tokens) == [2, 2, 0, 0] and admission.prompt_len == 2
+    assert admission.prompt_len == 2 and list(again.plan.extend[0].tokens) == [2, 2, 0, 0]
+    assert (admission.counted.tolist(), admission.output.tolist()) == ([2], [0, 0])
     assert again.plan.extend[0].output_index == 2 and again.plan.extend[0].sample
 
 

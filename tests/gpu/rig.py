@@ -132,7 +132,7 @@ class Rows:
         """A random prompt of `length` tokens for a row, computed in a step of its own."""
         prompt = self.prompts[row] = self.prompt(length)
         plan = StepPlan(
-            admissions=[Admission(row, self.slots[row - 1], prompt, length, params, row)],
+            admissions=[Admission.from_prompt(row, self.slots[row - 1], prompt, params, row)],
             page_writes=[PageWrite(row, 0, int32s(self.pages[row]))],
             extend=[ExtendRow(row, 0, prompt, 0, True)],
         )

@@ -8,7 +8,7 @@ import torch
 
 from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.engine.cache import answer_states
-from hybridrt.runtime.step.plan import Snapshot
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from tests.gpu.rig import DEVICE, GPU, Rows, no_waiting, same_bits
 from tests.support.checkpoints import CheckpointStore
 from tests.support.ties import check_greedy
@@ -64,9 +64,9 @@ def test_a_step_copies_states_and_waits_for_nothing(
         rows.decode(1, 2, 3)
         pool.snapshot(torch.tensor([1, 3], device=DEVICE), torch.tensor([7, 8], device=DEVICE))
         other = list(pool.read_slot(4, 20))
-        copied = [Snapshot(row, rows.slots[row - 1], slot) for row, slot in ((1, 5), (3, 6))]
+        copied = [StateMove(row, rows.slots[row - 1], slot, When.BEFORE_ROWS) for row, slot in ((1, 5), (3, 6))]
         lengths, plan = dict(rows.computed), rows.decode_plan(1, 2, 3)
-        plan.snapshots = copied
+        plan.moves = copied
         with no_waiting() if warm else nullcontext():
             handle = rows.runner.launch(plan)
         assert len(handle.result().tokens) == 3

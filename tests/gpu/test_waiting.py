@@ -33,7 +33,7 @@ def mixed(rows: Rows) -> StepPlan:
     """Decode rows, a last chunk that samples, and a new prompt's first chunk."""
     plan = rows.decode_plan(4, 2)
     prompts = {row: rows.prompt(20) for row in (6, 7)}
-    plan.admissions = [Admission(r, rows.slots[r - 1], p, len(p), ALL_FILTERS, r) for r, p in prompts.items()]
+    plan.admissions = [Admission.from_prompt(r, rows.slots[r - 1], p, ALL_FILTERS, r) for r, p in prompts.items()]
     plan.page_writes = [PageWrite(row, 0, int32s(rows.pages[row])) for row in prompts]
     plan.extend = [ExtendRow(6, 0, prompts[6], 0, True), ExtendRow(7, 0, prompts[7][:9], 0, False)]
     return plan

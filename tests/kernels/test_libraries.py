@@ -110,7 +110,8 @@ def test_pages_that_arrive_with_the_step(backend: str, tmp_path: Path) -> None:
             runner.capture()
         prompt = [5, 6, 7]
         start = StepPlan(
-            [Admission(1, 1, prompt, 3, SamplingParams(temperature=0.0), 1)], [PageWrite(1, 0, int32s([9, 4]))],
+            [Admission.from_prompt(1, 1, prompt, SamplingParams(temperature=0.0), 1)],
+            [PageWrite(1, 0, int32s([9, 4]))],
             extend=[ExtendRow(1, 0, prompt, 0, True)],
         )  # fmt: skip
         runner.launch(start).result()

@@ -42,7 +42,7 @@ class Ruled:
         self.rules = make_rules(self.params, STOP, self.words, vocab)
 
     def admission(self, row: int, output: Sequence[int]) -> Admission:
-        return Admission(row, row, [1, 2, *output], 2, self.params, 0, self.rules)
+        return Admission.from_prompt(row, row, [1, 2], self.params, 0, self.rules, output)
 
     def apply(self, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
         """Logits [V] of the token behind `output`."""
@@ -96,14 +96,14 @@ def test_a_row_without_rules_keeps_its_logits_beside_one_with_rules() -> None:
     table, logits = SamplingTable(2, 40, torch.device("cpu")), torch.randn(2, 40)
     logits[0, 5] = math.nan
     forbidding = SamplingParams(allowed_token_ids=[6], bad_words=["x"])
-    first = Admission(1, 1, [1], 1, forbidding, 0, make_rules(forbidding, (), [[6]], 40))
-    second = Admission(2, 2, [1], 1, SamplingParams(), 0)
+    first = Admission.from_prompt(1, 1, [1], forbidding, 0, make_rules(forbidding, (), [[6]], 40))
+    second = Admission.from_prompt(2, 2, [1], SamplingParams(), 0)
     admit(table, [first, second])
     zeros = torch.zeros(2, dtype=torch.int32)
     got = apply_token_rules(logits, table.rules, DrawLines(int32([2, 1]), zeros, zeros, zeros[:, None][:, :0]))
     assert torch.equal(got[0], logits[0]) or got[0].isnan().tolist() == logits[0].isnan().tolist()
     assert got[1].isneginf().all()
-    admit(table, [Admission(1, 1, [1], 1, SamplingParams(), 0)])
+    admit(table, [Admission.from_prompt(1, 1, [1], SamplingParams(), 0)])
     got = apply_token_rules(logits, table.rules, DrawLines(int32([2, 1]), zeros, zeros, zeros[:, None][:, :0]))
     assert torch.equal(got[1], logits[1])
 
@@ -113,7 +113,7 @@ def test_what_is_forbidden_may_be_nan() -> None:
     table, logits = SamplingTable(1, 40, torch.device("cpu")), torch.zeros(1, 40)
     logits[0, 3], logits[0, 7] = math.nan, math.inf
     params = SamplingParams(temperature=0, min_tokens=1, max_tokens=9)
-    admit(table, [Admission(1, 1, [1], 1, params, 0, make_rules(params, STOP, [], 40))])
+    admit(table, [Admission.from_prompt(1, 1, [1], params, 0, make_rules(params, STOP, [], 40))])
     token = Sampler(table)(logits, int32([1]), int32([0]), used_parts([params]))
     assert token.tolist() == [0]
     assert Sampler(table)(logits, int32([1]), int32([1]), used_parts([params])).tolist() == [-1]
@@ -123,9 +123,9 @@ def test_rules_that_hold_no_more_cost_nothing() -> None:
     required, rows = RowRequirements(2), np.array([1, 2])
     least, biased = SamplingParams(min_tokens=3), SamplingParams(logit_bias={1: 1.0})
     for row, params in ((1, least), (2, SamplingParams())):
-        required.admit([Admission(row, row, [1], 1, params, 0, make_rules(params, STOP, [], 40))])
+        required.admit([Admission.from_prompt(row, row, [1], params, 0, make_rules(params, STOP, [], 40))])
     assert [required.of(rows, np.array([i, 0]))[0] & RULES > 0 for i in (2, 3)] == [True, False]
-    required.admit([Admission(2, 2, [1], 1, biased, 0, make_rules(biased, STOP, [], 40))])
+    required.admit([Admission.from_prompt(2, 2, [1], biased, 0, make_rules(biased, STOP, [], 40))])
     assert required.of(rows, np.array([3, 900]))[0] & RULES
 
 
@@ -201,7 +201,7 @@ def test_drafts_that_run_ahead_follow_the_rules_too(known: list[int]) -> None:
     """A word's first tokens may be output, drafts, or some of each."""
     params, word = SamplingParams(temperature=0, bad_words=["word"]), [4, 9, 2]
     table, parts = SamplingTable(1, 40, torch.device("cpu")), used_parts([params])
-    admit(table, [Admission(1, 1, [1, 2, 3, *known], 2, params, 0, make_rules(params, STOP, [word], 40))])
+    admit(table, [Admission.from_prompt(1, 1, [1, 2], params, 0, make_rules(params, STOP, [word], 40), [3, *known])])
     drafted = torch.empty(1, 0, dtype=torch.int64)
     for step, token in enumerate([4, 9, 2][len(known) :]):
         logits = torch.zeros(1, 40)

@@ -25,7 +25,7 @@ def prefilled(path: Path, mode: str) -> ModelRunner:
     made, rows = ModelRunner(config), list(enumerate(PROMPTS, 1))
     params = [SamplingParams(temperature=float(row == 2)) for row, _ in rows]
     plan = StepPlan(
-        [Admission(row, row, prompt, len(prompt), params[row - 1], row) for row, prompt in rows],
+        [Admission.from_prompt(row, row, prompt, params[row - 1], row) for row, prompt in rows],
         [PageWrite(row, 0, [2 * row - 1, 2 * row]) for row, _ in rows],
         extend=[ExtendRow(row, 0, prompt, 0, True) for row, prompt in rows],
     )

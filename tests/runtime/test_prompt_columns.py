@@ -36,7 +36,8 @@ def steps(bucket: Bucket, saves: bool, seed: int) -> Iterator[StepPlan]:
         ]
         for row in draw.sample(rows, draw.randint(0, bucket.prompts)):
             params = SamplingParams(temperature=draw.random(), top_p=0.5, top_k=draw.randint(1, 9))
-            plan.admissions.append(Admission(row, row + 1, list(range(row, 99)), 70, params, draw.randrange(2**63)))
+            prompt, seed = list(range(row, 70)), draw.randrange(2**63)
+            plan.admissions.append(Admission.from_prompt(row, row + 1, prompt, params, seed))
         for row in draw.sample(rows, draw.randint(0, 4)):
             pages = int32s(draw.randrange(1, 5000) for _ in range(draw.randint(1, 60)))
             plan.page_writes.append(PageWrite(row, draw.randrange(40), pages))

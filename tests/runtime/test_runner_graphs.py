@@ -35,7 +35,7 @@ def runner(path: str, mode: str, graphs: bool) -> ModelRunner:
         made.capture()
     rows = list(enumerate(PROMPTS, 1))
     plan = StepPlan(
-        [Admission(row, row, prompt, len(prompt), GREEDY, row) for row, prompt in rows],
+        [Admission.from_prompt(row, row, prompt, GREEDY, row) for row, prompt in rows],
         [PageWrite(row, 0, int32s([2 * row - 1, 2 * row])) for row, _ in rows],
         extend=[ExtendRow(row, 0, prompt, 0, True) for row, prompt in rows],
     )

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.parallel.messages import decode, encode
 from hybridrt.runtime.sampling.sampler import Sampler, used_parts
-from hybridrt.runtime.step.plan import Admission
+from hybridrt.runtime.step.plan import Admission, StepPlan
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
 pytestmark = pytest.mark.usefixtures("provider")
@@ -23,7 +26,9 @@ PARAMS = {
 def draw(rows: Sequence[int], logits: torch.Tensor) -> list[int]:
     """One token for each row, out of a table that all rows were admitted to."""
     table = SamplingTable(7, VOCAB, torch.device("cpu"))
-    admissions = [Admission(row, row, [row, 5, 9, 9], 2, params, 100 + row) for row, params in PARAMS.items()]
+    admissions = [
+        Admission.from_prompt(row, row, [row, 5], params, 100 + row, None, [9, 9]) for row, params in PARAMS.items()
+    ]
     sections = {name: torch.from_numpy(array) for name, array in SamplingTable.pack(admissions).items()}
     table.admit(torch.tensor(list(PARAMS)), sections)
     index = torch.tensor(rows, dtype=torch.int32)
@@ -42,9 +47,45 @@ def test_a_row_draws_in_a_batch_what_it_draws_alone() -> None:
 def test_a_new_tenant_of_a_row_forgets_the_old_ones_tokens() -> None:
     table = SamplingTable(3, VOCAB, torch.device("cpu"))
     for prompt, output in (([4, 5], [6, 6]), ([7], [])):
-        admission = Admission(2, 2, [*prompt, *output], len(prompt), SamplingParams(presence_penalty=1.0), 0)
+        admission = Admission.from_prompt(2, 2, prompt, SamplingParams(presence_penalty=1.0), 0, None, output)
         sections = {name: torch.from_numpy(array) for name, array in SamplingTable.pack([admission]).items()}
         table.admit(torch.tensor([2]), sections)
         assert table.prompt_mask[2].nonzero().flatten().tolist() == prompt
         assert table.output_counts[2].nonzero().flatten().tolist() == sorted(set(output))
         assert int(table.output_counts[2].sum()) == len(output)
+
+
+TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=60)
+PENALTY = st.sampled_from([-1.5, 0.0, 0.5, 2.0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompt=TOKENS.filter(bool), output=TOKENS, presence=PENALTY, frequency=PENALTY,
+    repetition=st.sampled_from([0.5, 1.0, 1.7]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_penalties_are_those_of_all_tokens_of_a_request(
+    prompt: list[int], output: list[int], presence: float, frequency: float, repetition: float, seed: int
+) -> None:
+    """On every rank, also for a request that comes back with output, and on a row that had a tenant before."""
+    params = SamplingParams(
+        temperature=0.0, presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition
+    )
+    table = SamplingTable(2, VOCAB, torch.device("cpu"))
+    others = SamplingParams(presence_penalty=1.0)
+    for admissions in (
+        [Admission.from_prompt(2, 2, [*range(VOCAB)], others, 0, None, [*range(VOCAB)])],
+        [Admission.from_prompt(1, 1, [3], others, 0), Admission.from_prompt(2, 1, prompt, params, 0, None, output)],
+    ):
+        found = decode(encode(StepPlan(admissions))).admissions
+        sections = {name: torch.from_numpy(array) for name, array in SamplingTable.pack(found).items()}
+        table.admit(torch.tensor([a.row for a in found]), sections)
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(seed))
+    wanted = logits.clone()
+    for token in {*prompt, *output}:
+        column = wanted[:, token]
+        column = torch.where(column > 0, column / repetition, column * repetition)
+        wanted[:, token] = column - frequency * output.count(token) - presence * (token in output)
+    rows = torch.full((5,), 2, dtype=torch.int32)
+    drawn = Sampler(table)(logits, rows, rows, used_parts([params]))
+    assert drawn.tolist() == wanted.argmax(1).tolist()

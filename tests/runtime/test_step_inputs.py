@@ -151,7 +151,7 @@ def test_a_prefill_plans_its_chunks_in_the_copy_of_the_step(tmp_path: Path, monk
     monkeypatch.setattr(linear, "plan_chunks", lambda *_: pytest.fail("a second copy"))
     params, prompt = SamplingParams(temperature=0.0), [5, 6, 7, 8, 9]
     plan = StepPlan(
-        [Admission(1, 1, prompt, 5, params, 0)],
+        [Admission.from_prompt(1, 1, prompt, params, 0)],
         [PageWrite(1, 0, int32s([1]))],
         extend=[ExtendRow(1, 0, prompt, 0, True)],
     )

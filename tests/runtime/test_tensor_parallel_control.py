@@ -24,6 +24,7 @@ from hybridrt.channel.channel import SocketChannel
 from hybridrt.channel.codec import pack
 from hybridrt.channel.control import TIMEOUT_VARIABLE, Link, rank_timeout
 from hybridrt.channel.listener import Listener
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.parallel import rank_start
 from hybridrt.parallel.messages import KINDS, Beat, Failed, Task, decode, encode
 from hybridrt.parallel.ranks import Ranks
@@ -36,9 +37,9 @@ from hybridrt.runtime.step.plan import (
     DecodeRows,
     ExtendRow,
     HostCopy,
+    HostState,
     PageCopy,
     PageWrite,
-    Snapshot,
     StateCopy,
     StepPlan,
     int32s,
@@ -63,9 +64,9 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     session = Session(checkpoints["falcon-split"].path, page_size=4)
     session.run(requests(1, 17, steps=4), chunk=7, gap=2)
     rows = DecodeRows.of([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
-    full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 2, 8, 9, 1)], donations=[2], constrained=[0])
-    full.page_copies, full.host_copies = [PageCopy(3, 4)], [HostCopy(5, True, [6], [7], [(8, 9, 10)])]
-    full.after_copies, full.kept_pages, full.snapshots = 5, [PageCopy(5, 6)], [Snapshot(1, 2, 3)]
+    full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 2, 8, 9, 1)], constrained=[0])
+    full.page_copies, full.host_copies = [PageCopy(3, 4)], [HostCopy(5, True, [6], [7], [HostState(8, 9, 10)])]
+    full.after_copies, full.kept_pages, full.moves = 5, [PageCopy(5, 6)], [StateMove(1, 2, 3, When.BEFORE_ROWS)]
     full.extend = [ExtendRow(1, 2, [3, 4, 5], 0, True, 0, 6, [(1, 7), (2, 8)])]
     full.exports = full.imports * 2
     assert all(getattr(full, field.name) for field in fields(full))
@@ -76,12 +77,29 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     assert len(encode(session.plans[-1])) < 250
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=2**62, prompt_logprobs=3),
+        SamplingParams(repetition_penalty=1.1),
+    ],
+)
+def test_an_admission_does_not_carry_the_prompt(params: SamplingParams) -> None:
+    """Without penalties. With them it carries each token once."""
+    prompt = [70_000 + i % 16 for i in range(32_768)]
+    plan = StepPlan([Admission.from_prompt(1, 1, prompt, params, 2**63 - 1, output=[5] * 900 * params.uses_penalties)])
+    assert len(encode(plan)) < 1000 + 4 * 916 * params.uses_penalties
+    plan.extend = [ExtendRow(1, 0, prompt[:512], 0, False)]
+    assert len(encode(plan)) < 1000 + 5 * 512 + 4 * 916 * params.uses_penalties
+
+
 def test_rules_about_tokens_survive_the_way() -> None:
     params = SamplingParams(
         min_tokens=2, logit_bias={5: -1.5}, allowed_token_ids=[5, 6], bad_words=["a"], prompt_logprobs=1
     )
     rules = make_rules(params, [3, 4], [[1, 2, 3]], 40)
-    (found,) = decode(encode(StepPlan([Admission(1, 1, [5], 1, params, 3, rules)]))).admissions
+    (found,) = decode(encode(StepPlan([Admission.from_prompt(1, 1, [5], params, 3, rules)]))).admissions
     assert found.rules == rules and replace(found.params, bad_words=["a"]) == params
 
 
@@ -138,7 +156,7 @@ def refused() -> Iterator[bytes]:
         {"decode": columns} for columns in ([1], [one], [b"123"], [one, one, one, one, one], [two, one, one, one])
     ]
     plans += [{"decode": [one, b"\xff" * 4, one, one]}, {"decode": [one, one, one, b"\1\0\0\0", one, two]}]
-    plans.append({"admissions": [[1, 1, [1], 1, {"top_p": 7}, 0]]})
+    plans.append({"admissions": [[1, 1, 1, {"top_p": 7}, 0, 0]]})
     yield from (task("step", msgspec.msgpack.encode(plan)) for plan in plans)
     for config in ({}, {"model": 5}, {"model": "m", "tp_size": 0}, {"model": "m", "speculative": {"method": "os"}}):
         yield task("serve", msgspec.msgpack.encode(config))
@@ -152,7 +170,7 @@ def test_malformed_messages_are_refused_and_run_nothing() -> None:
 
 def test_spoilt_bytes_are_refused_or_still_a_plan() -> None:
     plan = StepPlan(
-        [Admission(1, 1, [5] * 40, 40, PARAMS, 3)],
+        [Admission.from_prompt(1, 1, [5] * 40, PARAMS, 3)],
         [PageWrite(1, 0, int32s([7]))],
         DecodeRows.of([DecodeRow(2, 3, 4, [5], [0])]),
     )

@@ -277,7 +277,9 @@ def test_drafts_are_drawn_as_sampling_step_by_step_draws(data: st.DataObject) ->
 def _table(params: Sequence[SamplingParams], prompts: Sequence[list[int]], vocab: int) -> SamplingTable:
     """Rows 1, 2, ... with these parameters; nothing generated yet."""
     table = SamplingTable(len(params), vocab, torch.device("cpu"))
-    admissions = [Admission(i + 1, 0, p, len(p), s, derive_seed(7, i)) for i, (s, p) in enumerate(zip(params, prompts))]
+    admissions = [
+        Admission.from_prompt(i + 1, 0, p, s, derive_seed(7, i)) for i, (s, p) in enumerate(zip(params, prompts))
+    ]
     sections = {name: torch.from_numpy(part) for name, part in SamplingTable.pack(admissions).items()}
     table.admit(torch.arange(1, len(params) + 1), sections)
     return table

@@ -14,12 +14,12 @@ import numpy as np
 
 from hybridrt.base.errors import EngineError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.runtime.step.plan import (
     Admission,
     DecodeRow,
     ExtendRow,
     HostCopy,
-    Snapshot,
     StateCopy,
     StepPlan,
     StepResult,
@@ -56,8 +56,9 @@ def tokens_alone(
 @dataclass
 class Tenant:
     """Whoever an admission put on a row; `steps` are the launched steps that name it, each with the position of its
-    first token there. `pages` maps all pages that it ever had, `next_page` numbers the next one; `borrowed` says whose
-    the first of them were. `ring` holds decoded tokens that its slot lacks."""
+    first token there. `following` is what the last chunk says of the next one's first token. `pages` maps all pages
+    that it ever had, `next_page` numbers the next one; `borrowed` says whose the first of them were. `ring` holds
+    decoded tokens that its slot lacks."""
 
     admission: Admission
     pages: dict[int, int] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class Tenant:
     length: int = 0
     outputs: int = 0
     last: int | None = None
+    following: int | None = None
     broken: bool = False
     masks: list[np.ndarray] = field(default_factory=list)  # of the tokens that the step draws now
 
@@ -81,7 +83,7 @@ class MockHandle:
     def __init__(self, executor: "MockExecutor", plan: StepPlan, tenants: list[Tenant]) -> None:
         self.executor, self.plan, self.tenants = executor, plan, tenants
         self.donors: list[Tenant] = []
-        self.snapshots: list[tuple[Tenant, int]] = []
+        self.copied_states: list[tuple[Tenant, int]] = []
         self.answer: StepResult | None = None
         self.error: Exception | None = None
         self.consumed = False
@@ -158,16 +160,18 @@ class MockExecutor:
             earlier.drop()
         handle = MockHandle(self, plan, [])
         handle.error = self.fail_result.get(number)
-        for number in plan.donations:
-            self.donate(self.rows[number], handle)
+        for move in plan.moves:
+            if move.when is When.FIRST:
+                self.donate(move, handle)
         cached = {row.row: row.computed // self.page_size for row in plan.extend}
         cached |= {row.row: 0 for row in [*plan.extend, *plan.imports] if self.window or isinstance(row, StateCopy)}
         assert len({copy.target for copy in plan.kept_pages}) == len(plan.kept_pages), "a page is filled twice"
         for copy in plan.kept_pages:
             self.keep_page(copy.target)
-        assert len({snapshot.slot for snapshot in plan.snapshots}) == len(plan.snapshots), "a slot is written twice"
-        for snapshot in plan.snapshots:
-            self.snapshot(snapshot, handle)
+        copies = [move for move in plan.moves if move.when is When.BEFORE_ROWS]
+        assert len({move.target for move in copies}) == len(copies), "a slot is written twice"
+        for move in copies:
+            self.copy_state(move, handle)
         for admission in plan.admissions:
             tenant = Tenant(admission)
             self.take("row", admission.row, tenant)
@@ -216,11 +220,11 @@ class MockExecutor:
         """No launched step may name a page that is fetched into."""
         for page in copy.pages if copy.fetch else ():
             self.keep_page(page)
-        for _, slot, _ in copy.states if copy.fetch else ():
-            readers = self.slot_readers.pop(slot, [])
-            assert all(step.consumed for step, _ in readers), f"slot {slot} fetched too early"
-            self.owner.pop(("slot", slot), None)
-            self.saved.pop(slot, None)
+        for state in copy.states if copy.fetch else ():
+            readers = self.slot_readers.pop(state.slot, [])
+            assert all(step.consumed for step, _ in readers), f"slot {state.slot} fetched too early"
+            self.owner.pop(("slot", state.slot), None)
+            self.saved.pop(state.slot, None)
 
     def keep_page(self, page: int) -> None:
         """The cache gets a page for a copy."""
@@ -228,7 +232,7 @@ class MockExecutor:
         for step, position in before.steps if before is not None else ():
             assert step.consumed or number < self.first_page(position), f"page {page} filled too early"
         assert all(step.consumed for b in self.borrowers.pop(page, []) for step, _ in b.steps)
-        self.page_owner[page] = Tenant(Admission(0, 0, [], 0, SamplingParams(), 0)), 0
+        self.page_owner[page] = Tenant(Admission.from_prompt(0, 0, [], SamplingParams(), 0)), 0
 
     def copied(self, ticket: int) -> bool:
         """Copies run as late as they may: when a plan waits for them, or after several polls."""
@@ -248,13 +252,13 @@ class MockExecutor:
                         self.kv[page, i] = self.host_pages[place][i]
                 if not copy.fetch:
                     self.host_pages[place] = [self.kv.get((page, i), -1) for i in range(self.page_size)]
-            for length, slot, place in copy.states:
+            for state in copy.states:
                 if copy.fetch:
-                    self.state[slot], text = self.host_states[place]
-                    self.text[slot] = list(text)
+                    self.state[state.slot], text = self.host_states[state.place]
+                    self.text[state.slot] = list(text)
                 else:
-                    self.host_states[place] = self.state[slot], list(self.text[slot])
-                assert len(self.text[slot]) == length, "the state of another position"
+                    self.host_states[state.place] = self.state[state.slot], list(self.text[state.slot])
+                assert len(self.text[state.slot]) == state.length, "the state of another position"
 
     def take(self, kind: str, index: int, tenant: Tenant) -> None:
         """Whoever had it before must be out of every launched step, and never be named again (`name` checks)."""
@@ -269,20 +273,22 @@ class MockExecutor:
         assert all(step.consumed for step in others), f"slot {index} reused before a step has read it"
         self.owner[kind, index] = tenant
 
-    def donate(self, tenant: Tenant, handle: MockHandle) -> None:
-        """The tenant's slot is the cache's from this step on."""
+    def donate(self, move: StateMove, handle: MockHandle) -> None:
+        """The row's slot is the cache's from this step on."""
+        tenant = self.rows[move.row]
+        assert move.source == move.target == tenant.admission.state_slot, "a row donates its own slot"
         assert all(step.consumed for step, _ in tenant.steps), "a row that a launched step names donates its slot"
-        if self.owner.get(("slot", tenant.admission.state_slot)) is tenant:  # else a failed step has done it
-            del self.owner["slot", tenant.admission.state_slot]
+        if self.owner.get(("slot", move.source)) is tenant:  # else a failed step has done it
+            del self.owner["slot", move.source]
             handle.donors.append(tenant)
 
-    def snapshot(self, snapshot: Snapshot, handle: MockHandle) -> None:
+    def copy_state(self, move: StateMove, handle: MockHandle) -> None:
         """A decode row of the step leaves a state. Its slot may be lent again at once: steps run in order."""
-        tenant = self.rows[snapshot.row]
-        assert snapshot.row in handle.plan.decode.rows and self.owner["slot", snapshot.own] is tenant
-        self.take("slot", snapshot.slot, tenant)
-        del self.owner["slot", snapshot.slot]
-        handle.snapshots.append((tenant, snapshot.slot))
+        tenant = self.rows[move.row]
+        assert move.row in handle.plan.decode.rows and self.owner["slot", move.source] is tenant
+        self.take("slot", move.target, tenant)
+        del self.owner["slot", move.target]
+        handle.copied_states.append((tenant, move.target))
 
     def borrow_page(self, page: int, tenant: Tenant) -> None:
         """The next page of the tenant is the cache's, whichever request filled it."""
@@ -343,7 +349,7 @@ class MockExecutor:
             self.fold(donor)
         self.copies += plan.host_copies
         self.run_copies(plan.after_copies)
-        for tenant, slot in handle.snapshots:
+        for tenant, slot in handle.copied_states:
             self.text[slot] = self.text[tenant.state] + tenant.ring
             self.state[slot] = self.mixed(tenant)
         for copy in (*plan.kept_pages, *plan.page_copies):
@@ -408,11 +414,9 @@ class MockExecutor:
         return gained
 
     def extend(self, row: ExtendRow, tenant: Tenant) -> list[list[int]]:
-        tokens = tenant.admission.tokens
         assert row.tokens and row.computed == tenant.length, "computed positions are contiguous"
-        assert list(row.tokens) == list(tokens[row.computed : row.computed + len(row.tokens)])
-        tenant.outputs = len(tokens) - tenant.admission.prompt_len
-        assert row.output_index == tenant.outputs
+        assert tenant.following in (None, row.tokens[0]), "a chunk says which token the next one begins with"
+        tenant.outputs, tenant.following = row.output_index, None if row.sample else row.following
         saves = dict(row.saves)
         for number, token in enumerate(row.tokens):
             if number in saves:
@@ -420,7 +424,8 @@ class MockExecutor:
                 self.state[saves[number]] = self.state[tenant.state]
                 self.text[saves[number]] = list(self.text[tenant.state])
             self.write(tenant, token)
-        assert row.sample == (tenant.length == len(tokens)), "the last chunk samples, and no other"
+        num_tokens = tenant.admission.prompt_len + row.output_index
+        assert row.sample == (tenant.length == num_tokens), "the last chunk samples, and no other"
         return [[self.allowed(tenant)]] if row.sample else []
 
     def import_state(self, tenant: Tenant, copy: StateCopy) -> None:

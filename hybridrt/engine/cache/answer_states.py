@@ -19,7 +19,8 @@ import numpy as np
 from hybridrt.engine.request.row_columns import UNLIMITED
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.slots import Slot
-from hybridrt.runtime.step.plan import DecodeRows, Snapshot
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
+from hybridrt.runtime.step.plan import DecodeRows
 
 APART = 128  # tokens between the first states of an answer, and between the steps that leave some
 AT_ONCE = 8  # states that a step may copy
@@ -60,7 +61,7 @@ class AnswerStates:
 
     def leave(
         self, decode: DecodeRows, rows: Sequence[tuple[Request, int]], take: Callable[[Request, int], Slot | None]
-    ) -> list[Snapshot]:
+    ) -> list[StateMove]:
         """Which of a step's decode rows leave the state before the step: of those that are due, the first ones are
         those that have passed their places most. Others wait for a later step.
 
@@ -68,7 +69,7 @@ class AnswerStates:
             rows: the step's requests, those of `decode` first.
             take: gives a slot for a state of a request, after so many others of the same step, if there is one.
         """
-        left, ahead = list[Snapshot](), self._due_at[decode.rows] - decode.computed
+        left, ahead = list[StateMove](), self._due_at[decode.rows] - decode.computed
         due = (ahead <= 0).nonzero()[0]
         if len(due) > AT_ONCE:
             due = due[ahead[due].argsort(kind="stable")][:AT_ONCE]
@@ -80,7 +81,7 @@ class AnswerStates:
             self._of[slot] = request, length
             request.saves[length] = slot
             self._due_at[row] = length + self._gaps[row]
-            left.append(Snapshot(row, request.state_slot.index, slot.index))
+            left.append(StateMove(row, request.state_slot.index, slot.index, When.BEFORE_ROWS))
         return left
 
     def spread(self, request: Request) -> list[Slot]:

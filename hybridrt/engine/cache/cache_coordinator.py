@@ -40,10 +40,12 @@ from hybridrt.engine.cache.prefix_store import PrefixStore
 from hybridrt.engine.cache.window_pages import WindowPages
 from hybridrt.engine.request.row_columns import UNLIMITED, RowColumns
 from hybridrt.engine.request.sample_request import Request
+from hybridrt.kernels.core.slots import NO_SLOT
 from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.mem_cache.pools.slots import Slots
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
 from hybridrt.runtime.step.plan import Admission, PageCopy, PageWrite, StateCopy, StepPlan
@@ -66,8 +68,8 @@ class CacheCoordinator:
         prefixes: what requests share.
         fetches: prefixes on their way from main memory; None without such a tier.
         columns: what a step must know of the running requests.
-        donations: rows whose slots the prefix cache has taken over, for the next step to fold their rings. `launched`
-            takes them off.
+        donations: of rows whose slots the prefix cache has taken over, for the next step to fold their rings.
+            `launched` takes them off.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class CacheCoordinator:
         self.slots = SlotAllocator(num_slots, "state slot")
         self.pages = SlotAllocator(num_pages, "KV page")
         self.columns = RowColumns.allocate(num_rows)
-        self.donations: list[int] = []
+        self.donations: list[StateMove] = []
         self._num_releases = 0  # counts events that may make room
         self._demand = demand or PageDemand(page_size)
         window = self._demand.window is not None
@@ -231,8 +233,9 @@ class CacheCoordinator:
         taken = self.prefixes.release(request)
         self.pages.free(request.spare)
         self.pages.free_used(own)  # the prefix cache has taken the others
-        if request.state_slot in taken.states:
-            self.donations.append(request.row.index)
+        if request.state_slot is not None and request.state_slot in taken.states:
+            slot = request.state_slot.index
+            self.donations.append(StateMove(request.row.index, slot, slot, When.FIRST))
         elif request.state_slot is not None:
             self.slots.free([request.state_slot])
         self.rows.free([request.row])
@@ -270,9 +273,9 @@ class CacheCoordinator:
         """Writes into a finished plan what goes on beside its rows (as `ScheduledStep.rows`): donations, states within
         answers, and copies to and from main memory. True if it should be launched even without rows: something is
         fetched."""
-        plan.donations = list(self.donations)
+        plan.moves = list(self.donations)
         if plan.decode and self.prefixes.answers.pass_step(plan.decode):
-            plan.snapshots = self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
+            plan.moves += self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
         if self.prefixes.windows is not None:
             plan.kept_pages = list(self.prefixes.windows.copies)
         if self.prefixes.tier is not None:
@@ -281,7 +284,7 @@ class CacheCoordinator:
 
     def launched(self, plan: StepPlan) -> None:
         """The step has been launched, and with it the donations and copies that it names."""
-        del self.donations[: len(plan.donations)]
+        del self.donations[: sum(move.donates for move in plan.moves)]
         if self.prefixes.windows is not None:
             del self.prefixes.windows.copies[: len(plan.kept_pages)]
         if self.prefixes.tier is not None:
@@ -363,9 +366,9 @@ class CacheCoordinator:
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
         """Writes an admitted request into the plan: its row, its pages, and what is copied into them."""
         assert request.row is not None
-        row, state_slot = request.row.index, request.state_slot.index if request.state_slot else 0
+        row, state_slot = request.row.index, request.state_slot.index if request.state_slot else NO_SLOT
         settings = request.params, request.seed, request.rules
-        plan.admissions.append(Admission(row, state_slot, request.tokens, len(request.prompt), *settings))
+        plan.admissions.append(Admission.from_prompt(row, state_slot, request.prompt, *settings, request.output))
         if request.pages:
             plan.page_writes.append(PageWrite(row, request.first_page, request.pages.indices))
         if request.prefix.tail is not None:

@@ -12,6 +12,7 @@ from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.slots import Slot, Slots
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.prefix_tree.state_worth import NewState
+from hybridrt.runtime.step.plan import HostState
 
 LOOK_AHEAD = 8  # requests at the head of the queue whose prefixes are fetched
 LEAST_TOKENS = 64  # that a fetch must save: to compute fewer takes less time
@@ -128,8 +129,8 @@ class HostFetches:
             store.unlock(held)
             return False
         pages, slot = room
-        state = None if found.state is None or slot is None else (found.length, slot, found.state)
-        ticket = self._tier.fetch(pages, places, state)
+        states = [] if found.state is None or slot is None else [HostState(found.length, slot.index, found.state.index)]
+        ticket = self._tier.fetch(pages, places, states)
         tree.touch(tokens, salt)
         deadline = time.monotonic() + PATIENCE_S
         self._fetches[request.arrival] = _Fetch(tokens, salt, found.length, gain, held, pages, slot, ticket, deadline)

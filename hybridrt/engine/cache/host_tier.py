@@ -8,7 +8,7 @@ from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.slots import Slot, Slots
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
-from hybridrt.runtime.step.plan import HostCopy, StepPlan
+from hybridrt.runtime.step.plan import HostCopy, HostState, StepPlan
 
 
 class HostTier:
@@ -71,13 +71,11 @@ class HostTier:
         self._store(
             Slots(pages)[len(held.pages) : last].at(~surplus),
             fresh.at(~surplus),
-            [(end, states[end].index, slot.index) for end, slot in hosted.items() if slot in taken.states],
+            [HostState(end, states[end].index, slot.index) for end, slot in hosted.items() if slot in taken.states],
         )
 
-    def fetch(self, pages: Slots, places: Slots, state: tuple[int, Slot, Slot] | None = None) -> int:
-        """Copies pages `places` of the tier to `pages` of the device, and a state (tokens, device slot, place here).
-        Returns the copy's ticket."""
-        states = [] if state is None else [(state[0], state[1].index, state[2].index)]
+    def fetch(self, pages: Slots, places: Slots, states: Sequence[HostState]) -> int:
+        """Copies pages `places` of the tier to `pages` of the device, and states. Returns the copy's ticket."""
         indices = pages.indices.tolist(), places.indices.tolist()
         self._ticket += 1
         self._pending.append(HostCopy(self._ticket, True, *indices, states))
@@ -103,7 +101,7 @@ class HostTier:
         if self._read_slots:
             self._written(self._read_slots, (admission.state_slot for admission in plan.admissions))
             self._written(self._read_slots, (slot for row in plan.extend for _, slot in row.saves))
-            self._written(self._read_slots, (snapshot.slot for snapshot in plan.snapshots))
+            self._written(self._read_slots, (move.target for move in plan.moves if not move.donates))
         plan.after_copies = self._after
 
     def launched(self, plan: StepPlan) -> None:
@@ -133,14 +131,14 @@ class HostTier:
         self.pages.check()
         self.slots.check()
 
-    def _store(self, pages: Slots, places: Slots, states: Sequence[tuple[int, int, int]]) -> None:
-        """Copies pages of the device to places here, and states as HostCopy has them."""
+    def _store(self, pages: Slots, places: Slots, states: Sequence[HostState]) -> None:
+        """Copies pages of the device to places here, and states."""
         if pages or states:
             self._ticket += 1
             sources = pages.indices.tolist()
             self._pending.append(HostCopy(self._ticket, False, sources, places.indices.tolist(), states))
             self._read_pages.update(dict.fromkeys(sources, self._ticket))
-            self._read_slots.update({slot: self._ticket for _, slot, _ in states})
+            self._read_slots.update({state.slot: self._ticket for state in states})
 
     def _written(self, read: dict[int, int], entries: Iterable[int]) -> None:
         """Makes the next plan, which writes these entries, wait for the copies that read them."""

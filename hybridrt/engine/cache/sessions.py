@@ -127,7 +127,7 @@ class Sessions:
         if tier is not None:
             tier.wait_for(tier.last_ticket)
         self._pools.seal(plan)
-        if plan.donations or plan.after_copies:
+        if plan.moves or plan.after_copies:
             self._settle()
             self._executor.launch(plan)
             self._pools.launched(plan)

@@ -12,6 +12,7 @@ from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.chunk_budget import ChunkBudget, ItlTarget
 from hybridrt.engine.request.row_columns import RowColumns
 from hybridrt.engine.request.sample_request import Request
+from hybridrt.kernels.core.slots import OWN_SLOT
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
 from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
 
@@ -372,7 +373,7 @@ class Scheduler:
         columns.output_index[row] += last
         following = 0 if last else tokens[end]
         state = request.prefix.state
-        read_state_slot = state.index if state is not None and start == request.prefix.length else 0
+        read_state_slot = state.index if state is not None and start == request.prefix.length else OWN_SLOT
         saves = self._coordinator.prefixes.save(request, start, end)
         step.plan.extend.append(
             ExtendRow(row, start, tokens[start:end], len(request.output), last, following, read_state_slot, saves)

@@ -7,6 +7,11 @@ from torch import Tensor
 
 from hybridrt.kernels.core.records import StateSlots
 
+# Entry 0 of a pool is scratch. So 0 where a slot is named has a meaning of its own.
+SCRATCH = 0  # padding may write there, and nothing reads it
+NO_SLOT = 0  # there is no slot: the model keeps no state, or this one is not saved
+OWN_SLOT = 0  # the slot that the row owns
+
 
 def pad_mask(slots: Tensor, ndim: int) -> Tensor:
     """True where a row is padding: `slots` [B] as [B, 1, ...] with `ndim` dimensions."""

@@ -22,6 +22,8 @@ from hybridrt.base.config import EngineConfig
 from hybridrt.base.device import GPUFacts
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
+from hybridrt.kernels.core.slots import NO_SLOT, OWN_SLOT
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.recurrent.backends import backend_class, resolve_attention_name, resolve_prefill_name
 from hybridrt.runtime.load.build import Runtime, empty_model, keeps_prefixes, kv_groups, load_target, weight_bytes
 from hybridrt.runtime.load.fit import plan_ahead
@@ -38,7 +40,6 @@ from hybridrt.runtime.step.plan import (
     ExtendRow,
     PageCopy,
     PageWrite,
-    Snapshot,
     StepPlan,
 )
 from hybridrt.runtime.step.token_rules import make_rules
@@ -203,9 +204,10 @@ def _further_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
     for tokens in make.lengths:
         yield f"{tokens} tokens that leave a state", partial(make.run, make.saving(tokens, greedy))
         yield f"{tokens} tokens behind others", partial(make.run, make.behind(tokens, greedy))
-    yield "a donation", partial(make.run, StepPlan(donations=[1]))
+    yield "a donation", partial(make.run, StepPlan(moves=[StateMove(1, 1, 1, When.FIRST)]))
     if make.recurrent and keeps_prefixes(make.runner.config, make.runner.model_config):
-        yield "a state within an answer", partial(make.run, StepPlan(snapshots=[Snapshot(1, 1, make.plan.num_slots)]))
+        move = StateMove(1, 1, make.plan.num_slots, When.BEFORE_ROWS)
+        yield "a state within an answer", partial(make.run, StepPlan(moves=[move]))
     for i, draw in enumerate(EVERY_DRAW):
         for n in rows:
             yield f"draws {i}, {n} rows", partial(make.decode, n, SamplingParams(**draw))
@@ -249,7 +251,7 @@ class _Plans:
         if not keeps_prefixes(runner.config, runner.model_config) or tokens + _SAVE >= self.plan.max_model_len:
             return None
         plan = self.prompts([tokens + _SAVE], params)
-        slot = self.plan.num_slots if self.recurrent else 0
+        slot = self.plan.num_slots if self.recurrent else OWN_SLOT
         plan.extend = [ExtendRow(1, _SAVE, [0] * tokens, 0, True, read_state_slot=slot)]
         plan.page_copies = [PageCopy(1, 2)] if self.plan.num_pages > 1 else []
         return plan
@@ -268,7 +270,7 @@ class _Plans:
 
     def _admission(self, row: int, tokens: int, params: SamplingParams) -> Admission:
         rules = make_rules(params, (), (), self.runner.model_config.vocab_size)
-        return Admission(row, row if self.recurrent else 0, [0] * tokens, tokens, params, 0, rules)
+        return Admission.from_prompt(row, row if self.recurrent else NO_SLOT, [0] * tokens, params, 0, rules)
 
     def _pages(self, tokens: int) -> np.ndarray:
         return np.arange(1, 1 - -tokens // self.plan.page_size, dtype=np.int32)

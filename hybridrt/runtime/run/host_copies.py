@@ -10,7 +10,7 @@ from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, HostPlan, aligned
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.runtime.load.host_memory import free_host_memory
-from hybridrt.runtime.step.plan import HostCopy
+from hybridrt.runtime.step.plan import HostCopy, HostState
 
 
 class HostCopies:
@@ -75,8 +75,8 @@ class HostCopies:
         for start in range(0, len(copy.pages), self._at_once):
             part = slice(start, start + self._at_once)
             self._copy_pages(copy.pages[part], copy.host_pages[part], copy.fetch)
-        for length, slot, place in copy.states:
-            self._copy_state(length, slot, place, copy.fetch)
+        for state in copy.states:
+            self._copy_state(state, copy.fetch)
 
     def _copy_pages(self, pages: Sequence[int], places: Sequence[int], fetch: bool) -> None:
         staged, index = self._staged_pages[: len(pages)], self._indices(pages)
@@ -102,23 +102,23 @@ class HostCopies:
             yield staged[:, start:end].view(tensor.dtype).view(len(staged), *shape)
             start = end
 
-    def _copy_state(self, length: int, slot: int, place: int, fetch: bool) -> None:
+    def _copy_state(self, state: HostState, fetch: bool) -> None:
         assert self._mamba is not None
         if fetch:
-            self._staged_state.copy_(self._states[place], non_blocking=True)
-            self._mamba.write_slot(slot, length, self._state_images())
+            self._staged_state.copy_(self._states[state.place], non_blocking=True)
+            self._mamba.write_slot(state.slot, state.length, self._state_images())
             return
-        for part, image in zip(self._mamba.read_slot(slot, length), self._state_images(), strict=True):
+        for part, image in zip(self._mamba.read_slot(state.slot, state.length), self._state_images(), strict=True):
             image.copy_(part)
-        self._states[place].copy_(self._staged_state, non_blocking=True)
+        self._states[state.place].copy_(self._staged_state, non_blocking=True)
 
     def _state_images(self) -> Iterator[torch.Tensor]:
         """Views of the staged state, as MambaPool.read_slot gives it."""
         assert self._mamba is not None
         start = 0
-        for _, shape, dtype in self._mamba.slot_parts():
-            nbytes = prod(shape) * dtype.itemsize
-            yield self._staged_state[start : start + nbytes].view(dtype).view(shape)
+        for part in self._mamba.slot_parts():
+            nbytes = prod(part.shape) * part.dtype.itemsize
+            yield self._staged_state[start : start + nbytes].view(part.dtype).view(part.shape)
             start += aligned(nbytes)
 
     def _indices(self, pages: Sequence[int]) -> torch.Tensor:

@@ -149,7 +149,7 @@ def probe(config: EngineConfig, target: RunTarget) -> tuple[MemoryPlan, StepPlan
     plan = MemoryPlan(rows, rows, rows * pages, config.page_size, length, UnitCosts(slot=0, row=0, page=0), 0)
     params, ids = SamplingParams(temperature=0.0), [0] * length
     return plan, StepPlan(
-        admissions=[Admission(r, r, ids, length, params, 0) for r in range(1, rows + 1)],
+        admissions=[Admission.from_prompt(r, r, ids, params, 0) for r in range(1, rows + 1)],
         page_writes=[PageWrite(r, 0, int32s(range(1 + (r - 1) * pages, 1 + r * pages))) for r in range(1, rows + 1)],
         extend=[ExtendRow(r, 0, ids, 0, True) for r in range(1, rows + 1)],
     )

@@ -88,8 +88,8 @@ def _state_parts(pools: "Pools", num_states: int) -> Iterator[tuple[str, tuple[i
         return
     parts = list(pools.req_to_token.mamba_pool.slot_parts())
     for number in range(num_states):
-        for i, (layer_id, shape, dtype) in enumerate(parts):
-            yield f"states.{number}.layers.{layer_id}.{'state' if i % 2 else 'conv'}", shape, dtype
+        for i, part in enumerate(parts):
+            yield f"states.{number}.layers.{part.layer_id}.{'state' if i % 2 else 'conv'}", part.shape, part.dtype
 
 
 def _gather(tp: TPGroup, part: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,7 @@ class StateArena:
         """
         self._check_room(copy)
         places, pool = self._places(copy), self._table.mamba_pool
-        states = [] if pool is None else [(shape, dtype) for _, shape, dtype in pool.slot_parts()]
+        states = [] if pool is None else [(part.shape, part.dtype) for part in pool.slot_parts()]
         kv = [((t.shape[2], len(places), t.shape[3]), t.dtype) for t in self._kv]
         parts = self._read(copy.offset, [*states, *kv])
         if pool is not None:

@@ -12,6 +12,7 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.kernels.state.row_tables import enter_tokens
 from hybridrt.mem_cache.pools.bounds import DEBUG
+from hybridrt.mem_cache.pools.state_moves import When
 from hybridrt.runtime.load.build import Runtime
 from hybridrt.runtime.load.draft_needs import DeviceDrafter, draft_needs
 from hybridrt.runtime.replay.cpu_decode import CPUDecode
@@ -28,7 +29,7 @@ from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch, s
 from hybridrt.runtime.step.launched_step import JoinedSteps, LaunchedStep
 from hybridrt.runtime.step.pack import Columns, Sections, StagingRing, chunk_plans, pack_batch, pack_bookkeeping
 from hybridrt.runtime.step.pack_padded import Bucket
-from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageCopy, PageWrite, Snapshot, StepHandle, StepPlan, int32s
+from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageCopy, PageWrite, StepHandle, StepPlan, int32s
 from hybridrt.runtime.step.prompt_logprobs import PromptRequirements, ScoredStep
 from hybridrt.runtime.step.sampling_table import SamplingTable
 from hybridrt.runtime.step.saved_states import pack_saves, saved_states
@@ -97,15 +98,13 @@ class StepRunner:
         if self._unsampled is not None:
             self._drop_step()
         try:
-            if plan.donations:
-                self._donate(plan.donations)
+            self._move_at(plan, When.FIRST)
             if plan.kept_pages:
                 self._keep_pages(plan.kept_pages)
             if self.host is not None:
                 self.host.launch(plan.host_copies)
                 self.host.wait(plan.after_copies)
-            if plan.snapshots:
-                self._snapshot(plan.snapshots)
+            self._move_at(plan, When.BEFORE_ROWS)
             sampling = self._choose_launch(plan, tokens)()
             if not plan.constrained:
                 return sampling(None)
@@ -140,21 +139,12 @@ class StepRunner:
         self._unsampled = None
         self.backend.drop_step()
 
-    def _donate(self, rows: Sequence[int]) -> None:
-        """Folds the rings of `rows` into their slots, which the prefix cache owns from here on."""
+    def _move_at(self, plan: StepPlan, when: When) -> None:
+        """Carries out the moves of one moment."""
         pool = self.pools.req_to_token.mamba_pool
-        if pool is not None:
-            pool.donate(self._staging.upload({"rows": np.array(rows, np.int32)})["rows"])
-
-    def _snapshot(self, copies: Sequence[Snapshot]) -> None:
-        def rings() -> tuple[torch.Tensor, torch.Tensor]:
-            columns = {"rows": int32s(copy.row for copy in copies), "slots": int32s(copy.slot for copy in copies)}
-            sections = self._staging.upload(columns)
-            return sections["rows"], sections["slots"]
-
-        pool = self.pools.req_to_token.mamba_pool
-        if pool is not None:
-            pool.snapshot_known([(copy.own, copy.slot) for copy in copies], rings)
+        if plan.moves and pool is not None:
+            moves = [move for move in plan.moves if move.when is when]
+            pool.move(moves, lambda arrays: [*self._staging.upload(dict(zip(("rows", "slots"), arrays))).values()])
 
     def _choose_launch(self, plan: StepPlan, tokens: int) -> Callable[[], LaunchSampling]:
         """What launches a step up to its sampling: one graph for all rows, a graph for the decode rows and the chunks

@@ -12,38 +12,58 @@ import msgspec
 import numpy as np
 
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.core.slots import OWN_SLOT
 from hybridrt.kernels.sampling.token_rules import TokenRules
+from hybridrt.mem_cache.pools.state_moves import StateMove
 from hybridrt.runtime.step.token_scores import TokenScores
 
+NO_INTEGERS = np.empty(0, np.int32)
 
-class Admission(msgspec.Struct, frozen=True, array_like=True):
+
+class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """A request takes a row. The executor zeroes the slot's state, resets the row's ring and stores the row's
     sampling constants on the device, before anything else of the step runs.
 
     Attributes:
         row: request row in [1, R]; row 0 is padding.
-        state_slot: in [1, S]; 0 if the model has no recurrent layer.
-        tokens: prompt, then the tokens generated so far (a retracted request comes back with some).
-        prompt_len: how many of `tokens` are the prompt.
+        state_slot: in [1, S]; NO_SLOT if the model has no recurrent layer.
+        prompt_len: tokens of the prompt.
         seed: of the request's draws.
+        phase: in [0, 2**31), spreads the folds of requests that advance alike (MambaPool.admit).
         rules: what `params` allow of single tokens; None for all.
+        counted: [n] int32 distinct tokens of the prompt, for penalties; empty if there are none.
+        output: [n] int32 tokens generated so far, for penalties and rules; empty if there are none. A retracted
+            request comes back with some.
     """
 
     row: int
     state_slot: int
-    tokens: Sequence[int]
     prompt_len: int
     params: SamplingParams
     seed: int
+    phase: int
     rules: TokenRules | None = None
+    counted: np.ndarray = NO_INTEGERS
+    output: np.ndarray = NO_INTEGERS
 
-    @property
-    def phase(self) -> int:
-        """A number in [0, 2**31) that spreads the folds of requests that advance alike (MambaPool.admit). It depends on
-        the request alone, so that neighbours do not change where its state is rounded: on the end of its prompt and,
-        where it draws, on its seed."""
-        end = np.array(self.tokens[max(self.prompt_len - 64, 0) : self.prompt_len], np.int32)
-        return crc32(end.tobytes(), 0 if self.params.greedy else self.seed & 0xFFFFFFFF) >> 1
+    @classmethod
+    def from_prompt(
+        cls, row: int, state_slot: int, prompt: Sequence[int], params: SamplingParams, seed: int,
+        rules: TokenRules | None = None, output: Sequence[int] = (),
+    ) -> "Admission":  # fmt: skip
+        """The admission of a request with these tokens. It holds only the tokens that the executor needs."""
+        penalties = params.uses_penalties
+        counted = int32s(set(prompt)) if penalties else NO_INTEGERS
+        known = int32s(output) if penalties or rules is not None else NO_INTEGERS
+        phase = fold_phase(prompt, params, seed)
+        return cls(row, state_slot, len(prompt), params, seed, phase, rules, counted, known)
+
+
+def fold_phase(prompt: Sequence[int], params: SamplingParams, seed: int) -> int:
+    """The `phase` of an admission. It depends on the request alone, so that neighbours do not change where its state
+    is rounded: on the end of its prompt and, where it draws, on its seed."""
+    end = np.array(prompt[-64:], np.int32)
+    return crc32(end.tobytes(), 0 if params.greedy else seed & 0xFFFFFFFF) >> 1
 
 
 class PageWrite(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -77,28 +97,27 @@ class StateCopy(msgspec.Struct, frozen=True, array_like=True):
     start: int = 0
 
 
+class HostState(NamedTuple):
+    """A state after `length` tokens, in state slot `slot` of the device and place `place` of the tier."""
+
+    length: int
+    slot: int
+    place: int
+
+
 class HostCopy(msgspec.Struct, frozen=True, array_like=True):
     """A copy of KV pages and states of the prefix cache to its tier in main memory; with `fetch`, back to the device.
 
     Attributes:
         ticket: greater than that of every earlier copy.
         pages, host_pages: page pages[i] of the pool and page host_pages[i] of the tier.
-        states: (number of tokens, state slot, place in the tier) of each state.
     """
 
     ticket: int
     fetch: bool
     pages: Sequence[int] = ()
     host_pages: Sequence[int] = ()
-    states: Sequence[tuple[int, int, int]] = ()
-
-
-class Snapshot(msgspec.Struct, frozen=True, array_like=True):
-    """A copy of the state of `row`, which owns slot `own`, to slot `slot`."""
-
-    row: int
-    own: int
-    slot: int
+    states: Sequence[HostState] = ()
 
 
 class DecodeRow(NamedTuple):
@@ -109,9 +128,6 @@ class DecodeRow(NamedTuple):
     output_index: int
     drafts: Sequence[int] = ()
     parents: Sequence[int] | None = None
-
-
-NO_INTEGERS = np.empty(0, np.int32)
 
 
 class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
@@ -182,8 +198,8 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     `following` is the prompt's next token.
 
     Attributes:
-        read_state_slot: holds the state before the chunk, of a prefix that is cached; 0: the row's own slot. The state
-            behind the chunk goes to the row's own slot.
+        read_state_slot: holds the state before the chunk, of a prefix that is cached, or OWN_SLOT. The state after the
+            chunk goes to the row's own slot.
         saves: (number of tokens, slot), in order, for each state within the chunk that goes to a slot of its own: that
             after the first so many of the chunk's tokens, 1 to len(tokens) - 1.
     """
@@ -194,7 +210,7 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
     output_index: int
     sample: bool
     following: int = 0
-    read_state_slot: int = 0
+    read_state_slot: int = OWN_SLOT
     saves: Sequence[tuple[int, int]] = ()
 
 
@@ -202,16 +218,14 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan:
     """Decode rows come first in the batch, then extend rows, each list in order. What `imports` says is copied in
     before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. `page_copies` are
-    made before the rows are computed; no page is the target of one and the source of another. Before anything
-    else, admissions included, each row in `donations` gives its slot to the prefix cache; from then on the slot holds
-    the row's whole state.
+    made before the rows are computed; no page is the target of one and the source of another.
 
     Attributes:
-        snapshots: states of decode rows before the step, made behind the donations and what `after_copies` names. No
-            slot is the target of two.
-        host_copies: launched behind the donations, on a stream of their own. No step waits for them, unless its
+        moves: states that go to slots of the prefix cache: first those of rows that donate their slots, then those of
+            decode rows before the step. No slot is the target of two moves of one moment.
+        host_copies: launched after the donations, on a stream of their own. No step waits for them, unless its
             `after_copies` says so.
-        kept_pages: made behind the donations. They fill pages of the prefix cache. Their sources may be pages that this
+        kept_pages: made after the donations. They fill pages of the prefix cache. Their sources may be pages that this
             step writes to.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If there
@@ -224,13 +238,12 @@ class StepPlan:
     extend: list[ExtendRow] = field(default_factory=list)
     imports: list[StateCopy] = field(default_factory=list)
     exports: list[StateCopy] = field(default_factory=list)
-    donations: list[int] = field(default_factory=list)
+    moves: list[StateMove] = field(default_factory=list)
     page_copies: list[PageCopy] = field(default_factory=list)
     host_copies: list[HostCopy] = field(default_factory=list)
     after_copies: int = 0
     constrained: list[int] = field(default_factory=list)
     kept_pages: list[PageCopy] = field(default_factory=list)
-    snapshots: list[Snapshot] = field(default_factory=list)
 
 
 # Log-probabilities of a token and of the most likely ones, by token id, its own first: natural logs, of the model's own

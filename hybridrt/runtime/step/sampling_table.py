@@ -1,6 +1,6 @@
 """Constants, token counts and rules of sampling by request row: packed at admission, kept on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from struct import Struct
 from typing import ClassVar
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.sampling.token_rules import TokenRules
-from hybridrt.runtime.step.plan import Admission
+from hybridrt.runtime.step.plan import NO_INTEGERS, Admission
 from hybridrt.runtime.step.token_rules import admit_rules, allocate_rules, pack_rules, rule_row_bytes
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -64,15 +64,13 @@ class SamplingTable:
     def pack(cls, admissions: Sequence[Admission]) -> dict[str, np.ndarray]:
         """int32 sections of the step's packed copy: constants as bits, the tokens that penalties count, and rules."""
         counted = [a for a in admissions if a.params.uses_penalties]
-        outputs = [(a.row, t) for a in counted for t in a.tokens[a.prompt_len :]]
-        prompts = [(a.row, t) for a in counted for t in a.tokens[: a.prompt_len]]
         constants = cls.pack_constants(admissions)
         return {
             "seeds": constants[:, :2],
             "constants": constants[:, 2:],
             "penalty_rows": np.array([a.row for a in counted], np.int32),
-            "output_tokens": np.array(outputs, np.int32).reshape(-1),
-            "prompt_tokens": np.array(prompts, np.int32).reshape(-1),
+            "output_tokens": _with_rows((a.row, a.output) for a in counted),
+            "prompt_tokens": _with_rows((a.row, a.counted) for a in counted),
             **pack_rules(admissions),
         }
 
@@ -101,3 +99,9 @@ class SamplingTable:
         """Notes `tokens` [n] as those of output index `output_indices` [n] of `rows` [n], for rules about words."""
         history = self.rules.history
         history[rows, output_indices % history.shape[1]] = tokens.int()
+
+
+def _with_rows(tokens: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
+    """[2 n] int32: of each token its row, then itself."""
+    pairs = [np.stack((np.full(len(column), row, np.int32), column), 1).ravel() for row, column in tokens]
+    return np.concatenate((NO_INTEGERS, *pairs))

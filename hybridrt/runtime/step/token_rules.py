@@ -130,14 +130,14 @@ def pack_rules(admissions: Sequence["Admission"]) -> dict[str, np.ndarray]:
     columns = [np.frombuffer(rules.columns, np.int32).reshape(RULE_COLUMNS, -1) for _, rules in ruled]
     prefixes = [np.frombuffer(rules.prefixes, np.int32) for _, rules in ruled]
     restricted = [(a.row, np.frombuffer(rules.allowed, np.int32)) for a, rules in ruled if rules.allowed]
-    outputs = [a.tokens[max(a.prompt_len, len(a.tokens) - HISTORY) :] for a, _ in ruled]
-    starts = [len(a.tokens) - a.prompt_len - len(output) for (a, _), output in zip(ruled, outputs)]
+    outputs = [a.output[-HISTORY:] for a, _ in ruled]
+    starts = [max(len(a.output) - HISTORY, 0) for a, _ in ruled]
     rows = [a.row for a, _ in ruled]
     sections = {
         "rule_rows": np.array(rows, np.int32),
         "rules": np.concatenate((_places(rows, [c.shape[1] for c in columns]), np.concatenate(columns, 1))),
         "rule_prefixes": np.concatenate((_places(rows, list(map(len, prefixes))), np.concatenate(prefixes)[None])),
-        "history": np.concatenate((_places(rows, list(map(len, outputs)), starts), _flat(outputs)[None])),
+        "history": np.concatenate((_places(rows, list(map(len, outputs)), starts), np.concatenate(outputs)[None])),
     }
     if restricted:
         sections["allowed_rows"] = np.array([row for row, _ in restricted], np.int32)
@@ -150,10 +150,6 @@ def _places(rows: Sequence[int], lengths: Sequence[int], starts: Sequence[int] |
     starts = starts or [0] * len(rows)
     places = [np.arange(start, start + n, dtype=np.int32) for start, n in zip(starts, lengths)]
     return np.stack((np.repeat(np.array(rows, np.int32), lengths), np.concatenate(places)))
-
-
-def _flat(lists: Sequence[Sequence[int]]) -> np.ndarray:
-    return np.array([token for tokens in lists for token in tokens], np.int32)
 
 
 def admit_rules(table: TokenRuleTable, sections: dict[str, torch.Tensor]) -> None:
