@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "files.md"
 HEAD = """# Files
 
-Every file of the code with the first line of its docstring, in the order of imports. [structure.md](structure.md) explains
-the folders. `python scripts/file_table.py` writes this page.
+Every file of the code with the first line of its docstring, in the order of imports.
+[structure.md](structure.md) explains the folders. `python scripts/file_table.py` writes this page.
 """
 # Section title, and the folders whose own files it lists, in the order of imports.
 SECTIONS = (
