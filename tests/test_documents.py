@@ -3,6 +3,7 @@
 docs/chat.md, docs/embedding.md and the requests of docs/serving.md have tests beside what they describe.
 """
 
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -27,7 +28,12 @@ from tests.test_structure import ORDER
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Which blocks of Python are programs.
-WHOLE = {"README.md": slice(1, 2), "prefix-cache.md": slice(2), "hybrid-layer.md": slice(1)}
+WHOLE = {
+    "README.md": slice(1, 2),
+    "prefix-cache.md": slice(2),
+    "hybrid-layer.md": slice(1),
+    "maths.md": slice(1),
+}
 
 
 def blocks(file: Path, language: str) -> list[str]:
@@ -68,28 +74,6 @@ def test_the_composite_of_the_readme_runs() -> None:
     batch.attn_backend = names["backend"]
     exec(compile(step, "README.md", "exec"), names)
     assert names["hidden"].shape == (1, hand.model.config.hidden_size)
-
-
-EXPERIMENTS = ROOT / "experiments"  # no part of a source distribution
-LINKED = [*FILES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *EXPERIMENTS.glob("*.md")]
-
-
-def anchors(file: Path) -> set[str]:
-    """Names of a page's headings in links, as GitHub makes them."""
-    titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("file", LINKED, ids=lambda file: file.name)
-def test_links_lead_somewhere(file: Path) -> None:
-    """Links and pictures of the repository, with the heading that they name."""
-    text = re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        path, _, heading = link.partition("#")
-        if not re.match(r"\w+:", link) and (EXPERIMENTS.is_dir() or not path.startswith(EXPERIMENTS.name)):
-            target = file.parent / path if path else file
-            assert target.exists(), link
-            assert not heading or heading in anchors(target), link
 
 
 def test_the_figures_of_the_readme_are_those_of_the_tables() -> None:
@@ -151,3 +135,76 @@ def test_commands_have_the_options_that_documents_give_them() -> None:
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         used = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert used <= known | {"--help"}, (command.name, used - known)
+
+
+def anchors(text: str) -> set[str]:
+    """The places in a document that a link can name, as GitHub makes them of headings."""
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+EXPERIMENTS = ROOT / "experiments"  # no part of a source distribution
+LINKED = [
+    *FILES,
+    *sorted((ROOT / "benchmarks" / "log").glob("*.md")),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *EXPERIMENTS.glob("*.md"),
+]
+
+
+@pytest.mark.parametrize("file", LINKED, ids=lambda f: f.name)
+def test_links_within_the_repository_lead_somewhere(file: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
+        if not target.startswith(("http", "mailto")):
+            name, _, place = target.partition("#")
+            other = file.parent / name if name else file
+            if name.startswith(EXPERIMENTS.name) and not EXPERIMENTS.is_dir():
+                continue
+            assert other.exists(), target
+            assert not place or place in anchors(other.read_text()), target
+
+
+def resolve(path: str) -> None:
+    """Imports "package.module.Name.attribute"; an annotation of a class counts as its attribute."""
+    words = path.split(".")
+    for i in range(len(words), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(words[:i]))
+        except ModuleNotFoundError:
+            continue
+        for word in words[i:]:
+            fields = getattr(found, "__annotations__", {})
+            assert hasattr(found, word) or word in fields, f"{path}: {found} has no {word}"
+            found = getattr(found, word, None)
+        return
+    raise AssertionError(f"{path} cannot be imported")
+
+
+NAMED = [ROOT / "docs" / name for name in ("names.md", "glossary.md", "extending.md", "maths.md")]
+
+
+@pytest.mark.parametrize("file", NAMED, ids=lambda f: f.name)
+def test_names_that_documents_give_exist(file: Path) -> None:
+    text = re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)
+    groups = {
+        "families",
+        "kinds",
+        "attention_backends",
+        "linear_methods",
+        "drafters",
+        "tool_parsers",
+        "reasoning_parsers",
+    }
+    names = set(re.findall(r"`(hybridrt(?:\.\w+)+)`", text)) - {f"hybridrt.{group}" for group in groups}
+    assert len(names) > 4
+    for name in names:
+        resolve(name)
+    for path in re.findall(r"`((?:hybridrt|mem_cache|models|tests|examples|benchmarks)/[\w/.]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_glossary_explains_each_word_once() -> None:
+    rows = re.findall(r"^\| (?!word)([^|]+) \| ([^|]+) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    words = [word for names, _ in rows for word in names.split(", ")]
+    assert len(words) == len(set(words)) > 90

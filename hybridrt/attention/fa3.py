@@ -17,7 +17,7 @@ class Fa3AttnBackend(PagedAttnBackend):
 
     provider, captures_prompts = "sgl_kernel", False
     head_dims, architectures = (64, 96, 128, 192, 256), (8, 9)
-    auto_prefill = ("cuda",)  # it prefills faster than our kernels (docs/performance.md)
+    auto_prefill = ("cuda",)  # it prefills faster than our kernels (benchmarks/log/libraries.md)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)

@@ -43,7 +43,7 @@ class FlashinferAttnBackend(PagedKVBackend):
 
     provider, needs_host_lens, captures_prompts = "flashinfer", True, False
     head_dims, architectures = (64, 128, 256), (8, 9, 10, 12)
-    auto_prefill = ("cuda",)  # it prefills faster than our kernels (docs/performance.md)
+    auto_prefill = ("cuda",)  # it prefills faster than our kernels (benchmarks/log/libraries.md)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)

@@ -53,5 +53,5 @@ KIND = LinearKind(
     conv_parts={"q": False, "k": False, "v": False},
     temporal_dims=("heads", "head_dim", "state_dim"),
     ring_shapes=_ring,
-    replay_pays=False,  # 128 rows of Kimi-Linear on an H200: 11.8 ms a step, 11.5 without (docs/performance-log.md)
+    replay_pays=False,  # 128 rows of Kimi-Linear on an H200: 11.8 ms a step, 11.5 without (benchmarks/log/decode.md)
 )

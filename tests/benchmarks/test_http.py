@@ -1,5 +1,5 @@
 """What HTTP costs beside the engine alone, measured at a small scale: both ways compute the same tokens on a double of
-a device. How long they take is for docs/performance.md."""
+a device. How long they take is for benchmarks/log/serving.md."""
 
 from pathlib import Path
 from typing import Any

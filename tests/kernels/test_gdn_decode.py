@@ -20,9 +20,9 @@ KEY_HEADS, VALUE_HEADS, TAPS = 2, 4, 4
 @pytest.fixture
 def small_blocks(monkeypatch):
     """A head's state is split among programs, and in each of them into tiles."""
-    from hybridrt.kernels.delta_rule import decode_classic_triton as gdn_classic_triton
+    from hybridrt.kernels.delta_rule import decode_classic_triton
 
-    monkeypatch.setattr(gdn_classic_triton, "TILE_BYTES", 64)
+    monkeypatch.setattr(decode_classic_triton, "TILE_BYTES", 64)
 
 
 class Layer:
@@ -180,11 +180,11 @@ def test_replay_of_one_token_in_one_launch_and_in_two(provider, monkeypatch, few
     the same."""
     if not provider.startswith("triton"):
         pytest.skip("one operation of the reference")
-    from hybridrt.kernels.delta_rule import decode_classic_triton as gdn_classic_triton
+    from hybridrt.kernels.delta_rule import decode_classic_triton
     from hybridrt.kernels.delta_rule import decode_ring_few_rows_triton as gdn_few_triton
 
     monkeypatch.setattr(gdn_few_triton, "FEW_PROGRAMS", 512 if few else 0)
-    monkeypatch.setattr(gdn_classic_triton, "TILE_BYTES", 512)  # four rows of a state in float32
+    monkeypatch.setattr(decode_classic_triton, "TILE_BYTES", 512)  # four rows of a state in float32
     torch.manual_seed(5)
     layer = Layer([7, -1, 39], 9, ring_width=4, dims=(24, 10))
     layer.merged[1] = torch.nan

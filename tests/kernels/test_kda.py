@@ -180,9 +180,9 @@ def test_steps_from_raw_gates_store_the_state_after_each_token(tree: bool) -> No
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head's state is split among programs, and in each of them into tiles."""
-    from hybridrt.kernels.delta_rule import decode_classic_triton as gdn_classic_triton
+    from hybridrt.kernels.delta_rule import decode_classic_triton
 
-    monkeypatch.setattr(gdn_classic_triton, "TILE_BYTES", 64)
+    monkeypatch.setattr(decode_classic_triton, "TILE_BYTES", 64)
 
 
 class Layer:

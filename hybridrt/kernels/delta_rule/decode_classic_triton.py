@@ -127,7 +127,7 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
         tl.store(write_tile + first * K, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
-def gdn_classic_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
+def decode_classic(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
     """`gdn_decode` of one token without a ring."""
     (weight, bias, _), (conv, read_slots, write_slots, start_positions), (states, *_), *_ = step
     batch, _, channels = qkv.shape
