@@ -1,4 +1,4 @@
-"""Writes the file table of docs/structure.md: a line a file, the first line of its docstring.
+"""Writes docs/files.md: a line for each file, the first line of its docstring.
 
 python scripts/file_table.py
 """
@@ -8,8 +8,12 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "structure.md"
-BEGIN, END = "<!-- files -->", "<!-- end of files -->"
+DOCUMENT = ROOT / "docs" / "files.md"
+HEAD = """# Files
+
+Every file of the code with the first line of its docstring, in the order of imports.
+[structure.md](structure.md) explains the folders. `python scripts/file_table.py` writes this page.
+"""
 # Section title, and the folders whose own files it lists, in the order of imports.
 SECTIONS = (
     ("What all other parts use", ("hybridrt", "hybridrt/base")),
@@ -69,16 +73,13 @@ def section(title: str, folders: tuple[str, ...]) -> str:
     """One section of the table, or nothing where none of its folders has a file."""
     files = [f for folder in folders for f in sorted((ROOT / folder).glob("*.py")) if f.read_text().strip()]
     rows = [f"| `{f.relative_to(ROOT)}` | {first_line(f)} |" for f in files]
-    return "\n".join([f"### {title}", "", "| file | what it is |", "|---|---|", *rows, ""]) if rows else ""
+    return "\n".join([f"## {title}", "", "| file | what it is |", "|---|---|", *rows, ""]) if rows else ""
 
 
-def document(text: str) -> str:
-    """`text` with its table made anew."""
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    table = "\n".join(filter(None, (section(*entry) for entry in SECTIONS)))
-    return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
+def document() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *filter(None, (section(*entry) for entry in SECTIONS))])
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(document(DOCUMENT.read_text()))
+    DOCUMENT.write_text(document())

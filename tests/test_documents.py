@@ -7,6 +7,7 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,25 @@ import pytest
 import torch
 import typer
 
+from examples.composite_by_hand import ByHand
+from hybridrt.attention.torch_native import TorchNativeAttnBackend
+from hybridrt.base.forward_batch import ForwardMode
 from hybridrt.cli.app import app
+from hybridrt.embedding import EngineConfig, load
 from hybridrt.mem_cache.pools.state_slices import MambaSpec, derive_mamba_conv_split
+from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
+from hybridrt.recurrent.mamba2 import Mamba2AttnBackend
+from tests.test_structure import ORDER
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Which blocks of Python are programs.
 WHOLE = {
-    "README.md": 1,
-    "prefix-cache.md": 2,
-    "hybrid-layer.md": 1,
-    "maths.md": 1,
-}  # how many blocks of Python are programs
+    "README.md": slice(1, 2),
+    "prefix-cache.md": slice(2),
+    "hybrid-layer.md": slice(1),
+    "maths.md": slice(1),
+}
 
 
 def blocks(file: Path, language: str) -> list[str]:
@@ -34,7 +43,7 @@ def blocks(file: Path, language: str) -> list[str]:
 PROGRAMS = [
     pytest.param(block, id=f"{file.name}-{i}")
     for file in FILES
-    for i, block in enumerate(blocks(file, "python")[: WHOLE.get(file.name, 0)])
+    for i, block in enumerate(blocks(file, "python")[WHOLE.get(file.name, slice(0))])
 ]
 
 
@@ -47,6 +56,52 @@ def test_programs_run(block: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert names["again"].metrics.cached_tokens >= 48
     if "# 12, 16" in block:
         assert names["y"].flatten().tolist() == [12, 16]
+
+
+@torch.inference_mode()
+def test_the_composite_of_the_readme_runs() -> None:
+    """Its other names are those of examples/composite_by_hand.py. The step has a decode row."""
+    hand = ByHand(load(EngineConfig("embedded", device="cpu", state_mode="classic")), num_rows=1)
+    batch = hand.prompt_batch([[5]])
+    batch = replace(batch, forward_mode=ForwardMode.DECODE, num_decode_rows=1)
+    names: dict[str, Any] = {
+        "TorchNativeAttnBackend": TorchNativeAttnBackend, "Mamba2AttnBackend": Mamba2AttnBackend,
+        "HybridLinearAttnBackend": HybridLinearAttnBackend, "kv_pool": hand.kv_pool, "table": hand.table,
+        "mixers": hand.layers, "attention_ids": hand.attention_ids, "model": hand.model, "batch": batch,
+    }  # fmt: skip
+    made, _, step = blocks(ROOT / "README.md", "python")[0].partition("\n\n")
+    exec(compile(made, "README.md", "exec"), names)
+    batch.attn_backend = names["backend"]
+    exec(compile(step, "README.md", "exec"), names)
+    assert names["hidden"].shape == (1, hand.model.config.hidden_size)
+
+
+def test_the_figures_of_the_readme_are_those_of_the_tables() -> None:
+    rows = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    pairs = re.findall(r"\*\*([\d.]+ ms) instead\s+of ([\d.]+ ms)\*\*", (ROOT / "README.md").read_text())
+    assert len(pairs) == 2
+    for pair in pairs:
+        assert any(set(pair) <= set(re.split(r" *\| *", row)) for row in rows), pair
+
+
+def test_the_picture_of_the_rooms_has_them_all() -> None:
+    picture = (ROOT / "docs" / "architecture.svg").read_text()
+    for room in {known.partition(".")[0] for known in ORDER}:
+        assert re.search(rf">[^<]*\b{room}\b", picture), room
+
+
+def test_the_tour_names_what_its_files_have() -> None:
+    """Twelve files, each with the classes and functions that the paragraph tells the reader to look at."""
+    parts = re.split(r"^## ", (ROOT / "docs" / "tour.md").read_text(), flags=re.MULTILINE)[1:]
+    assert len(parts) == 12
+    for part in parts:
+        title, _, text = part.partition("\n")
+        (path,) = re.findall(r"\(\.\./([\w/.]+)\)", title)
+        looked = re.findall(r"`([\w.]+)`", text.partition("Look at")[2])
+        assert looked, title
+        source = (ROOT / path).read_text()
+        for name in looked:
+            assert re.search(rf"\b(?:def|class) {name.rpartition('.')[2]}\b", source), f"{path}: {name}"
 
 
 def test_offsets_are_those_of_the_document() -> None:
@@ -88,12 +143,24 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("file", [*FILES, *sorted((ROOT / "benchmarks" / "log").glob("*.md"))], ids=lambda f: f.name)
+EXPERIMENTS = ROOT / "experiments"  # no part of a source distribution
+LINKED = [
+    *FILES,
+    *sorted((ROOT / "benchmarks" / "log").glob("*.md")),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *EXPERIMENTS.glob("*.md"),
+]
+
+
+@pytest.mark.parametrize("file", LINKED, ids=lambda f: f.name)
 def test_links_within_the_repository_lead_somewhere(file: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
         if not target.startswith(("http", "mailto")):
             name, _, place = target.partition("#")
             other = file.parent / name if name else file
+            if name.startswith(EXPERIMENTS.name) and not EXPERIMENTS.is_dir():
+                continue
             assert other.exists(), target
             assert not place or place in anchors(other.read_text()), target
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from examples import embed_backends, foreign_engine
+from examples import composite_by_hand, embed_backends, foreign_engine
 from hybridrt import LLM, EngineConfig, SamplingParams
 from hybridrt.embedding import DecodeGraphs, EmbeddedRuntime, LoadedModel, load
 from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, nemotron, qwen
@@ -121,6 +121,33 @@ def test_a_request_that_no_block_count_fits_is_an_error(tmp_path: Path) -> None:
     )
     with pytest.raises(MemoryError, match="does not fit into the blocks"):
         engine.generate(PROMPTS, TOKENS)
+
+
+@pytest.mark.parametrize("mode", ["classic", "replay"])
+def test_the_composite_by_hand_gives_the_engines_tokens(
+    mode: str, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token but the first comes from a replay of the one recorded step."""
+    launches: list[int] = []
+    replay = composite_by_hand.DecodeGraph.replay
+    monkeypatch.setattr(
+        composite_by_hand.DecodeGraph,
+        "replay",
+        lambda graph, tokens, lens: launches.append(len(lens)) or replay(graph, tokens, lens),  # type: ignore[func-returns-value]
+    )
+    config, tokens = expected(f"falcon {mode}")
+    assert composite_by_hand.generate(load(config), PROMPTS, TOKENS) == tokens
+    assert launches == [len(PROMPTS)] * (TOKENS - 1)
+
+
+def test_the_composite_by_hand_prints_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(write_tiny(tmp_path))
+    monkeypatch.setattr(composite_by_hand, "load", lambda config: load(EngineConfig(model, load_format="dummy")))
+    composite_by_hand.main()
+    printed = capsys.readouterr().out
+    assert printed.startswith("def read_lines(path):") and "\n\nclass Stack:" in printed
 
 
 @pytest.mark.parametrize("example", [embed_backends, foreign_engine])
