@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hybridrt.base.config import EngineConfig, resolve_device
+from hybridrt.base.device import gpu_count
 from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.interrupts import Interrupts
 from hybridrt.collectives.groups import TPGroup
@@ -131,10 +132,8 @@ def check_split(config: EngineConfig) -> str:
             f'device is {config.device!r} and tp_size is {config.tp_size}; with device="cuda" each rank '
             "takes the GPU of its own number"
         )
-    if device.type == "cuda" and torch.cuda.device_count() < config.tp_size:
-        raise DeviceError(
-            f"tp_size is {config.tp_size}, but torch sees {torch.cuda.device_count()} CUDA devices; lower tp_size"
-        )
+    if device.type == "cuda" and (count := gpu_count()) < config.tp_size:
+        raise DeviceError(f"tp_size is {config.tp_size}, but torch sees {count} CUDA devices; lower tp_size")
     _, target = load_target(config, TPGroup(size=config.tp_size))
     empty_model(config, target, torch.device("meta"))
     return device.type

@@ -23,7 +23,7 @@ import torch
 
 from hybridrt.base.child_process import start_child
 from hybridrt.base.config import EngineConfig
-from hybridrt.base.device import GPUFacts
+from hybridrt.base.device import GPUFacts, visible_gpus
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.providers import is_installed
@@ -296,7 +296,7 @@ def _wanted(config: EngineConfig, tp: TPGroup) -> bool:
 
 def _launches(config: EngineConfig) -> bool:
     """Whether this process may launch Triton's kernels, as far as that is known without the GPU's driver."""
-    there = torch.version.cuda is not None and config.device != "cpu" and torch.cuda.device_count() > 0
+    there = torch.version.cuda is not None and config.device != "cpu" and visible_gpus() > 0
     return there and is_installed("triton")
 
 

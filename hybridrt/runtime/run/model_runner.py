@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from hybridrt.base.config import EngineConfig
+from hybridrt.base.device import begin_peak, peak_bytes, release_kept_memory
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
@@ -121,13 +122,12 @@ def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalL
     """Bytes that the largest prefill step takes beside weights and pools: one is run over small pools."""
     plan, step = probe(config, target)
     runner = StepRunner(Runtime.allocate(config, target, model, plan))
-    torch.cuda.reset_peak_memory_stats(target.device)
-    before = torch.cuda.memory_allocated(target.device)
+    before = begin_peak(target.device)
     runner.launch(step).result()
-    peak = torch.cuda.max_memory_allocated(target.device) - before
+    peak = peak_bytes(target.device) - before
     del runner
     gc.collect()  # if a backend of another package is part of a cycle, it would keep the small pools
-    torch.cuda.empty_cache()
+    release_kept_memory()
     return peak
 
 
