@@ -193,3 +193,14 @@ def test_one_file_asks_torch_about_gpus() -> None:
         or (isinstance(node, ast.ImportFrom) and node.module == "torch" and "cuda" in {n.name for n in node.names})
     }
     assert found - ASK_OF_CUDA == {"hybridrt/base/device.py"}
+
+
+def test_compiling_ahead_is_a_plug() -> None:
+    """The runtime takes it as an argument (`hybridrt.runtime.load.start_kernels`)."""
+    plug = "hybridrt.runtime.precompile"
+    users = {
+        module
+        for module, file in SOURCES.items()
+        if not module.startswith(plug) and any(f"{name}.".startswith(f"{plug}.") for name in imports(file))
+    }
+    assert users == {"hybridrt.engine.api.llm", "hybridrt.cli.compile"}

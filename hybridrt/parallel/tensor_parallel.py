@@ -21,7 +21,7 @@ from hybridrt.parallel.rank_start import rank_device, start_ranks, torchrun_plac
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.torchrun import world
 from hybridrt.runtime.load.build import empty_model, load_target
-from hybridrt.runtime.precompile.build_runner import build_runner
+from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.run.constrained_step import mask_tasks
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.run.prefix_copy import PrefixCopy, Tensors
@@ -42,6 +42,7 @@ class TensorParallelExecutor:
 
     Args:
         ranks: those to lead, which stay when this executor is closed; None takes torchrun's or starts some.
+        ahead: as in ModelRunner, on ranks that are started here too.
 
     Raises:
         ConfigError, DeviceError: the model or the machine cannot be split so; nothing was started.
@@ -52,16 +53,19 @@ class TensorParallelExecutor:
         runner: rank 0's part.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = False, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, progress: bool = False, ranks: Ranks | None = None,
+        ahead: StartAhead | None = None,
+    ) -> None:  # fmt: skip
         kind = check_split(config)
         started = ranks is None and world() is None
-        self.ranks = ranks or _find_ranks(config.tp_size, kind)
+        self.ranks = ranks or _find_ranks(config.tp_size, kind, ahead)
         comm = self.ranks.comm
         self.ranks.begin(config)
         try:
             with self.ranks.together():
                 config = replace(config, device=str(comm.device))
-                self.runner = build_runner(config, tp=TPGroup(0, comm.size, comm), progress=progress)
+                self.runner = ModelRunner(config, tp=TPGroup(0, comm.size, comm), progress=progress, ahead=ahead)
         except BaseException:
             _end(self.ranks, lambda: None, started)
             raise
@@ -149,13 +153,14 @@ def check_world(tp_size: int) -> None:
         )
 
 
-def _find_ranks(size: int, kind: str) -> Ranks:
+def _find_ranks(size: int, kind: str, ahead: StartAhead | None) -> Ranks:
     """torchrun's processes, or as many started here. A rank above 0 serves in here and then ends its process."""
     here = world()
     if here is None:
-        return start_ranks(size, kind)
+        return start_ranks(size, kind, ahead)
     if here.rank > 0:
-        raise SystemExit(serve(torchrun_place(here), here.rank, size, rank_device(kind, here.local_rank)))
+        device = rank_device(kind, here.local_rank)
+        raise SystemExit(serve(torchrun_place(here), here.rank, size, device, ahead))
     return torchrun_ranks(here, kind)
 
 
