@@ -204,3 +204,9 @@ def test_compiling_ahead_is_a_plug() -> None:
         if not module.startswith(plug) and any(f"{name}.".startswith(f"{plug}.") for name in imports(file))
     }
     assert users == {"hybridrt.engine.api.llm", "hybridrt.cli.compile"}
+
+
+def test_shipped_code_needs_no_tools_of_tests() -> None:
+    tools = ("unittest", "pytest", "hypothesis")
+    users = {module for module, file in SOURCES.items() if any(name.split(".")[0] in tools for name in imports(file))}
+    assert users == set()
