@@ -304,24 +304,27 @@ NOTED: list[str] = []
 
 
 def test_a_start_compiles_next_to_its_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a draft model too. What comes after the weights may launch kernels."""
+    """That of a draft model too. What comes after the weights may launch kernels, once all ranks are there."""
     NOTED.clear()
     models = [str(write_tiny(tmp_path / name, tokenizer=False)) for name in ("a", "b")]
     build, allocate = model_runner.build_model, Runtime.allocate
     monkeypatch.setattr(model_runner, "build_model", lambda *given: NOTED.append("weights") or build(*given))
     monkeypatch.setattr(Runtime, "allocate", lambda *given: NOTED.append("pools") or allocate(*given))
+    monkeypatch.setattr(TPGroup, "minimum", lambda _, value: NOTED.append("all ranks") or value)
     config = EngineConfig(
         models[0], device="cpu", load_format="dummy", max_model_len=64, max_running_requests=2,
         speculative=SpeculativeConfig("draft", draft_model=models[1]),
     )  # fmt: skip
     runner = ModelRunner(config, ahead=Noting)
-    whole = ["begin on cpu", "weights", "wait", "pools", "end"]
-    assert [models[0], *whole] == NOTED
+    first, last = ["begin on cpu", "weights", "wait", "all ranks"], ["pools", "end"]
+    assert [models[0], *first, "all ranks", *last] == NOTED  # they agree on a memory plan
+    NOTED.clear()
     make_drafter(runner)
-    assert NOTED[6:] == [models[1], *whole]
+    assert [models[1], *first, *last] == NOTED
+    NOTED.clear()
     with pytest.raises(ConfigError):
         ModelRunner(replace(config, model=str(tmp_path)), ahead=Noting)
-    assert NOTED[12:] == [str(tmp_path), "error"]
+    assert [str(tmp_path), "error"] == NOTED
 
 
 def test_other_ranks_find_it_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
