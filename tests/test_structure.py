@@ -86,8 +86,9 @@ def test_imports_point_one_way(module: str) -> None:
         if imported.split(".")[0] == "hybridrt":
             assert rank(imported) <= rank(module) or module.startswith("hybridrt.cli"), f"{module} imports {imported}"
             if module.startswith("hybridrt.kernels."):
-                known = imported.startswith("hybridrt.kernels.") or imported == "hybridrt.base.errors"
-                assert known, f"{module} imports {imported}: kernels know nothing but errors and each other"
+                known = imported in ("hybridrt.base.errors", "hybridrt.base.device")
+                known = known or imported.startswith("hybridrt.kernels.")
+                assert known, f"{module} imports {imported}: kernels know nothing but errors, devices and each other"
 
 
 @pytest.mark.parametrize("module", PUBLIC)
@@ -175,3 +176,38 @@ def test_file_table_is_up_to_date() -> None:
     listed = set(re.findall(r"^\| `([\w./]+\.py)` \|", text, re.MULTILINE))
     assert {str(f.relative_to(ROOT)) for f in SOURCES.values() if f.read_text().strip()} <= listed
     assert all(file_table.first_line(ROOT / name) for name in listed)
+
+
+# Besides hybridrt/base/device.py. This one puts a GPU that is not there in torch.cuda's place.
+ASK_OF_CUDA = {"hybridrt/runtime/precompile/pretend_gpu.py"}
+
+
+def test_one_file_asks_torch_about_gpus() -> None:
+    """Comments and texts apart: attributes of torch.cuda, and imports of it."""
+    found = {
+        str(file.relative_to(ROOT))
+        for file in SOURCES.values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda")
+        or (isinstance(node, ast.Import) and any(name.name.startswith("torch.cuda") for name in node.names))
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.cuda"))
+        or (isinstance(node, ast.ImportFrom) and node.module == "torch" and "cuda" in {n.name for n in node.names})
+    }
+    assert found - ASK_OF_CUDA == {"hybridrt/base/device.py"}
+
+
+def test_compiling_ahead_is_a_plug() -> None:
+    """The runtime takes it as an argument (`hybridrt.runtime.load.start_kernels`)."""
+    plug = "hybridrt.runtime.precompile"
+    users = {
+        module
+        for module, file in SOURCES.items()
+        if not module.startswith(plug) and any(f"{name}.".startswith(f"{plug}.") for name in imports(file))
+    }
+    assert users == {"hybridrt.engine.api.llm", "hybridrt.cli.compile"}
+
+
+def test_shipped_code_needs_no_tools_of_tests() -> None:
+    tools = ("unittest", "pytest", "hypothesis")
+    users = {module for module, file in SOURCES.items() if any(name.split(".")[0] in tools for name in imports(file))}
+    assert users == set()

@@ -1,9 +1,11 @@
 """Two parts of a step that don't need each other, side by side in a CUDA graph."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+from hybridrt.base.device import SideStream, is_capturing
 
 _IN_LINE = nullcontext()
 
@@ -16,25 +18,16 @@ class Branch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side, self._on_gpu = SideStream(device), device.type == "cuda"
 
     def beside(self) -> AbstractContextManager[object]:
         """What is launched within runs beside what is launched after it, until `join`."""
-        stream = self._capturing()
-        return _IN_LINE if stream is None else self._forked(stream)
-
-    @staticmethod
-    @contextmanager
-    def _forked(stream: torch.cuda.Stream) -> Iterator[None]:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
+        return self._side.after_current() if self._splits() else _IN_LINE
 
     def join(self) -> None:
         """What is launched from here on needs both."""
-        stream = self._capturing()
-        if stream is not None:
-            torch.cuda.current_stream().wait_stream(stream)
+        if self._splits():
+            self._side.join()
 
     def segments(
         self,
@@ -54,5 +47,5 @@ class Branch:
             return torch.cat((decoded, chunks))
         return out
 
-    def _capturing(self) -> torch.cuda.Stream | None:
-        return self._stream if self._stream is not None and torch.cuda.is_current_stream_capturing() else None
+    def _splits(self) -> bool:
+        return self._on_gpu and is_capturing()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridrt.attention.paged import PagedKVBackend
 from hybridrt.base.config import AttentionSpec
+from hybridrt.base.device import PAST, Event, record_event
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
 from hybridrt.mem_cache.pools.kv_pool import KVPool
@@ -51,7 +52,7 @@ class FlashinferAttnBackend(PagedKVBackend):
         self._library = import_module("hybridrt.kernels.libraries.flashinfer")
         self._workspace = torch.zeros(self._library.WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
         self._eager: dict[str, dict[HeadLayout, PagedAttention]] = {"decode": {}, "extend": {}}
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Event = PAST
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         super().prepare(batch, graph=graph)
@@ -92,12 +93,9 @@ class FlashinferAttnBackend(PagedKVBackend):
 
     def _plan(self, segment: Segment, layout: "HeadLayout") -> None:
         """A plan is copied from pinned memory that the next plan overwrites: it must have arrived by then."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copied.synchronize()
         segment.plans[layout].plan(segment.query_lens, segment.seq_lens, layout)
-        if self._workspace.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self._copied = record_event(self._workspace.device)
 
     def allocate_graph(self, view: GraphView) -> None:
         pages_per_row = self.req_to_token_pool.max_context // self.kv_pool.page_size

@@ -11,6 +11,7 @@ from hybridrt.attention.base import SegmentedAttnBackend
 from hybridrt.attention.branch import Branch
 from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own, check_written_places
 from hybridrt.base.config import AttentionSpec
+from hybridrt.base.device import capability
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
@@ -86,7 +87,7 @@ class PagedKVBackend(SegmentedAttnBackend):
             if cls.head_dims and spec.head_dim not in cls.head_dims:
                 return f"head_dim is {spec.head_dim}, it takes {', '.join(map(str, cls.head_dims))}"
         if specs and cls.architectures and device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(device)
+            major, minor = capability(device)
             if major not in cls.architectures:
                 supported = ", ".join(f"sm_{each}x" for each in cls.architectures)
                 return f"the GPU is sm_{major}{minor}, it supports {supported}"

@@ -13,6 +13,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from hybridrt.base.device import gpu_started
+
 P = ParamSpec("P")
 R = TypeVar("R")
 _DEVICE_TYPES = ("cpu", "cuda")
@@ -58,7 +60,7 @@ def undisturbed() -> Iterator[None]:
         for kind in _DEVICE_TYPES:
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(torch.device("cpu"))
-        if torch.cuda.is_initialized():
+        if gpu_started():
             stack.enter_context(_NONDETERMINISTIC)
         yield
 
@@ -70,7 +72,7 @@ def _is_usual() -> bool:
         and not torch.is_inference_mode_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.is_autocast_enabled("cuda")
-        and not (torch.are_deterministic_algorithms_enabled() and torch.cuda.is_initialized())
+        and not (torch.are_deterministic_algorithms_enabled() and gpu_started())
         and not torch._C._len_torch_function_stack()
     )
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 import torch
 
 from hybridrt.base.config_json import FLAG, TEXT, FieldType, check_fields, either, integer, number, one_of
+from hybridrt.base.device import gpu_count, gpu_name, has_bfloat16
 from hybridrt.base.draft_methods import load_method
 from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.errors_foreign import ENGINE, knows_fields
@@ -355,7 +356,7 @@ class EngineConfig:
 def resolve_device(name: str) -> torch.device:
     """ "auto", "cpu", "cuda" or "cuda:N" to a device that exists, else DeviceError."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if gpu_count() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as e:
@@ -363,8 +364,7 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f'device is {name!r}; hybridrt runs on "cpu" and "cuda"')
     if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
+        if (device.index or 0) >= (count := gpu_count()):
             raise DeviceError(f'device is {name!r}, but torch sees {count} CUDA devices; use device="cpu"')
         device = torch.device("cuda", device.index or 0)
     return device
@@ -386,10 +386,8 @@ def resolve_state_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    on_gpu = device.type == "cuda"
-    if on_gpu and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-        gpu = torch.cuda.get_device_name(device)
-        raise DeviceError(f'{gpu} has no bfloat16; pass {option}="float16" or "float32"')
+    if dtype == torch.bfloat16 and not has_bfloat16(device):
+        raise DeviceError(f'{gpu_name(device)} has no bfloat16; pass {option}="float16" or "float32"')
     return dtype
 
 

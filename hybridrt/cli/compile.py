@@ -98,14 +98,12 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
 
 
 def _gpu(config: "EngineConfig", name: str | None) -> "GPUFacts":
-    import torch
-
     from hybridrt.base.config import resolve_device
-    from hybridrt.base.device import GPUFacts, known_gpu
+    from hybridrt.base.device import GPUFacts, gpu_count, known_gpu
 
     if name is not None:
         return known_gpu(name)
-    if not torch.cuda.is_available():
+    if not gpu_count():
         raise DeviceError("there is no GPU here; name the one to compile for, such as --gpu h200")
     return GPUFacts.of(resolve_device("cuda" if config.device == "auto" else config.device))
 

@@ -103,18 +103,18 @@ def untested(versions: dict[str, str | None], requirements: list[str]) -> list[s
 def _devices() -> list[DeviceReport]:
     import torch
 
+    from hybridrt.base.device import GPUFacts, has_bfloat16, visible_gpus
     from hybridrt.runtime.load.host_memory import free_host_memory, total_host_memory
 
     total = total_host_memory()
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores in use"
     found = [DeviceReport("cpu", platform.processor() or platform.machine(), free_host_memory(), total, threads)]
-    for i in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(i)
-        free, size = torch.cuda.mem_get_info(i)
-        note = f"sm_{properties.major}{properties.minor}, CUDA {torch.version.cuda}"
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
+    for device in (torch.device("cuda", i) for i in range(visible_gpus())):
+        gpu = GPUFacts.of(device)
+        note = f"sm_{gpu.capability[0]}{gpu.capability[1]}, CUDA {torch.version.cuda}"
+        if not has_bfloat16(device):
             note += ", no bfloat16"
-        found.append(DeviceReport(f"cuda:{i}", properties.name, free, size, note))
+        found.append(DeviceReport(str(device), gpu.name, gpu.free_bytes, gpu.total_bytes, note))
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridrt.base.device import synchronize, use_gpu
 from hybridrt.base.errors import ConfigError, RankError
 from hybridrt.channel.control import disown_in_child
 
@@ -47,7 +48,7 @@ class Communicator:
             cpu = dist.PrefixStore("hybridrt/cpu", store)
             self._groups["cpu"] = dist.ProcessGroupGloo(cpu, rank, size, COLLECTIVE)
             if device.type == "cuda":
-                torch.cuda.set_device(device)
+                use_gpu(device)
                 cuda = dist.PrefixStore("hybridrt/cuda", store)
                 self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, dist.ProcessGroupNCCL.Options())
 
@@ -73,8 +74,7 @@ class Communicator:
 
     def barrier(self) -> None:
         """Returns when every rank has come and what they launched is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         self.all_reduce(torch.zeros(1, dtype=torch.float32))
 
     def abort(self) -> None:

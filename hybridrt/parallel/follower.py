@@ -16,13 +16,15 @@ import torch
 from hybridrt.base.ambient import undisturbed
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import HybridrtError, MessageError, PeerGoneError, RankError
+from hybridrt.base.plugins import load_object
 from hybridrt.channel.codec import pack
 from hybridrt.channel.control import BEATS, Link, rank_timeout
 from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.parallel.messages import Beat, Failed, decode
 from hybridrt.parallel.rank_start import Place, find_place, rank_device
 from hybridrt.parallel.ranks import LOST
-from hybridrt.runtime.precompile.build_runner import build_runner
+from hybridrt.runtime.load.start_kernels import StartAhead
+from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import StepPlan
 
 
@@ -68,7 +70,7 @@ class Leader:
             os._exit(LOST)
 
 
-def serve(place: Place, rank: int, size: int, device: torch.device) -> int:
+def serve(place: Place, rank: int, size: int, device: torch.device, ahead: StartAhead | None) -> int:
     """Joins the other ranks and serves rank 0 until that ends the service. Returns the exit status of this process.
 
     A failure ends the rank, which first says why; one that is the loss of another rank needs no report.
@@ -78,7 +80,7 @@ def serve(place: Place, rank: int, size: int, device: torch.device) -> int:
         comm = place.communicator(rank, size, device)
         with undisturbed():  # under torchrun the rest of this process is a script of the user
             comm.connect()
-            _serve(leader, comm)
+            _serve(leader, comm, ahead)
             comm.close()
         return 0
     except RankError:
@@ -90,12 +92,13 @@ def serve(place: Place, rank: int, size: int, device: torch.device) -> int:
         return 1
 
 
-def _serve(leader: Leader, comm: Communicator) -> None:
+def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None:
     """A model's configuration, then its steps and tasks, then None; one model after the other; then None."""
     while (config := leader.receive()) is not None:
         if not isinstance(config, EngineConfig):
             raise MessageError(f"rank 0 sent {type(config).__name__} where a configuration belongs")
-        runner = build_runner(replace(config, device=str(comm.device)), tp=TPGroup(comm.rank, comm.size, comm))
+        config, tp = replace(config, device=str(comm.device)), TPGroup(comm.rank, comm.size, comm)
+        runner = ModelRunner(config, tp=tp, ahead=ahead)
         while (message := leader.receive()) is not None:
             runner.launch(message) if isinstance(message, StepPlan) else message(runner)
         runner.drop_graphs()
@@ -104,10 +107,11 @@ def _serve(leader: Leader, comm: Communicator) -> None:
     leader.leaving = True
 
 
-def main(directory: str, rank: int, size: int, kind: str) -> None:
+def main(directory: str, rank: int, size: int, kind: str, ahead: str | None) -> None:
     """The process that `hybridrt.parallel.rank_start.start_ranks` starts."""
     try:
-        status = serve(find_place(directory), rank, size, rank_device(kind, rank))
+        found = None if ahead is None else load_object(ahead)
+        status = serve(find_place(directory), rank, size, rank_device(kind, rank), found)
     except (PeerGoneError, FileNotFoundError):  # rank 0 ended while this process started
         status = LOST
     sys.stdout.flush()

@@ -29,6 +29,7 @@ from hybridrt.collectives.groups import Communicator
 from hybridrt.parallel.messages import Hello
 from hybridrt.parallel.ranks import LOOPBACK, Ranks
 from hybridrt.parallel.torchrun import World, master_host
+from hybridrt.runtime.load.start_kernels import StartAhead, name_of
 
 KEY_VARIABLE = "HYBRIDRT_TP_KEY"
 STARTING_S = 300.0
@@ -66,24 +67,25 @@ class Place:
         return link
 
 
-def start_ranks(size: int, kind: str) -> Ranks:
+def start_ranks(size: int, kind: str, ahead: StartAhead | None = None) -> Ranks:
     """Starts ranks 1 to `size` - 1 on this machine, as processes that end with this one.
 
     Args:
         kind: of their devices, "cpu" or "cuda".
+        ahead: as in ModelRunner; they find it by its name.
 
     Raises:
-        ConfigError: the time-out in the environment is not a number of seconds.
+        ConfigError: the time-out in the environment is not a number of seconds, or `ahead` has no name.
         RankError: one of them ended before it came up.
     """
-    timeout = rank_timeout()
+    timeout, found_as = rank_timeout(), name_of(ahead)
     place, listener = _open_here()
     assert place.directory is not None
     with closing(listener), ExitStack() as undo:
         undo.callback(shutil.rmtree, place.directory, ignore_errors=True)
         processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, size):
-            processes.append(process := _start(rank, size, place.directory, kind))
+            processes.append(process := _start(rank, size, place.directory, kind, found_as))
             undo.callback(process.wait)
             undo.callback(process.kill)
         ranks = _lead(place, listener, size, rank_device(kind, 0), timeout, processes)
@@ -189,11 +191,11 @@ def _open_here() -> tuple[Place, Listener]:
     return find_place(directory), listener
 
 
-def _start(rank: int, size: int, directory: str, kind: str) -> "subprocess.Popen[bytes]":
+def _start(rank: int, size: int, directory: str, kind: str, ahead: str | None) -> "subprocess.Popen[bytes]":
     # All ranks need the same number of threads: it decides how sums are split, and so their last bits. Every rank
     # samples by itself and must draw the same tokens.
     environment = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    given = {"directory": directory, "rank": rank, "size": size, "kind": kind}
+    given = {"directory": directory, "rank": rank, "size": size, "kind": kind, "ahead": ahead}
     return start_child("hybridrt.parallel.follower", given, environment, stdin=subprocess.DEVNULL)
 
 

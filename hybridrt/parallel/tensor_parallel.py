@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hybridrt.base.config import EngineConfig, resolve_device
+from hybridrt.base.device import gpu_count
 from hybridrt.base.errors import ConfigError, DeviceError
 from hybridrt.base.interrupts import Interrupts
 from hybridrt.collectives.groups import TPGroup
@@ -20,7 +21,7 @@ from hybridrt.parallel.rank_start import rank_device, start_ranks, torchrun_plac
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.torchrun import world
 from hybridrt.runtime.load.build import empty_model, load_target
-from hybridrt.runtime.precompile.build_runner import build_runner
+from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.run.constrained_step import mask_tasks
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.run.prefix_copy import PrefixCopy, Tensors
@@ -41,6 +42,7 @@ class TensorParallelExecutor:
 
     Args:
         ranks: those to lead, which stay when this executor is closed; None takes torchrun's or starts some.
+        ahead: as in ModelRunner, on ranks that are started here too.
 
     Raises:
         ConfigError, DeviceError: the model or the machine cannot be split so; nothing was started.
@@ -51,16 +53,19 @@ class TensorParallelExecutor:
         runner: rank 0's part.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = False, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, progress: bool = False, ranks: Ranks | None = None,
+        ahead: StartAhead | None = None,
+    ) -> None:  # fmt: skip
         kind = check_split(config)
         started = ranks is None and world() is None
-        self.ranks = ranks or _find_ranks(config.tp_size, kind)
+        self.ranks = ranks or _find_ranks(config.tp_size, kind, ahead)
         comm = self.ranks.comm
         self.ranks.begin(config)
         try:
             with self.ranks.together():
                 config = replace(config, device=str(comm.device))
-                self.runner = build_runner(config, tp=TPGroup(0, comm.size, comm), progress=progress)
+                self.runner = ModelRunner(config, tp=TPGroup(0, comm.size, comm), progress=progress, ahead=ahead)
         except BaseException:
             _end(self.ranks, lambda: None, started)
             raise
@@ -131,10 +136,8 @@ def check_split(config: EngineConfig) -> str:
             f'device is {config.device!r} and tp_size is {config.tp_size}; with device="cuda" each rank '
             "takes the GPU of its own number"
         )
-    if device.type == "cuda" and torch.cuda.device_count() < config.tp_size:
-        raise DeviceError(
-            f"tp_size is {config.tp_size}, but torch sees {torch.cuda.device_count()} CUDA devices; lower tp_size"
-        )
+    if device.type == "cuda" and (count := gpu_count()) < config.tp_size:
+        raise DeviceError(f"tp_size is {config.tp_size}, but torch sees {count} CUDA devices; lower tp_size")
     _, target = load_target(config, TPGroup(size=config.tp_size))
     empty_model(config, target, torch.device("meta"))
     return device.type
@@ -150,13 +153,14 @@ def check_world(tp_size: int) -> None:
         )
 
 
-def _find_ranks(size: int, kind: str) -> Ranks:
+def _find_ranks(size: int, kind: str, ahead: StartAhead | None) -> Ranks:
     """torchrun's processes, or as many started here. A rank above 0 serves in here and then ends its process."""
     here = world()
     if here is None:
-        return start_ranks(size, kind)
+        return start_ranks(size, kind, ahead)
     if here.rank > 0:
-        raise SystemExit(serve(torchrun_place(here), here.rank, size, rank_device(kind, here.local_rank)))
+        device = rank_device(kind, here.local_rank)
+        raise SystemExit(serve(torchrun_place(here), here.rank, size, device, ahead))
     return torchrun_ranks(here, kind)
 
 

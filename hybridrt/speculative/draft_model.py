@@ -31,9 +31,10 @@ from hybridrt.runtime.load.build import (
     weight_bytes,
 )
 from hybridrt.runtime.load.draft_needs import DraftTarget
+from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.load.target import RunTarget
-from hybridrt.runtime.precompile.build_runner import build_runner
 from hybridrt.runtime.run.draft_task import Everywhere
+from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.pack_padded import PROMPT_ROWS
 from hybridrt.runtime.step.plan import (
     Admission,
@@ -94,12 +95,16 @@ class DraftModelDrafter(Drafter):
         config: the target's configuration; device, lengths and page size are taken from it.
         plan: the target's memory plan; the draft model has as many rows.
         vocab_size: the target's, which must be the draft model's, too.
+        ahead: as in ModelRunner.
     """
 
-    def __init__(self, config: EngineConfig, plan: MemoryPlan, vocab_size: int) -> None:
+    def __init__(
+        self, config: EngineConfig, plan: MemoryPlan, vocab_size: int, ahead: StartAhead | None = None
+    ) -> None:
         assert config.speculative is not None
         self._topk, own_plan = config.speculative.topk, draft_plan(plan, config.speculative.num_draft_tokens)
-        self.runner = build_runner(replace(draft_config(config), max_running_requests=plan.num_rows), plan=own_plan)
+        own = replace(draft_config(config), max_running_requests=plan.num_rows)
+        self.runner = ModelRunner(own, plan=own_plan, ahead=ahead)
         attends = bool(self.runner.model_config.full_attention_layer_ids)
         self._pages = own_plan.num_pages // plan.num_rows if attends else 0  # of a row
         if self.runner.model_config.vocab_size != vocab_size:
@@ -270,7 +275,7 @@ class DraftModelMethod(DraftMethod):
         return weight_bytes(empty_model(draft, own, torch.device("meta"))) + graph_bytes(draft, own)
 
     def drafter(self, runner: DraftTarget, everywhere: Everywhere) -> Drafter:
-        return DraftModelDrafter(runner.config, runner.memory_plan, runner.model_config.vocab_size)
+        return DraftModelDrafter(runner.config, runner.memory_plan, runner.model_config.vocab_size, runner.ahead)
 
 
 METHOD = DraftModelMethod()

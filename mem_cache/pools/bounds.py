@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from hybridrt.base.device import is_capturing
 from hybridrt.base.errors import HybridrtError, PoolError
 
 # HYBRIDRT_DEBUG=1: values on the device are checked, too, which waits for the device.
@@ -13,7 +14,7 @@ DEBUG = os.environ.get("HYBRIDRT_DEBUG") == "1"
 def may_look(device: torch.device) -> bool:
     """Whether values on a device may be looked at: on a CPU that waits for nothing, and what is recorded as a graph may
     not wait."""
-    return device.type == "cpu" or (DEBUG and not torch.cuda.is_current_stream_capturing())
+    return device.type == "cpu" or (DEBUG and not is_capturing())
 
 
 def check_range(name: str, values: torch.Tensor, end: int, error: type[HybridrtError] = PoolError) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hybridrt.base.device import current_stream, pinned_empty, record_event
 from hybridrt.base.errors import CheckpointError
 from hybridrt.base.files_safetensors import DTYPES, DamagedFileError, Entry, TensorFile, read_exactly
 from hybridrt.models.loading.weight_files import Shards, opened, tensors_of
@@ -57,10 +58,10 @@ class _Readers(AbstractContextManager["_Readers"]):
     """Threads that read tensors to a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pinned = device, device.type == "cuda"
+        self._device = device
         # One stream for the copies and for what is done with them: memory that is lent again is written after its last
         # use.
-        self._stream = torch.cuda.current_stream(device) if self._pinned else None
+        self._in_stream = current_stream(device)
         self._local, self._files = threading.local(), ExitStack()
         self._pool = ThreadPoolExecutor(READERS, "weights")
 
@@ -81,18 +82,16 @@ class _Readers(AbstractContextManager["_Readers"]):
         file, size = self._file(source), into.numel()
         if not into.is_cuda:
             return _fill(file, start, into)
-        with torch.cuda.stream(self._stream):
+        with self._in_stream():
             staging = self._staging()[:size]
             _fill(file, start, staging)
             into.copy_(staging, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-            done.synchronize()  # this thread's staging memory is free again
+            record_event(into.device).synchronize()  # this thread's staging memory is free again
 
     def _staging(self) -> torch.Tensor:
         """[BLOCK] bytes of pinned memory of this thread."""
         if not hasattr(self._local, "staging"):
-            self._local.staging = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+            self._local.staging = pinned_empty(BLOCK, torch.uint8)
         return self._local.staging
 
     def _file(self, source: TensorFile) -> int:

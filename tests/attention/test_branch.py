@@ -29,7 +29,8 @@ def log(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("side", log))
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current[-1])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     return log
 

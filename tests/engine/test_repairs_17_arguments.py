@@ -213,7 +213,7 @@ def test_a_config_that_transformers_refuses_is_named_before_the_weights(
     path = write_tiny(tmp_path)
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    monkeypatch.setattr(llm_module, "build_runner", lambda *_, **__: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr(llm_module, "ModelRunner", lambda *_, **__: pytest.fail("the model was loaded first"))
     with pytest.raises(ConfigError, match=rf"config\.json: transformers.*{next(iter(change))}"):
         LLM(str(path), load_format="dummy", device="cpu")
 
@@ -221,7 +221,7 @@ def test_a_config_that_transformers_refuses_is_named_before_the_weights(
 def test_a_broken_tokenizer_is_named_before_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tiny(tmp_path)
     (path / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(llm_module, "build_runner", lambda *_, **__: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr(llm_module, "ModelRunner", lambda *_, **__: pytest.fail("the model was loaded first"))
     with pytest.raises(CheckpointError, match="tokenizer"):
         LLM(str(path), load_format="dummy", device="cpu")
     with pytest.raises(CheckpointError, match="tokenizer"):

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +15,21 @@ import torch
 import triton
 from triton.runtime import cache
 
-from hybridrt.base.config import EngineConfig
+from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.device import KNOWN, GPUFacts, known_gpu
 from hybridrt.base.errors import ConfigError
+from hybridrt.base.plugins import load_object
 from hybridrt.collectives.groups import TPGroup
+from hybridrt.parallel import rank_start
+from hybridrt.runtime.load.build import Runtime
 from hybridrt.runtime.precompile import compile_ahead
 from hybridrt.runtime.precompile.compile_ahead import CompileAhead, KernelsAhead, default_workers
 from hybridrt.runtime.precompile.compile_mark import find_mark, write_mark
 from hybridrt.runtime.precompile.pretend_gpu import pretended
 from hybridrt.runtime.precompile.triton_key import TritonKey, use_key
+from hybridrt.runtime.run import model_runner
+from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.speculative.method import make_drafter
 from tests.support.tiny import write_tiny
 
 GPU = KNOWN["h200"]
@@ -272,3 +279,67 @@ def test_a_gpu_that_is_not_there() -> None:
     assert torch.cuda.is_available() == there
     with pytest.raises(ConfigError, match="known are h100, h200"):
         known_gpu("b300")
+
+
+class Noting:
+    """Compiles nothing, and writes down what it is told."""
+
+    def __init__(self, config: EngineConfig, tp: TPGroup) -> None:
+        NOTED.append(config.model)
+
+    def begin(self, device: torch.device, path: Path) -> None:
+        NOTED.append(f"begin on {device}")
+
+    def wait_for_start(self) -> None:
+        NOTED.append("wait")
+
+    def __enter__(self) -> "Noting":
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        NOTED.append("end" if error is None else "error")
+
+
+NOTED: list[str] = []
+
+
+def test_a_start_compiles_next_to_its_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a draft model too. What comes after the weights may launch kernels, once all ranks are there."""
+    NOTED.clear()
+    models = [str(write_tiny(tmp_path / name, tokenizer=False)) for name in ("a", "b")]
+    build, allocate = model_runner.build_model, Runtime.allocate
+    monkeypatch.setattr(model_runner, "build_model", lambda *given: NOTED.append("weights") or build(*given))
+    monkeypatch.setattr(Runtime, "allocate", lambda *given: NOTED.append("pools") or allocate(*given))
+    monkeypatch.setattr(TPGroup, "minimum", lambda _, value: NOTED.append("all ranks") or value)
+    config = EngineConfig(
+        models[0], device="cpu", load_format="dummy", max_model_len=64, max_running_requests=2,
+        speculative=SpeculativeConfig("draft", draft_model=models[1]),
+    )  # fmt: skip
+    runner = ModelRunner(config, ahead=Noting)
+    first, last = ["begin on cpu", "weights", "wait", "all ranks"], ["pools", "end"]
+    assert [models[0], *first, "all ranks", *last] == NOTED  # they agree on a memory plan
+    NOTED.clear()
+    make_drafter(runner)
+    assert [models[1], *first, *last] == NOTED
+    NOTED.clear()
+    with pytest.raises(ConfigError):
+        ModelRunner(replace(config, model=str(tmp_path)), ahead=Noting)
+    assert [str(tmp_path), "error"] == NOTED
+
+
+def test_other_ranks_find_it_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str | None] = []
+
+    def start(module: str, arguments: dict[str, Any], *_: object, **__: object) -> None:
+        given.append(arguments["ahead"])
+        raise InterruptedError
+
+    monkeypatch.setattr(rank_start, "start_child", start)
+    for ahead in (KernelsAhead, None):
+        with pytest.raises(InterruptedError):
+            rank_start.start_ranks(2, "cpu", ahead)
+    assert given == ["hybridrt.runtime.precompile.compile_ahead:KernelsAhead", None]
+    assert load_object(str(given[0])) is KernelsAhead
+    for ahead in (lambda *_: KernelsAhead(*_), partial(KernelsAhead)):
+        with pytest.raises(ConfigError, match="other ranks find it by name"):
+            rank_start.start_ranks(2, "cpu", ahead)

@@ -35,8 +35,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Ranks]:
     """The ranks that LLMs start."""
     found: list[Ranks] = []
 
-    def start(size: int, kind: str) -> Ranks:
-        found.append(start_ranks(size, kind))
+    def start(*asked: Any) -> Ranks:
+        found.append(start_ranks(*asked))
         return found[-1]
 
     monkeypatch.setattr(tensor_parallel, "start_ranks", start)

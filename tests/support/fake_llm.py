@@ -24,7 +24,7 @@ class FakeRunner(MockExecutor):
 
     device = torch.device("cuda")  # never touched: steps run beside the host
 
-    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+    def __init__(self, config: EngineConfig, *, progress: bool = False, ahead: object = None) -> None:
         rows = config.max_running_requests or 4
         super().__init__(num_rows=rows, num_slots=rows, num_pages=32, page_size=4, vocab=VOCAB, late=1)
         self.model_path = config.model
@@ -47,7 +47,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tokenizer: Any = None, **config: Any) 
     def split(config: EngineConfig, **kwargs: Any) -> SimpleNamespace:
         return SimpleNamespace(runner=build(config, **kwargs), close=lambda: None)
 
-    monkeypatch.setattr(llm_module, "build_runner", build)
+    monkeypatch.setattr(llm_module, "ModelRunner", build)
     monkeypatch.setattr(llm_module, "TensorParallelExecutor", split)
     monkeypatch.setattr(llm_module, "load_tokenizer", lambda path: tokenizer)
     return LLM("somewhere", **config), runners[0]

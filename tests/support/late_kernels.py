@@ -23,10 +23,9 @@ from hybridrt.base.device import KNOWN
 from hybridrt.engine.core.scheduler import ScheduledStep
 from hybridrt.engine.grammar.matcher import Matcher
 from hybridrt.runtime.load import build
-from hybridrt.runtime.precompile import build_runner, compile_ahead, pretend_gpu
-from hybridrt.runtime.precompile.compile_trace import Kernel, _closure, noted
+from hybridrt.runtime.precompile import compile_ahead, pretend_gpu
+from hybridrt.runtime.precompile.compile_trace import Kernel, noted
 from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver, pretended
-from hybridrt.runtime.replay.graph_runner import CudaGraphRecorder
 from hybridrt.runtime.step.plan import StepResult
 from hybridrt.server.warm_up import warm_up
 from tests.gpu.test_ready import AT_ONCE, LENGTH, ROWS, draw_body, draws_of
@@ -87,9 +86,8 @@ def random_results() -> Iterator[None]:
         mock.patch.object(pretend_gpu._MetaTensors, "__torch_function__", copy),
         mock.patch.object(ScheduledStep, "check", gain),
         mock.patch.object(Matcher, "advance", lambda *_: False),
-        mock.patch.object(build_runner, "start_cuda", mock.Mock()),
+        mock.patch.object(compile_ahead, "start_cuda", mock.Mock()),
         mock.patch.object(build, "fill_dummy", mock.Mock()),
-        mock.patch.object(CudaGraphRecorder, "__call__", _closure),
         mock.patch.dict("os.environ", {compile_ahead.WORKERS_VARIABLE: "0"}),
     ):
         yield

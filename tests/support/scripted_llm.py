@@ -91,7 +91,7 @@ def scripted() -> Iterator[Scripted]:
         return runners[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm_module, "build_runner", build)
+        patch.setattr(llm_module, "ModelRunner", build)
         patch.setattr(llm_module, "load_tokenizer", lambda path: tokenizer)
         llm = LLM("somewhere")
     with llm:

@@ -43,7 +43,8 @@ from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world
 from hybridrt.runtime.load.build import find_checkpoint
-from hybridrt.runtime.precompile.build_runner import build_runner
+from hybridrt.runtime.precompile.compile_ahead import KernelsAhead
+from hybridrt.runtime.run.model_runner import ModelRunner
 
 
 class LLM:
@@ -110,8 +111,9 @@ class LLM:
         if path.is_dir():  # if not, the runner says so
             read_model_config(path)
         self.tokenizer = load_tokenizer(path)  # before the weights, whose loading may take minutes
-        self._split = TensorParallelExecutor(config, progress=progress) if config.tp_size > 1 else None
-        runner = self._split.runner if self._split else build_runner(config, progress=progress)
+        start: dict[str, Any] = {"progress": progress, "ahead": KernelsAhead}
+        self._split = TensorParallelExecutor(config, **start) if config.tp_size > 1 else None
+        runner = self._split.runner if self._split else ModelRunner(config, **start)
         self.model_config = runner.model_config
         self.plan = runner.memory_plan
         self.device = runner.device

@@ -3,12 +3,25 @@
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from hybridrt.engine.request.outputs import Delta
 
-if TYPE_CHECKING:
-    from hybridrt.engine.request.sample_request import Request
+
+class Sample(Protocol):
+    """What feeds a queue.
+
+    Attributes:
+        queue: the one that it feeds; None for none.
+    """
+
+    queue: "weakref.ref[DeltaQueue] | None"
+
+    def delta(self) -> Delta:
+        """What is new since the last call."""
+
+
+S = TypeVar("S", bound=Sample)
 
 
 class DeltaQueue:
@@ -24,20 +37,20 @@ class DeltaQueue:
 
     def __init__(self, *, arrays: bool = False) -> None:
         self._arrays = arrays
-        self._moved: dict[Request, None] = {}  # in the order of their first gain
+        self._moved: dict[Sample, None] = {}  # in the order of their first gain
 
     def __bool__(self) -> bool:
         """`take` would return deltas."""
         return bool(self._moved)
 
-    def put(self, request: "Request") -> None:
-        """The request has something new."""
-        self._moved[request] = None
+    def put(self, sample: Sample) -> None:
+        """The sample has something new."""
+        self._moved[sample] = None
 
     def take(self) -> list[Delta]:
         """One delta for each sample that has gained something since the last `take`, or has ended."""
         moved, self._moved = self._moved, {}
-        deltas = [request.delta() for request in moved]
+        deltas = [sample.delta() for sample in moved]
         if not self._arrays:
             for delta in deltas:
                 delta.spell_out()
@@ -62,7 +75,7 @@ class Abandonment:
         """Any thread may call this at any time."""
         self._notes.append(weakref.ref(queue))
 
-    def take(self, requests: "Iterable[Request]") -> "list[Request]":
+    def take(self, requests: Iterable[S]) -> list[S]:
         """Those of the requests whose queue was abandoned or has gone; the notes are read then."""
         gone = [None, *(self._notes.popleft()() for _ in range(len(self._notes)))]
         return [r for r in requests if r.queue is not None and r.queue() in gone]

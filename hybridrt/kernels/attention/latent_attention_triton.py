@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.attention import prefill_attention_triton as prefill
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
 from hybridrt.kernels.attention.prefill_attention_triton import KeySources, described, width_of
-from hybridrt.kernels.core.launch import H200_SHARED_MEMORY, multiprocessors
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionPrompts, LatentWeights, PagedKV
 
@@ -224,7 +224,8 @@ def _tile_of(q: Tensor, nope: int, value_dim: int, query_lens: Sequence[int]) ->
         return tile
     key = width_of(nope) + width_of(query_dim - nope)
     stages = 3 * tile["BLOCK_N"] * (key + width_of(value_dim))
-    fits = (256 * key + stages) * q.element_size() < H200_SHARED_MEMORY - 1024  # of which barriers take some bytes
+    room = shared_memory(q.device) - 1024  # barriers take some bytes
+    fits = (256 * key + stages) * q.element_size() < room
     long = min(query_lens) >= 2048 and programs(256) >= 2 * device
     return tile | {"BLOCK_M": 256 if long and fits else 128, "num_warps": 8, "num_stages": 3}
 

@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.launch import (
-    H200_SHARED_MEMORY,
+    LARGE_SHARED_MEMORY,
     arrival_counters,
     dot_precision,
-    multiprocessors,
-    shared_memory,
 )
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionRows, PagedKV
@@ -333,7 +332,7 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> t
 def _walk_latent(room: int, max_context: int, block_n: int, q: Tensor) -> tuple[dict[str, int], bool]:
     """`_walk` of latent vectors. A program takes a multiprocessor's shared memory for itself: the device has room for
     `room` programs of each."""
-    stages = {"num_stages": 3 if shared_memory(q.device) >= H200_SHARED_MEMORY else 2}
+    stages = {"num_stages": 3 if shared_memory(q.device) >= LARGE_SHARED_MEMORY else 2}
     blocks = triton.cdiv(max_context, block_n)
     if room > 2:
         return stages | {"SPLITS": min(room, blocks, MAX_SPLITS // 2), "FEW": 1, "LEAST": 1}, False

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hybridrt.kernels.core.launch import H200_SHARED_MEMORY, dot_precision, multiprocessors, shared_memory
+from hybridrt.base.device import multiprocessors, shared_memory
+from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, dot_precision
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 
 BLOCK_M, BLOCK_N = 128, 64  # query rows and context positions per tile; half of them in float32
@@ -253,8 +254,9 @@ def width_of(dim: int) -> int:
 
 
 def ample(q: Tensor) -> bool:
-    """Whether the device has Hopper's shared memory, and so the tensor memory accelerator, and tiles of q fit."""
-    return shared_memory(q.device) >= H200_SHARED_MEMORY and q.element_size() == 2 and q.shape[-1] <= 256
+    """Whether a program gets the shared memory of the largest tiles, and tiles of q fit. Such devices have the tensor
+    memory accelerator too."""
+    return shared_memory(q.device) >= LARGE_SHARED_MEMORY and q.element_size() == 2 and q.shape[-1] <= 256
 
 
 def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathered: bool) -> dict[str, int]:
@@ -269,7 +271,7 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
     halvings = single + (not ample(q) if wide else few and not single)
     block_m = min(max(16, triton.next_power_of_2(max(query_lens) * groups)), max(16, BLOCK_M >> halvings))
     latent = q.shape[-1] > dim > 256
-    if latent and not single and shared_memory(q.device) >= H200_SHARED_MEMORY:
+    if latent and not single and shared_memory(q.device) >= LARGE_SHARED_MEMORY:
         return {"BLOCK_M": min(block_m, 32), "BLOCK_N": BLOCK_N, "num_stages": 2, "num_warps": 4}
     tile = {"BLOCK_M": block_m, "BLOCK_N": max(16, BLOCK_N >> (single + (block_d > 256))), "num_stages": 2}
     if gathered:

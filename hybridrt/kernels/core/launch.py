@@ -9,29 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hybridrt.base.device import is_capturing
+
 _counters: MutableMapping[Tensor, dict[int, Tensor]] = WeakIdKeyDictionary()
 
 _reserved: dict[torch.device, Tensor] = {}  # int32 zeros, of which the first are taken next
 _RESERVE, _LINE = 2**18, 32  # counters; those of two owners share no line of the cache
 
-H200_MULTIPROCESSORS, H200_SHARED_MEMORY = 132, 227 << 10
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the device; off CUDA an H200's, so that grids are the same when kernels are interpreted."""
-    if device.type != "cuda":
-        return H200_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have; off CUDA an H200's."""
-    if device.type != "cuda":
-        return H200_SHARED_MEMORY
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # the stub lacks it
+LARGE_SHARED_MEMORY = 227 << 10  # bytes that the largest tiles need
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -49,7 +34,7 @@ def arrival_counters(owner: Tensor, count: int) -> Tensor:
     kept = _counters.setdefault(owner, {})
     if count in kept:
         return kept[count]
-    if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+    if not is_capturing():
         kept[count] = torch.zeros(count, dtype=torch.int32, device=owner.device)
         return kept[count]
     left = _reserved.get(owner.device)

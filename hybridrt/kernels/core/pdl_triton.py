@@ -21,12 +21,14 @@ import torch
 import triton
 import triton.language as tl
 
+from hybridrt.base.device import capability
+
 
 @cache
 def pdl(device: torch.device) -> dict[str, bool]:
     """Keywords of a kernel's launch: its constexpr PDL, and Triton's own option where the GPU supports it. Needs
     compute capability 9.0; elsewhere `begin` is empty."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    if capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

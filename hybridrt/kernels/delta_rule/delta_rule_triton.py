@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.base.device import multiprocessors
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.decay_sums_triton import split_gates
-from hybridrt.kernels.core.launch import dot_precision, multiprocessors
+from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights, Prompts, StateSlots
 from hybridrt.kernels.core.tiles_triton import tile_mask
 from hybridrt.kernels.delta_rule.delta_chunks_triton import PreparedChunks, unit_inverse

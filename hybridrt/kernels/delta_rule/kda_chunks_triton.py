@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.base.device import is_capturing
 from hybridrt.kernels.core.chunk_plan import ChunkPlan
 from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights
@@ -226,6 +227,6 @@ def sum_matrices(size: int, device: torch.device) -> Tensor:
     middles = [((r >> level) | 1) << level for level in range(size.bit_length() - 1)]
     rows = [(c <= r).half() - (c < middle).half() for middle in middles]
     made = torch.stack([torch.zeros_like(rows[0]), *rows, (c <= r).half(), (c > r).half()]) / SCALE.value
-    if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+    if not is_capturing():
         _kept_matrices[size, device] = made
     return made

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.core.launch import multiprocessors
+from hybridrt.base.device import multiprocessors
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.gated_norm import GateActivation
 from hybridrt.kernels.state.conv_and_gates_triton import silu

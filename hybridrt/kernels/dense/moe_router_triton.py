@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.core.launch import arrival_counters, multiprocessors
+from hybridrt.base.device import multiprocessors
+from hybridrt.kernels.core.launch import arrival_counters
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.moe import GroupedChoice, SoftmaxChoice, router_product
 from hybridrt.kernels.dense.skinny_linear_triton import Tile, matvec

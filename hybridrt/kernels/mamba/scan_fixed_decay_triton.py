@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.core.launch import dot_precision, multiprocessors
+from hybridrt.base.device import multiprocessors
+from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.core.tiles_triton import tile_mask

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybridrt.kernels.core.launch import multiprocessors
+from hybridrt.base.device import multiprocessors
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.sampling.sampling import GOLDEN_GAMMA, MIN_TEMPERATURE, MIX_1, MIX_2, STREAM_TOKEN, LogitFilters
 from hybridrt.kernels.sampling.sampling_filters_triton import thresholds

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybridrt.base.device import multiprocessors
 from hybridrt.kernels.core.decay_sums_triton import finite_rate
-from hybridrt.kernels.core.launch import multiprocessors
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.state.state_ring import RingFolds
 

@@ -14,6 +14,7 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.models.base import CausalLM
+from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.sampling.sampler import Accepted, Sampler
@@ -44,6 +45,7 @@ class DraftTarget(Protocol):
     last_tokens: torch.Tensor
     device: torch.device
     graphs: dict[int, GraphRunner]
+    ahead: StartAhead | None
 
 
 class DeviceDrafter(Protocol):

@@ -23,12 +23,13 @@ import torch
 
 from hybridrt.base.child_process import start_child
 from hybridrt.base.config import EngineConfig
-from hybridrt.base.device import GPUFacts
+from hybridrt.base.device import GPUFacts, visible_gpus
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.providers import is_installed
 from hybridrt.runtime.precompile.compile_mark import find_mark, has_marks, write_mark
 from hybridrt.runtime.precompile.compile_worker import LAUNCHER
+from hybridrt.runtime.precompile.cuda_start import start_cuda
 from hybridrt.runtime.precompile.triton_key import TritonKey
 
 logger = logging.getLogger(__name__)
@@ -248,10 +249,14 @@ def default_workers() -> int:
 
 
 class KernelsAhead:
-    """The kernels of a run, compiled beside the rest of its start: a context whose end waits for all of them. On a CPU,
-    and where the cache has them already, it does nothing. Rank 0 compiles for the ranks of its host."""
+    """The kernels of a run, compiled next to the rest of its start: a context whose end waits for all of them.
+
+    The GPU's driver starts meanwhile. On a CPU nothing is compiled, nor where the cache has the kernels already. Rank 0
+    compiles for the ranks of its host.
+    """
 
     def __init__(self, config: EngineConfig, tp: TPGroup) -> None:
+        start_cuda(config.device, tp)
         self._config, self._tp, self._key = config, tp, TritonKey() if _launches(config) else None
         self._ahead = _start(config, tp, self._key)
 
@@ -266,12 +271,11 @@ class KernelsAhead:
         self._ahead.begin(gpu)
 
     def wait_for_start(self) -> None:
-        """Returns on all ranks when the kernels that a start needs are compiled, and Triton has its key."""
+        """Returns when Triton has its key and, on rank 0, the kernels that a start needs are compiled."""
         if self._key is not None:
             self._key.wait()
         if self._ahead is not None:
             self._ahead.wait_for_start()
-        self._tp.minimum(0)
 
     def __enter__(self) -> "KernelsAhead":
         return self
@@ -296,7 +300,7 @@ def _wanted(config: EngineConfig, tp: TPGroup) -> bool:
 
 def _launches(config: EngineConfig) -> bool:
     """Whether this process may launch Triton's kernels, as far as that is known without the GPU's driver."""
-    there = torch.version.cuda is not None and config.device != "cpu" and torch.cuda.device_count() > 0
+    there = torch.version.cuda is not None and config.device != "cpu" and visible_gpus() > 0
     return there and is_installed("triton")
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from hybridrt.runtime.load.build import Runtime, empty_model, keeps_prefixes, kv
 from hybridrt.runtime.load.fit import plan_ahead
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.precompile.pretend_gpu import pretended
-from hybridrt.runtime.replay.graph_runner import ClosureRecorder, CudaGraphRecorder
+from hybridrt.runtime.precompile.replaced import replaced
 from hybridrt.runtime.run.model_runner import probe
 from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.sampling.sampler import EVERY_DRAW
@@ -109,7 +108,7 @@ def noted(note: Callable[[Kernel], None]) -> Iterator[None]:
             launched.add(launch)
             run(self, *addresses, grid=grid, warmup=True, **named)
 
-    with mock.patch.object(JITFunction, "run", note_instead), triton.knobs.runtime.scope():
+    with replaced(JITFunction, run=note_instead), triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = hook
         yield
 
@@ -142,8 +141,7 @@ def trace(
         The steps that failed here and why: they may launch kernels that were not noted.
     """
     problems: list[str] = []
-    recorder = mock.patch.object(CudaGraphRecorder, "__call__", _closure)
-    with pretended(gpu), recorder, noted(note), torch.inference_mode():
+    with pretended(gpu), noted(note), torch.inference_mode():
         runner, largest = _runners(config)
         with runner.model.shortened():
             steps = {"the largest prefill": largest, "graphs": runner.capture if config.cuda_graph else None}
@@ -162,10 +160,6 @@ def described(error: Exception) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     text = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {text} ({last.filename}, line {last.lineno}, in {last.name})"
-
-
-def _closure(recorder: CudaGraphRecorder, *step: Any) -> Callable[[], None]:
-    return ClosureRecorder()(*step)
 
 
 def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:

@@ -21,12 +21,12 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any, TextIO
-from unittest import mock
 
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.device import GPUFacts
 from hybridrt.runtime.precompile.no_dynamo import leave_out_dynamo
-from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver
+from hybridrt.runtime.precompile.pretend_gpu import CompilingDriver, Nothing
+from hybridrt.runtime.precompile.replaced import replaced
 from hybridrt.runtime.precompile.triton_key import use_key
 
 LAUNCHER = ("triton", "launcher", "")  # the job of compiling what Triton launches kernels with
@@ -86,9 +86,11 @@ class _Worker:
         self._say(problems=problems, seconds=time.perf_counter() - start)
 
     def compile(self, module: str, name: str, specialisation: str) -> None:
+        from triton.runtime import build
+
         start, problem = time.perf_counter(), None
         try:
-            with mock.patch("triton.runtime.build._load_module_from_path", _not_loaded):
+            with replaced(build, _load_module_from_path=_not_loaded):
                 _launcher_module() if (module, name) == LAUNCHER[:2] else _compile(module, name, specialisation)
         except Exception as e:
             problem = f"{type(e).__name__}: {e}"
@@ -111,7 +113,7 @@ def _compile(module: str, name: str, specialisation: str) -> None:
         return source(fn, signature, {place: _tuples(value) for place, value in constants.items()}, attributes)
 
     # JSON has no tuples, and Triton 3.6 leaves lists in their place: the kernel would get another name in the cache.
-    with mock.patch.object(function, "ASTSource", with_tuples):
+    with replaced(function, ASTSource=with_tuples):
         kernel = function.preload(specialisation)
     if hasattr(driver, "make_launcher"):
         _provide_libcuda()
@@ -132,7 +134,7 @@ def _launcher_module() -> None:
 
 def _not_loaded(name: str, path: str) -> Any:
     """In the place of a C module that was built for another process: it needs the GPU's driver to be loaded."""
-    return mock.MagicMock()
+    return Nothing()
 
 
 def _provide_libcuda() -> None:

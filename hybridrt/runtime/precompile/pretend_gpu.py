@@ -8,18 +8,18 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from hybridrt.base.device import GPUFacts
+from hybridrt.runtime.precompile.replaced import replaced
 
 
 @contextmanager
 def pretended(gpu: GPUFacts) -> Iterator[None]:
     """Within it torch.cuda has this one GPU, and its tensors are on torch's "meta" device but say "cuda"."""
-    with mock.patch.multiple(torch.cuda, **_functions(gpu)), _MetaTensors():
+    with replaced(torch.cuda, **_functions(gpu)), _MetaTensors():
         yield
 
 
@@ -38,15 +38,15 @@ def _functions(gpu: GPUFacts) -> dict[str, Any]:
     }  # fmt: skip
     functions: dict[str, Any] = {name: _returning(value) for name, value in values.items()}
     contexts = {"stream": nullcontext, "device": nullcontext}
-    return functions | contexts | {name: _Nothing for name in ("Event", "Stream", "current_stream")}
+    return functions | contexts | {name: Nothing for name in ("Event", "Stream", "current_stream", "CUDAGraph")}
 
 
 def _returning(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-class _Nothing:
-    """A stream or an event: every method does nothing, and everything that it is asked for has happened."""
+class Nothing:
+    """A stream, an event or a graph: every method does nothing, and what it is asked for has happened."""
 
     cuda_stream = 0
 

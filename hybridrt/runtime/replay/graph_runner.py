@@ -1,6 +1,6 @@
 """Decode and verify steps as graphs over static buffers, one for each bucket of batch sizes.
 
-On CUDA a bucket is a torch.cuda.CUDAGraph. Elsewhere it is a closure over the same buffers, which are poisoned before
+On CUDA a bucket is a CUDA graph. Elsewhere it is a closure over the same buffers, which are poisoned before
 every replay: whatever a graph would read stale, the closure reads as NaN or as an index out of range. Both go through
 the same backend hooks, so a CPU test of the closure tests the metadata of the graph.
 """
@@ -8,7 +8,6 @@ the same backend hooks, so a CPU test of the closure tests the metadata of the g
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ from tqdm.auto import tqdm
 
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.base.config import ModelConfig
+from hybridrt.base.device import GraphCapture, free_device_bytes
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.launch import reserve_counters
@@ -118,44 +118,22 @@ class ClosureRecorder:
 
 
 class CudaGraphRecorder:
-    """torch.cuda.CUDAGraph in one memory pool, shared because buckets are captured from the largest down."""
+    """CUDA graphs in one memory pool, shared because buckets are captured from the largest down."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream, self._pool = device, torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        self._mode = ""
-        self._pieces: list[torch.cuda.CUDAGraph] = []  # of the capture that is going on
+        self._device, self._capture = device, GraphCapture()
 
     def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]:
         if not warm:
             step()  # Triton compiles, and cuBLAS picks its workspaces
         reserve_counters(self._device)
-        torch.cuda.synchronize()
         # What other threads do meanwhile (NCCL's watchdog queries events) is not captured. "relaxed": a function that
         # has not run may load the kernels that its sizes alone need.
-        self._mode = "relaxed" if warm else "thread_local"
-        # torch.cuda.graph gives all cached memory back before every capture, which takes longer than the capture.
-        with _no_collection(), torch.cuda.stream(self._stream):
-            self._begin()
-            try:
-                step()
-            finally:
-                pieces, self._pieces = self._pieces, []
-                pieces[-1].capture_end()
-        return pieces[0].replay if len(pieces) == 1 else partial(_replay, pieces)
+        with _no_collection():
+            return self._capture.record(step, "relaxed" if warm else "thread_local")
 
     def split(self) -> None:
-        if self._pieces:
-            self._pieces[-1].capture_end()
-            self._begin()
-
-    def _begin(self) -> None:
-        self._pieces.append(torch.cuda.CUDAGraph())
-        self._pieces[-1].capture_begin(self._pool, capture_error_mode=self._mode)
-
-
-def _replay(pieces: Sequence[torch.cuda.CUDAGraph]) -> None:
-    for piece in pieces:
-        piece.replay()
+        self._capture.split()
 
 
 @contextmanager
@@ -173,11 +151,6 @@ def _no_collection() -> Iterator[None]:
 def make_recorder(device: torch.device) -> Recorder:
     """How steps are recorded on a device of this kind."""
     return CudaGraphRecorder(device) if device.type == "cuda" else ClosureRecorder()
-
-
-def free_device_bytes(device: torch.device) -> int:
-    """Memory that the device has left; 0 where graphs take none of it."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def buckets(max_bs: int) -> list[int]:

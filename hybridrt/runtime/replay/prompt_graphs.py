@@ -19,11 +19,12 @@ import torch
 from tqdm.auto import tqdm
 
 from hybridrt.attention.base import AttentionBackend
+from hybridrt.base.device import free_device_bytes
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
-from hybridrt.runtime.replay.graph_runner import POISON, Recorder, free_device_bytes, make_recorder
+from hybridrt.runtime.replay.graph_runner import POISON, Recorder, make_recorder
 from hybridrt.runtime.sampling.sampler import SampledLines
 from hybridrt.runtime.step.batch import fill_decode, make_batch
 from hybridrt.runtime.step.pack import Sections, StagingRing, chunk_plans, cut

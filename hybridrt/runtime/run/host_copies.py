@@ -6,6 +6,7 @@ from math import prod
 
 import torch
 
+from hybridrt.base.device import Event, SideStream, page_lock, record_event, wait_in_stream
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, HostPlan, aligned
 from hybridrt.mem_cache.pools.pools import Pools
@@ -35,32 +36,24 @@ class HostCopies:
         self._at_once = max(STAGED_BYTES // max(plan.page_bytes, 1), 1)
         self._staged_pages = torch.empty((self._at_once, plan.page_bytes), dtype=torch.uint8, device=device)
         self._staged_state = torch.empty(plan.state_bytes, dtype=torch.uint8, device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._running: dict[int, torch.cuda.Event] = {}  # by ticket, those that may not have ended
+        self._side = SideStream(device)
+        self._running: dict[int, Event] = {}  # by ticket, those that may not have ended
 
     @torch.inference_mode()
     def launch(self, copies: Sequence[HostCopy]) -> None:
         """Queues copies, in order of their tickets."""
         if not copies:
             return
-        if self._stream is None:
+        with self._side.after_current():
             for copy in copies:
                 self._copy(copy)
-            return
-        began = torch.cuda.Event()
-        began.record()
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(began)
-            for copy in copies:
-                self._copy(copy)
-                self._running[copy.ticket] = ended = torch.cuda.Event()
-                ended.record()
+                self._running[copy.ticket] = record_event(self._device)
 
     def wait(self, ticket: int) -> None:
         """Makes the current stream wait for the copies up to `ticket`. The host does not wait."""
         last = max((number for number in self._running if number <= ticket), default=None)
         if last is not None and not self.copied(last):
-            torch.cuda.current_stream(self._device).wait_event(self._running[last])
+            wait_in_stream(self._running[last], self._device)
 
     def copied(self, ticket: int) -> bool:
         """Whether a copy that was launched has ended."""
@@ -124,20 +117,18 @@ class HostCopies:
     def _indices(self, pages: Sequence[int]) -> torch.Tensor:
         """[n] int64 on the device. A copy from memory that is not pinned would wait for the stream."""
         index = torch.tensor(pages, dtype=torch.int64)
-        return index if self._stream is None else index.pin_memory().to(self._device, non_blocking=True)
+        return index if self._device.type == "cpu" else index.pin_memory().to(self._device, non_blocking=True)
 
 
 def _pinned(entries: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """[entries, nbytes] uint8 of main memory, page-locked beside a GPU. torch's own pinned memory is not used: it takes
     up to twice as much, because it comes in powers of two."""
     buffer = torch.zeros((entries, nbytes), dtype=torch.uint8)  # page faults happen here, not while requests wait
-    if device.type == "cuda" and buffer.numel():
-        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
-        if int(status):
-            raise MemoryBudgetError(
-                f"{buffer.numel()} bytes of main memory cannot be page-locked (CUDA error {int(status)}): lower "
-                "host_cache_bytes, or raise the limit on locked memory (ulimit -l)"
-            )
+    if device.type == "cuda" and buffer.numel() and (status := page_lock(buffer)):
+        raise MemoryBudgetError(
+            f"{buffer.numel()} bytes of main memory cannot be page-locked (CUDA error {status}): lower "
+            "host_cache_bytes, or raise the limit on locked memory (ulimit -l)"
+        )
     return buffer
 
 

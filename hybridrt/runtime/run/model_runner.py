@@ -3,12 +3,11 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from hybridrt.base.config import EngineConfig
+from hybridrt.base.device import begin_peak, peak_bytes, release_kept_memory
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
@@ -25,22 +24,13 @@ from hybridrt.runtime.load.build import (
     weight_bytes,
 )
 from hybridrt.runtime.load.fit import plan_ahead, pool_budget
+from hybridrt.runtime.load.start_kernels import StartAhead, StartKernels, start_kernels
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.replay.prompt_graphs import needed_buckets
 from hybridrt.runtime.run.host_copies import HostCopies
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.runtime.step.plan import Admission, ExtendRow, PageWrite, StepPlan, int32s
-
-
-class StartKernels(Protocol):
-    """What compiles the kernels of a start while the runner loads its model."""
-
-    def begin(self, device: torch.device, path: Path) -> None:
-        """The device is known, and the model's directory."""
-
-    def wait_for_start(self) -> None:
-        """Returns when the kernels that a start needs are compiled."""
 
 
 class ModelRunner(StepRunner):
@@ -52,8 +42,8 @@ class ModelRunner(StepRunner):
         budget_bytes: what the pools may take; None follows EngineConfig.memory_fraction.
         plan: what the pools hold; None makes a plan from the budget.
         progress: show a bar while loading.
-        kernels: told of the device, and waited for before anything is launched; None compiles kernels when they are
-            first launched.
+        ahead: compiles kernels while the model is loaded, of a draft model too; None compiles them when they are first
+            launched.
 
     Raises:
         MemoryBudgetError: weights, pools or graphs do not fit the device; says which number to change.
@@ -72,19 +62,25 @@ class ModelRunner(StepRunner):
         budget_bytes: int | None = None,
         plan: MemoryPlan | None = None,
         progress: bool = False,
-        kernels: StartKernels | None = None,
+        ahead: StartAhead | None = None,
     ) -> None:
-        tp = tp or TPGroup()
+        tp, self.ahead = tp or TPGroup(), ahead
+        with start_kernels(ahead, config, tp) as kernels:
+            self._start(config, tp, budget_bytes, plan, progress, kernels)
+
+    def _start(
+        self, config: EngineConfig, tp: TPGroup, budget_bytes: int | None, plan: MemoryPlan | None, progress: bool,
+        kernels: StartKernels,
+    ) -> None:  # fmt: skip
         self.model_path, target = load_target(config, tp)
-        if kernels is not None:
-            kernels.begin(target.device, self.model_path)
+        kernels.begin(target.device, self.model_path)
         if plan is None:
             weights = weight_bytes(empty_model(config, target, torch.device("meta")))
             plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
         with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
             model = build_model(config, target, self.model_path, progress)
-        if kernels is not None:
-            kernels.wait_for_start()
+        kernels.wait_for_start()
+        tp.minimum(0)  # one rank may compile for all
         with _out_of_memory_as("allocating pools", "lower memory_fraction or chunked_prefill_size"):
             plan = plan or plan_pools(config, target, model, budget_bytes)
             super().__init__(Runtime.allocate(config, target, model, plan))
@@ -121,13 +117,12 @@ def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalL
     """Bytes that the largest prefill step takes beside weights and pools: one is run over small pools."""
     plan, step = probe(config, target)
     runner = StepRunner(Runtime.allocate(config, target, model, plan))
-    torch.cuda.reset_peak_memory_stats(target.device)
-    before = torch.cuda.memory_allocated(target.device)
+    before = begin_peak(target.device)
     runner.launch(step).result()
-    peak = torch.cuda.max_memory_allocated(target.device) - before
+    peak = peak_bytes(target.device) - before
     del runner
     gc.collect()  # if a backend of another package is part of a cycle, it would keep the small pools
-    torch.cuda.empty_cache()
+    release_kept_memory()
     return peak
 
 

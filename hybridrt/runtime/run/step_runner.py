@@ -15,6 +15,7 @@ from hybridrt.mem_cache.pools.bounds import DEBUG
 from hybridrt.mem_cache.pools.state_moves import When
 from hybridrt.runtime.load.build import Runtime
 from hybridrt.runtime.load.draft_needs import DeviceDrafter, draft_needs
+from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.replay.cpu_decode import CPUDecode
 from hybridrt.runtime.replay.graph_runner import GraphRunner, split_page_writes
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
@@ -52,6 +53,8 @@ class StepRunner:
         recordings: of decode steps on a CPU.
         drafter: the part of a drafter that runs beside the model; None without one.
     """
+
+    ahead: StartAhead | None = None  # compiles kernels of further runners like this one before they start
 
     def __init__(self, runtime: Runtime) -> None:
         self.config, self.target, self.model = runtime.config, runtime.target, runtime.model

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hybridrt.base.device import PAST, record_event
 from hybridrt.kernels.sampling.sampling import token_logprobs
 from hybridrt.runtime.step.plan import StepHandle, StepResult, TokenLogprobs
 
@@ -38,17 +39,13 @@ class LaunchedStep:
         self._accepted = None if accepted is None else to_host(accepted)
         self._logprobs = tuple(to_host(t) for t in logprobs)
         self._wanted = wanted
-        self._event: torch.cuda.Event | None = None
-        if tokens is not None and tokens.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._event = PAST if tokens is None else record_event(tokens.device)
 
     def ready(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._event.query()
 
     def result(self) -> StepResult:
-        if self._event is not None:
-            self._event.synchronize()
+        self._event.synchronize()
         rows = self._tokens.tolist() if self._tokens is not None else []
         counts = self._accepted.tolist() if self._accepted is not None else None
         tokens = rows if counts is None else [row[:count] for row, count in zip(rows, counts)]

@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 import torch
 
+from hybridrt.base.device import PAST, Event, pinned_empty, record_event
 from hybridrt.kernels.core.chunk_plan import CHUNK_COLUMNS, ChunkPlan, chunk_columns, chunk_plan
 from hybridrt.runtime.step.plan import NO_INTEGERS, DecodeRows, ExtendRow, StepPlan, int32s
 from hybridrt.runtime.step.sampling_table import SamplingTable
@@ -163,7 +164,7 @@ class StagingRing:
         self.device = device
         self._pinned: list[torch.Tensor | None] = [None] * 3
         self._views: list[tuple[torch.Tensor, np.ndarray] | None] = [None] * 3  # of the last size, of each
-        self._events: list[torch.cuda.Event | None] = [None] * 3
+        self._events: list[Event] = [PAST] * 3
         self._next = 0
 
     def upload(self, columns: Columns) -> Sections:
@@ -209,11 +210,10 @@ class StagingRing:
             return into, into.numpy()
         i, size = self._next, into.numel()
         event, pinned, views = self._events[i], self._pinned[i], self._views[i]
-        if event is not None:
-            event.synchronize()  # three copies back: done long ago unless the host runs far ahead
+        event.synchronize()  # three copies back: done long ago unless the host runs far ahead
         if views is None or len(views[1]) != size:  # most copies of a ring have one size
             if pinned is None or pinned.numel() < size:
-                pinned = self._pinned[i] = torch.empty(max(size, 4096) * 2, dtype=torch.int32, pin_memory=True)
+                pinned = self._pinned[i] = pinned_empty(max(size, 4096) * 2, torch.int32)
             views = self._views[i] = pinned[:size], pinned[:size].numpy()
         return views
 
@@ -222,6 +222,5 @@ class StagingRing:
             return
         into.copy_(staging, non_blocking=True)
         i = self._next
-        event = self._events[i] = self._events[i] or torch.cuda.Event()
-        event.record()
+        self._events[i] = record_event(self.device, self._events[i])
         self._next = (i + 1) % len(self._pinned)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hybridrt.base.device import record_event
 from hybridrt.base.sampling_params import MAX_LOGPROBS
 from hybridrt.kernels.sampling.sampling import token_logprobs
 from hybridrt.runtime.step.launched_step import to_host
@@ -85,17 +86,13 @@ class ScoredStep:
             tuple(map(to_host, token_logprobs(logits(hidden.index_select(0, at)), following.long(), top)))
             for at, following in zip(places.split(LINES), tokens.split(LINES))
         ]
-        self._event: torch.cuda.Event | None = None
-        if hidden.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._event = record_event(hidden.device)
 
     def ready(self) -> bool:
-        return self._step.ready() and (self._event is None or self._event.query())
+        return self._step.ready() and self._event.query()
 
     def result(self) -> StepResult:
-        if self._event is not None:
-            self._event.synchronize()
+        self._event.synchronize()
         result, end = self._step.result(), 0
         own, ids, best = (torch.cat(parts).numpy() for parts in zip(*self._found))
         for row, tokens, top in self._wanted:

@@ -1,0 +1,18 @@
+"""Functions of other packages, replaced for a while: torch.cuda and Triton have no seam for a GPU that is not there."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Within it the attributes of a module, class or object are these. AttributeError if it has no such ones."""
+    found = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in found.items():
+            setattr(owner, name, value)
