@@ -3,10 +3,10 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
+from hybridrt.attention.base import Layer
 from hybridrt.attention.paged import PagedAttnBackend, PagedMetadata
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.attention.paged_attention import (
@@ -55,7 +55,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         """There is one for all steps without padding. What the rows see is looked up in each step."""
         return True if min(batch.out_cache_loc.tolist()) >= self.kv_pool.page_size else None
 
-    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
         plan, spec, table = self._plan(batch), layer.spec, rope.cos_sin.data_ptr()
         if table not in plan.turns:
             plan.turns[table] = turns(rope.cos_sin, batch.positions)
@@ -67,11 +67,11 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places)
         return rotated.flatten(1)
 
-    def decode_rows(self, layer: Any, batch: ForwardBatch) -> Callable[[], RowContext]:
+    def decode_rows(self, layer: Layer, batch: ForwardBatch) -> Callable[[], RowContext]:
         """What looks up the rows' context: it grows with each step."""
         return partial(self._context, layer, batch)
 
-    def _context(self, layer: Any, batch: ForwardBatch) -> RowContext:
+    def _context(self, layer: Layer, batch: ForwardBatch) -> RowContext:
         step, window = self.planned(batch), layer.spec.sliding_window
         contexts = self._plan(batch).contexts
         if window not in contexts:
