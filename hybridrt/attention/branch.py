@@ -20,7 +20,7 @@ class Branch:
 
     def beside(self) -> AbstractContextManager[object]:
         """What is launched within runs beside what is launched after it, until `join`."""
-        stream = self._capturing()
+        stream = None if self._stream is None else self._capturing()
         return _IN_LINE if stream is None else self._forked(stream)
 
     @staticmethod
@@ -32,7 +32,7 @@ class Branch:
 
     def join(self) -> None:
         """What is launched from here on needs both."""
-        stream = self._capturing()
+        stream = None if self._stream is None else self._capturing()
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
 

@@ -1,7 +1,7 @@
 """What every recurrent backend shares: the split of a step by segment, its metadata, graph buffers and its commit."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -81,6 +81,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         self.layers = layers
         self.pools = req_to_token_pool
         self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
+        self.layer_cache: Callable[[int], LayerCache] = self.mamba_pool.layer_cache
         self.chunk_size = chunk_size
         spec = self.mamba_pool.spec
         self._ring_width = max(shape.conv_width(spec.tokens_per_step) for shape in spec.groups)
@@ -121,9 +122,6 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     def lead(self, lead: "MambaAttnBackendBase[Any, Any]") -> None:
         self._lead = ref(lead)
 
-    def layer_cache(self, layer_id: int) -> LayerCache:
-        return self.mamba_pool.layer_cache(layer_id)
-
     # -- one layer ----------------------------------------------------------------------------------------------
 
     def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> Any:
@@ -131,7 +129,9 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
 
     def run(self, layer: LayerT, batch: ForwardBatch, inputs: InputsT, out: Tensor | None = None) -> Tensor:
         """One mixer over all rows: [T, width], decode rows first."""
-        step = self.begin(batch)
+        step: ForwardMetadata | None = batch.metadata.get(self)
+        if step is None or not step.begun:
+            step = self.begin(batch)
         decode, extend = step.decode, step.extends.get(self.chunk_size)
         compute = self._extend_in_passes if extend and extend.later else self.extend
         if decode and extend:
@@ -183,7 +183,9 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         metadata of the recurrent backends only; all other fields are those of `batch`."""
         step = self.begin(batch)
         part = replace(batch)
-        part.metadata[self.lead] = replace(step, extends={}) if decode else replace(step, decode=None)
+        alone = replace(step, extends={}) if decode else replace(step, decode=None)
+        for member in self.lead.members:
+            part.metadata[member] = alone
         return part
 
     # -- planning -----------------------------------------------------------------------------------------------
@@ -202,7 +204,8 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         step.open = commits and self._leaves_state(tokens)
         if step.open:
             self._last = step
-        batch.metadata[self] = step
+        for member in self.members:
+            batch.metadata[member] = step
 
     def recording_key(self, batch: ForwardBatch) -> Hashable:
         """The first slot of rows that are neighbours in the pools."""
@@ -283,7 +286,8 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             return step
         if step.previous is not None and step.previous.open:
             step.open = False
-            del batch.metadata[self.lead]
+            for member in self.lead.members:
+                del batch.metadata[member]
             raise BackendError(UNCOMMITTED)
         if split := batch.num_decode_rows:
             step.decode = self._decode_segment(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))

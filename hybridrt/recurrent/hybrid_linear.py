@@ -105,15 +105,18 @@ class HybridLinearAttnBackend(AttentionBackend):
         return backend
 
     def run(self, layer: Any, batch: ForwardBatch, inputs: Any, out: Tensor | None = None) -> Tensor:
-        return self.route(layer).run(layer, batch, inputs, out)
+        backend = self.routes.get((layer.layer_id, getattr(layer, "kind", None))) or self.route(layer)
+        return backend.run(layer, batch, inputs, out)
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         for backend in self.backends:
             backend.prepare(batch, graph=graph)
 
     def recording_key(self, batch: ForwardBatch) -> Hashable:
-        keys = tuple(backend.recording_key(batch) for backend in self.backends)
-        return None if None in keys else keys
+        keys: list[Hashable] = []
+        for backend in self.backends:
+            keys.append(backend.recording_key(batch))
+        return None if None in keys else tuple(keys)
 
     @property
     def saves_at_chunks(self) -> bool:  # type: ignore[override]
