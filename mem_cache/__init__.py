@@ -1,0 +1,13 @@
+"""Pools of device memory, and the prefix cache; the names that people import are found here, too."""
+
+from hybridrt.base.lazy_names import lazy_names
+
+NAMES = {
+    "HybridReqToTokenPool": "hybridrt.mem_cache.pools.req_to_token_pool:HybridReqToTokenPool",
+    "KVPool": "hybridrt.mem_cache.pools.kv_pool:KVPool",
+    "LayerCache": "hybridrt.mem_cache.pools.mamba_pool:LayerCache",
+    "MambaPool": "hybridrt.mem_cache.pools.mamba_pool:MambaPool",
+    "MambaPoolSpec": "hybridrt.mem_cache.pools.mamba_pool:MambaPoolSpec",
+    "Pools": "hybridrt.mem_cache.pools.pools:Pools",
+}
+__getattr__ = lazy_names(__name__, NAMES)

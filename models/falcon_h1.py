@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybridrt.attention.base import AttentionInputs
 from hybridrt.attention.branch import Branch
 from hybridrt.base.config import LayerSpec, ModelConfig
 from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, MULTIPLIER, SIZE, FieldTypes
@@ -124,7 +125,7 @@ class ParallelMixer(nn.Module):
         for_mamba, q, k, v = projected.split_with_sizes(self.sizes, dim=-1)
         with self.branch.beside():
             ssm = self.mamba(for_mamba, batch, for_ssm)
-        attn = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope, out=for_attn)
+        attn = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, v, rope=self.rope), for_attn)
         self.branch.join()
         return self.out_proj.onto(residual, attn, ssm)
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybridrt.attention.base import AttentionInputs
 from hybridrt.base.config import AttentionConfig
 from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
@@ -18,6 +19,7 @@ from hybridrt.layers.attention import Attention
 from hybridrt.layers.linear import Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget
+from hybridrt.models.window_history import WindowHistoryInputs
 
 # Modes of a history branch, and the kind of recurrent layer that it then is.
 HISTORY_MODES: Mapping[str, str | None] = {
@@ -131,7 +133,7 @@ class HybridAttentionLayer(Attention):
         """Both over norm(x + residual), and x + residual."""
         h, residual = norm(x, residual)
         q, k, v = self.qkv(h).split(self.sizes, dim=-1)
-        out = batch.attn_backend.forward(q, k, v, self, batch, hidden_states=h, rope=self.rope)
+        out = batch.attn_backend.run(self, batch, WindowHistoryInputs(AttentionInputs(q, k, v, rope=self.rope), h))
         return self.tp.all_reduce(out), residual
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:

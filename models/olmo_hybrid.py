@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from hybridrt.attention.base import AttentionInputs
 from hybridrt.base.config import AttentionConfig
 from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, either
@@ -109,7 +110,7 @@ class WholeNormAttention(Attention):
         """[T, hidden] to [T, hidden]."""
         q, k, v = self.qkv(x).split(self.sizes, dim=-1)
         q, k = self.q_whole(q)[0], self.k_whole(k)[0]
-        return self.o_proj(batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope))
+        return self.o_proj(batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, v, rope=self.rope)))
 
     def targets(self, key: str) -> CheckpointMap:
         norms = {**self.q_whole.targets(f"{key}.q_norm"), **self.k_whole.targets(f"{key}.k_norm")}

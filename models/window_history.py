@@ -1,15 +1,22 @@
 """The backend of layers whose output is attention over a sliding window plus a history branch over everything."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hybridrt.attention.base import NOTHING, QKV, AttentionBackend
+from hybridrt.attention.base import AttentionBackend, AttentionInputs
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend, linear_backends
+
+
+class WindowHistoryInputs(NamedTuple):
+    """The inputs of a layer of both branches: of its attention, and [T, hidden], what the block's projections read."""
+
+    attention: AttentionInputs
+    hidden_states: Tensor
 
 
 class WindowHistoryBackend(HybridLinearAttnBackend):
@@ -53,20 +60,22 @@ class WindowHistoryBackend(HybridLinearAttnBackend):
         """Layers of both branches are served here, each of the branches as in any composite."""
         return self if hasattr(layer, "ssm_adapter") else super().route(layer)
 
-    def run(
-        self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, *, hidden_states: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
-        """One layer over all rows of the batch.
+    def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> WindowHistoryInputs:
+        hidden_states = kwargs.pop("hidden_states")
+        return WindowHistoryInputs(AttentionInputs(q, k, v, save_kv_cache, **kwargs), hidden_states)
+
+    def run(self, layer: Any, batch: ForwardBatch, inputs: Any, out: Tensor | None = None) -> Tensor:
+        """One layer over all rows of the batch; of both branches, its `inputs` are WindowHistoryInputs.
 
         Args:
             layer: has `attn` (what the window's backend takes as its layer), `project` (the attention's output
                 projection, [T, heads * head_dim] to [T, hidden], without the sum over ranks) and `ssm_adapter`.
-            hidden_states: [T, hidden], what the block's projections read.
         Returns:
             [T, hidden], this rank's summand. The branch is zero on padding rows.
         """
-        assert hidden_states is not None
-        out: Tensor = layer.project(self.route(layer.attn).run(layer.attn, batch, qkv, **kwargs))
+        if not isinstance(inputs, WindowHistoryInputs):
+            return super().run(layer, batch, inputs, out)
+        attended: Tensor = layer.project(super().run(layer.attn, batch, inputs.attention))
         if layer.ssm_adapter.mode == "disabled":
-            return out
-        return out + layer.ssm_adapter.forward_history_branch(hidden_states, batch)
+            return attended
+        return attended + layer.ssm_adapter.forward_history_branch(inputs.hidden_states, batch)

@@ -27,7 +27,7 @@ SECTIONS = (
     ("Kernels: Mamba and linear attention", ("hybridrt/kernels/mamba",)),
     ("Kernels: delta rules", ("hybridrt/kernels/delta_rule",)),
     ("Kernels of installed libraries", ("hybridrt/kernels/libraries",)),
-    ("Memory of the device, and its ledger", ("mem_cache/pools",)),
+    ("Memory of the device, and its ledger", ("mem_cache", "mem_cache/pools")),
     ("The prefix cache's tree, on the host", ("mem_cache/prefix_tree",)),
     ("Backends of softmax attention, and the interface of all", ("hybridrt/attention",)),
     ("Layers", ("hybridrt/layers",)),

@@ -29,6 +29,18 @@ def test_dir_lists_every_public_name_and_each_can_be_had() -> None:
         hybridrt.no_such_name  # noqa: B018
 
 
+@pytest.mark.parametrize("package", ["attention", "layers", "mem_cache"])
+def test_names_that_people_import_are_found_in_their_packages(package: str) -> None:
+    module = importlib.import_module(f"hybridrt.{package}")
+    assert {"HybridLinearAttnBackend", "HybridSSMAdapter", "MambaPool"} & module.NAMES.keys()
+    for name in module.NAMES:
+        assert getattr(module, name).__module__.startswith("hybridrt.")
+    with pytest.raises(AttributeError, match="no_such_name"):
+        module.no_such_name  # noqa: B018
+    code = f"import hybridrt.{package}, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_every_error_is_exported() -> None:
     raised = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
     assert raised <= set(hybridrt.__all__)

@@ -1,0 +1,14 @@
+"""Backends of attention; the names that people import are found here, too."""
+
+from hybridrt.base.lazy_names import lazy_names
+
+NAMES = {
+    "AttentionBackend": "hybridrt.attention.base:AttentionBackend",
+    "AttentionInputs": "hybridrt.attention.base:AttentionInputs",
+    "HybridAttnBackend": "hybridrt.attention.prefill_decode:HybridAttnBackend",
+    "HybridLinearAttnBackend": "hybridrt.recurrent.hybrid_linear:HybridLinearAttnBackend",
+    "MambaAttnBackendBase": "hybridrt.recurrent.backend:MambaAttnBackendBase",
+    "Mamba2AttnBackend": "hybridrt.recurrent.mamba2:Mamba2AttnBackend",
+    "PrefillDecodeAttnBackend": "hybridrt.attention.prefill_decode:PrefillDecodeAttnBackend",
+}
+__getattr__ = lazy_names(__name__, NAMES)

@@ -2,36 +2,44 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable
-from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hybridrt.attention.branch import Branch
+from hybridrt.attention.contract import ContractHooks, check_graph_tokens
 from hybridrt.base.config import AttentionSpec
 from hybridrt.base.errors import BackendError
-from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
+from hybridrt.base.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.attention.rotary import qk_norm_rotary
-from hybridrt.kernels.core.records import Rope
+from hybridrt.kernels.core.records import LatentWeights, Rope
 
 
-class QKV(NamedTuple):
-    """What a softmax-attention layer hands its backend, [T, heads * head_dim] each; all None for a recurrent layer.
+class AttentionInputs(NamedTuple):
+    """The inputs of a softmax-attention layer, [T, heads * head_dim] each.
 
-    `save`: k and v are written into the pool first. Without k and v, or with save False, the pool holds them already.
+    Attributes:
+        save: k and v are written into the pool first. Without k and v, or with save False, the pool holds them already.
+        rope: how to rotate q and k first; None if they are rotated, or the model rotates nothing.
     """
 
-    q: Tensor | None = None
+    q: Tensor
     k: Tensor | None = None
     v: Tensor | None = None
     save: bool = True
+    rope: Rope | None = None
 
 
-NOTHING = QKV()
+class Layer(Protocol):
+    """What a backend reads of a softmax-attention layer."""
+
+    layer_id: int
+    spec: AttentionSpec
+    weights: LatentWeights  # of variant "mla" alone
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(ContractHooks, ABC):
     """Plans a step once, then runs every layer of it.
 
     The plan is stored on the batch, so that a step may be prepared while earlier ones have not run yet. A backend
@@ -42,10 +50,6 @@ class AttentionBackend(ABC):
     saves_at_chunks = False  # True if recurrent layers leave a state behind any chunk of a prompt
     captures_prompts = False  # True if a graph may hold extend rows: their kernels need no lengths on the host
     seq_len_fill = 1  # the seq_len that a padding row of a graph gets, for one token a row
-
-    # Of the older spellings alone: the batch that they planned last, and the graph view for each number of tokens.
-    _last_batch: ForwardBatch | None = None
-    _views: dict[int, GraphView] | None = None
 
     @property
     def linear_attn_backend(self) -> Any:
@@ -86,20 +90,12 @@ class AttentionBackend(ABC):
         on the same tensors, so one can be recorded for all (hybridrt.kernels.core.recording). None: it cannot be."""
         return None
 
-    def prepare_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027  # decode rows need none of it
+    def prepare_in_graph(self, batch: ForwardBatch) -> None:  # decode rows need none of it
         """What a graph itself plans of its extend rows, in each replay: everything that is computed from the batch's
         tensors on the device. `prepare` has been called for the capture or the replay."""
 
-    def forward(
-        self,
-        q: Tensor | None,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
+    @abstractmethod
+    def run(self, layer: Any, batch: ForwardBatch, inputs: Any, out: Tensor | None = None) -> Tensor:
         """One layer over all rows of a batch that was prepared.
 
         On a GPU its kernels may read the batch's tensors and the page table before the kernel in front of them has
@@ -107,21 +103,20 @@ class AttentionBackend(ABC):
         (hybridrt.kernels.core.pdl_triton).
 
         Args:
-            q, k, v: [T, heads * head_dim] of the new tokens; None for recurrent layers, which pass their own inputs as
-                keywords, and k and v also for layers that read what is in the pool already.
-            layer: the layer that calls: layer_id, and its shapes or weights.
-            save_kv_cache: write k and v into the pool first.
+            layer: the layer that calls: `layer_id`, and what its backend reads of it.
+            inputs: the record of the layer's kind: AttentionInputs of softmax attention, and one for each kind of
+                recurrent layer (`MambaAttnBackendBase.inputs`). A composite passes it on.
+            out: [T, width], where the result may be left; what is returned counts.
         Returns:
             [T, width], decode rows first.
 
         Raises:
             BackendError: the batch was not prepared, or a step in front of it was not committed.
         """
-        return self.route(layer).run(layer, batch, QKV(q, k, v, save_kv_cache), **kwargs)
 
-    @abstractmethod
-    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, **kwargs: Any) -> Tensor:
-        """`forward` by the backend that serves the layer, with its own keywords."""
+    def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> Any:
+        """The record of `run` from the arguments of `forward`."""
+        return AttentionInputs(q, k, v, save_kv_cache, **kwargs)
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """After the last layer of a step with a decode segment: what stays becomes part of the state.
@@ -140,7 +135,7 @@ class AttentionBackend(ABC):
         if path is not None:
             raise BackendError(f"{type(self).__name__} verifies chains alone; use topk=1")
 
-    def drop_step(self) -> None:  # noqa: B027  # most backends keep nothing of a step
+    def drop_step(self) -> None:  # most backends keep nothing of a step
         """Gives up all steps that were prepared and not committed."""
 
     def planned(self, batch: ForwardBatch) -> Any:
@@ -150,14 +145,7 @@ class AttentionBackend(ABC):
             BackendError: the batch was not prepared.
         """
         found = batch.metadata.get(self)
-        for owner in () if found is not None else (batch.attn_backend, self):
-            # The older capture hook is given tensors, not the batch that the layers get.
-            last = getattr(owner, "_last_batch", None)
-            if last is not None and last.req_pool_indices.data_ptr() == batch.req_pool_indices.data_ptr():
-                found = found or last.metadata.get(self)
-        if found is None:
-            raise BackendError("no planned step: call prepare(batch) once before the layers of a step run")
-        return found
+        return self.planned_by_older_hooks(batch) if found is None else found
 
     # -- graphs -------------------------------------------------------------------------------------------------
 
@@ -184,97 +172,8 @@ class AttentionBackend(ABC):
         self.allocate_graph(view)
         return view
 
-    def allocate_graph(self, view: GraphView) -> None:  # noqa: B027  # most backends need no buffers
+    def allocate_graph(self, view: GraphView) -> None:  # most backends need no buffers
         """Puts this backend's buffers, if it needs some, into a new view."""
-
-    # -- the same under older names -----------------------------------------------------------------------------
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """`prepare` of an eager step."""
-        self.prepare(batch)
-        self._last_batch = batch
-
-    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """`prepare` of a step that is captured or replayed."""
-        planned = replace(batch, num_real=0) if in_capture else batch
-        self.prepare(planned, graph=self._view(batch.tokens_per_row))
-        batch.metadata, self._last_batch = planned.metadata, batch
-
-    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """`prepare_in_graph`."""
-        self.prepare_in_graph(batch)
-
-    def init_forward_metadata_capture_cuda_graph(
-        self,
-        bs: int,
-        num_tokens: int,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-    ) -> None:
-        """`prepare` of a capture, over the runner's static tensors."""
-        tokens = check_graph_tokens(bs, num_tokens)
-        if tokens != (spec_info.tokens_per_row if spec_info else 1):
-            raise BackendError(f"a graph of {tokens} tokens a row, and spec_info is {spec_info}")
-        self.init_forward_metadata_replay_cuda_graph(bs, 0, req_pool_indices, seq_lens, forward_mode, spec_info, None)
-
-    def init_forward_metadata_replay_cuda_graph(
-        self,
-        bs: int,
-        num_real: int,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        forward_mode: ForwardMode,
-        spec_info: SpecInfo | None,
-        seq_lens_cpu: list[int] | None,
-    ) -> None:
-        """`prepare` of a replay of `num_real` rows, padded to bs."""
-        rows, none = req_pool_indices[:bs], req_pool_indices[:0]  # of the tokens, a plan needs nothing
-        batch = ForwardBatch(
-            forward_mode, none, none, rows, seq_lens[:bs], none, none, num_real, bs, self, seq_lens_cpu,
-            spec_info=spec_info,
-        )  # fmt: skip
-        self.prepare(batch, graph=self._view(batch.tokens_per_row))
-        self._last_batch = batch
-
-    def _view(self, tokens: int) -> GraphView:
-        view = (self._views or {}).get(tokens)
-        if view is None:
-            raise BackendError(f"no buffers for graphs of {tokens} tokens a row: call init_cuda_graph_state first")
-        return view
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """`seq_len_fill`."""
-        return self.seq_len_fill
-
-    def forward_decode(
-        self, q: Any, k: Any, v: Any, layer: Any, batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
-    ) -> Tensor:
-        """`forward` of a batch that has decode rows alone."""
-        if batch.num_extend_rows:
-            raise BackendError(f"forward_decode of a batch with {batch.num_extend_rows} extend rows; call forward")
-        return self.forward(q, k, v, layer, batch, save_kv_cache, **kwargs)
-
-    def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
-    ) -> Tensor:
-        """`forward` of a batch that has extend rows alone."""
-        if batch.num_decode_rows:
-            raise BackendError(f"forward_extend of a batch with {batch.num_decode_rows} decode rows; call forward")
-        return self.forward(q, k, v, layer, batch, save_kv_cache, **kwargs)
-
-    def commit_decode(self, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
-        """`commit` of the step that the older hooks planned last."""
-        if self._last_batch is None:
-            raise BackendError(
-                "commit_decode belongs to init_forward_metadata; after prepare(batch) call commit(batch)"
-            )
-        self.commit(self._last_batch, accepted, path)
-
-    def update_mamba_state_after_mtp_verify(self, accepted: Tensor, path: Tensor | None = None) -> None:
-        """`commit` of a verify step that the older hooks planned."""
-        self.commit_decode(accepted, path)
 
 
 class SegmentedAttnBackend(AttentionBackend):
@@ -298,28 +197,18 @@ class SegmentedAttnBackend(AttentionBackend):
         """Why it cannot serve attention layers of these specs on a device; None if it can."""
         return None
 
-    def run(  # type: ignore[override]  # these keywords alone
-        self,
-        layer: Any,
-        batch: ForwardBatch,
-        qkv: QKV = NOTHING,
-        *,
-        rope: Rope | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def run(self, layer: Layer, batch: ForwardBatch, inputs: AttentionInputs, out: Tensor | None = None) -> Tensor:
         """Attention of one layer over all rows of the batch.
 
         Args:
             layer: the layer that calls: its `layer_id` and `spec` (AttentionSpec). A layer of variant "mla" has
                 `weights` (LatentWeights) too, and brings q [T, heads * (nope + rope)], k [T, rank + rope] before its
                 norm, and no v.
-            rope: how to rotate q and k first; None if they are rotated, or the model rotates nothing.
             out: [T, heads * head_dim], where the result may be left; what is returned counts.
         Returns:
             [T, heads * head_dim] in q's dtype; of variant "mla" [T, heads * value].
         """
-        q, k, v, save = qkv
-        assert q is not None
+        q, k, v, save, rope = inputs
         split, total, latent = batch.num_decode_tokens, q.shape[0], layer.spec.variant == "mla"
         if total == 0:
             value_dim = layer.weights.up_v.shape[2] if latent else layer.spec.v_head_dim
@@ -345,42 +234,32 @@ class SegmentedAttnBackend(AttentionBackend):
             lambda place: self.extend(prompts, layer, batch, place),
         )
 
-    def save_latent(self, q: Tensor, k: Tensor | None, layer: Any, batch: ForwardBatch, rope: Rope | None) -> Tensor:
+    def save_latent(self, q: Tensor, k: Tensor | None, layer: Layer, batch: ForwardBatch, rope: Rope | None) -> Tensor:
         """Writes the vectors of a layer of variant "mla" into the pool and returns q, rotated. A backend that serves
         such layers overrides it."""
         raise BackendError(f"{type(self).__name__} serves no layers of latent attention")
 
-    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
         """Rotates q and k, writes k and v into the pool, returns q. A backend that fuses the three overrides it."""
         q, k = self._rotate(q, k, layer, batch, rope)
         self.save_kv(k, v, layer, batch)
         return q
 
     @staticmethod
-    def _rotate(q: Tensor, k: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
+    def _rotate(q: Tensor, k: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> tuple[Tensor, Tensor]:
         dim = layer.spec.head_dim
         heads, kv_heads = (t.view(t.shape[0], t.shape[1] // dim, dim) for t in (q, k))
         heads, kv_heads = qk_norm_rotary(heads, kv_heads, batch.positions, rope)
         return heads.flatten(1), kv_heads.flatten(1)
 
     @abstractmethod
-    def save_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
+    def save_kv(self, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch) -> None:
         """Writes the new tokens' keys and values ([T, kv_heads * head_dim]) at batch.out_cache_loc."""
 
     @abstractmethod
-    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+    def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """The decode segment: rows [0, num_decode_rows) with tokens_per_row tokens each."""
 
     @abstractmethod
-    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+    def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         """The extend segment: rows [num_decode_rows, B), any number of tokens each."""
-
-
-def check_graph_tokens(max_bs: int, max_num_tokens: int) -> int:
-    """Tokens of a row; BackendError unless max_num_tokens is a positive multiple of max_bs."""
-    if max_bs < 1 or max_num_tokens < max_bs or max_num_tokens % max_bs:
-        raise BackendError(
-            f"max_num_tokens is {max_num_tokens}; it must be a multiple of max_bs {max_bs}: every row of a graph "
-            "has the same number of tokens"
-        )
-    return max_num_tokens // max_bs

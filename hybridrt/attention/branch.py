@@ -22,11 +22,11 @@ class Branch:
 
     def beside(self) -> AbstractContextManager[object]:
         """What is launched within runs beside what is launched after it, until `join`."""
-        return self._side.after_current() if self._splits() else _IN_LINE
+        return self._side.after_current() if self._on_gpu and is_capturing() else _IN_LINE
 
     def join(self) -> None:
         """What is launched from here on needs both."""
-        if self._splits():
+        if self._on_gpu and is_capturing():
             self._side.join()
 
     def segments(
@@ -46,6 +46,3 @@ class Branch:
         if out is None or decoded.data_ptr() != out.data_ptr() or chunks.data_ptr() != out[split:].data_ptr():
             return torch.cat((decoded, chunks))
         return out
-
-    def _splits(self) -> bool:
-        return self._on_gpu and is_capturing()

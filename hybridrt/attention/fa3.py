@@ -1,11 +1,11 @@
 """Softmax attention by FlashAttention 3 (Shah et al. 2024), as sglang-kernel brings it."""
 
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridrt.attention.base import Layer
 from hybridrt.attention.paged import PagedAttnBackend, PagedMetadata
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.mem_cache.pools.kv_pool import KVPool
@@ -24,7 +24,7 @@ class Fa3AttnBackend(PagedAttnBackend):
         # Imported once it is known to be installed: what this class says of itself needs no library.
         self._library = import_module("hybridrt.kernels.libraries.sgl_kernel")
 
-    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+    def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         step: PagedMetadata = self.planned(batch)
         assert step.extend is not None
         if not any(step.extend.query_lens):

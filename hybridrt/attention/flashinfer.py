@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hybridrt.attention.base import Layer
 from hybridrt.attention.paged import PagedKVBackend
 from hybridrt.base.config import AttentionSpec
 from hybridrt.base.device import PAST, Event, record_event
@@ -68,13 +69,13 @@ class FlashinferAttnBackend(PagedKVBackend):
             for (name, plans), at in zip(self._eager.items(), (slice(0, split), slice(split, ends)))
         }
 
-    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+    def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         return self._run(self.planned(batch)["decode"], q, layer)
 
-    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+    def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         return self._run(self.planned(batch)["extend"], q, layer)
 
-    def _run(self, segment: Segment, q: Tensor, layer: Any) -> Tensor:
+    def _run(self, segment: Segment, q: Tensor, layer: Layer) -> Tensor:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         spec: AttentionSpec = layer.spec
         layout = self._library.HeadLayout(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hybridrt.attention.base import SegmentedAttnBackend
+from hybridrt.attention.base import Layer, SegmentedAttnBackend
 from hybridrt.attention.branch import Branch
 from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own, check_written_places
 from hybridrt.base.config import AttentionSpec
@@ -141,7 +141,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         host = list(batch.extend_seq_lens_cpu), () if totals is None else list(totals[split:])
         return AttentionPrompts(batch.req_pool_indices[split:], starts, lens, *host)
 
-    def save_latent(self, q: Tensor, k: Tensor | None, layer: Any, batch: ForwardBatch, rope: Rope | None) -> Tensor:
+    def save_latent(self, q: Tensor, k: Tensor | None, layer: Layer, batch: ForwardBatch, rope: Rope | None) -> Tensor:
         """Norms and rotates k `[T, rank + rope]`, writes it, and returns q `[T, heads * (nope + rope)]`, rotated."""
         if k is None:
             raise BackendError("a layer of latent attention always writes its tokens: pass k, and save_kv_cache=True")
@@ -152,7 +152,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         )
         return written.flatten(1)
 
-    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
         spec: AttentionSpec = layer.spec
         heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
         rotated: Tensor = self._rotary_write_kv(
@@ -161,7 +161,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         )  # fmt: skip
         return rotated.view(q.shape[0], -1)
 
-    def save_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
+    def save_kv(self, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch) -> None:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         shape = (k.shape[0], layer.spec.num_kv_heads, layer.spec.head_dim)
         self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
@@ -191,7 +191,7 @@ class PagedAttnBackend(PagedKVBackend):
         if self.serves_latent:
             self._latent_extend = select("latent_extend", device, self.provider)
 
-    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+    def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(batch.num_decode_rows, batch.tokens_per_row, layer.spec.num_heads, -1)
         kv, rows = self.layer_kv(layer), self.decode_rows(layer, batch)
         if layer.spec.variant == "mla":
@@ -202,7 +202,7 @@ class PagedAttnBackend(PagedKVBackend):
         self._decode(heads, kv, rows, out.view(heads.shape))
         return out
 
-    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+    def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = by_head(q, layer.spec.num_heads, q.shape[1] // layer.spec.num_heads)
         kv, rows = self.layer_kv(layer), self.planned(batch).extend
         if layer.spec.variant == "mla":
@@ -210,11 +210,11 @@ class PagedAttnBackend(PagedKVBackend):
         place = None if out is None else by_head(out, *heads.shape[1:])
         return self._extend(heads, kv, rows, place).reshape(q.shape[0], -1)
 
-    def decode_rows(self, layer: Any, batch: ForwardBatch) -> Any:
+    def decode_rows(self, layer: Layer, batch: ForwardBatch) -> Any:
         """The decode segment, as a layer's kernel takes it."""
         return self.planned(batch).decode
 
-    def layer_kv(self, layer: Any) -> PagedKV:
+    def layer_kv(self, layer: Layer) -> PagedKV:
         """A layer's keys and values."""
         caches, spec = self.kv_pool.layer(layer.layer_id), layer.spec
         return PagedKV(*caches, self.req_to_token_pool.req_to_token, spec.scale, spec.sliding_window)

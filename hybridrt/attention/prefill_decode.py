@@ -1,11 +1,10 @@
 """One full-attention backend for prefill and another for decode."""
 
 from collections.abc import Hashable
-from typing import Any
 
 from torch import Tensor
 
-from hybridrt.attention.base import SegmentedAttnBackend
+from hybridrt.attention.base import Layer, SegmentedAttnBackend
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView
 from hybridrt.kernels.core.records import Rope
@@ -72,16 +71,16 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         for backend in self._planning(batch):
             backend.prepare_in_graph(batch)
 
-    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
         return self._saving_backend(batch).rotate_and_save(q, k, v, layer, batch, rope)
 
-    def save_kv(self, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch) -> None:
+    def save_kv(self, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch) -> None:
         self._saving_backend(batch).save_kv(k, v, layer, batch)
 
-    def decode(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+    def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         return self._decode_segment_backend(batch).decode(q, layer, batch, out)
 
-    def extend(self, q: Tensor, layer: Any, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+    def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         return self._extend_segment_backend(batch).extend(q, layer, batch, out)
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:

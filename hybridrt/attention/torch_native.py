@@ -3,10 +3,10 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
+from hybridrt.attention.base import Layer
 from hybridrt.attention.paged import PagedAttnBackend, PagedMetadata
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.attention.paged_attention import (
@@ -55,8 +55,8 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         """There is one for all steps without padding. What the rows see is looked up in each step."""
         return True if min(batch.out_cache_loc.tolist()) >= self.kv_pool.page_size else None
 
-    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: ForwardBatch, rope: Rope) -> Tensor:
-        plan, spec, table = self._plan(batch), layer.spec, rope.cos_sin.data_ptr()
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
+        plan, spec, table = self._step(batch)[1], layer.spec, rope.cos_sin.data_ptr()
         if table not in plan.turns:
             plan.turns[table] = turns(rope.cos_sin, batch.positions)
         if plan.places is None:
@@ -67,24 +67,25 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places)
         return rotated.flatten(1)
 
-    def decode_rows(self, layer: Any, batch: ForwardBatch) -> Callable[[], RowContext]:
+    def decode_rows(self, layer: Layer, batch: ForwardBatch) -> Callable[[], RowContext]:
         """What looks up the rows' context: it grows with each step."""
         return partial(self._context, layer, batch)
 
-    def _context(self, layer: Any, batch: ForwardBatch) -> RowContext:
-        step, window = self.planned(batch), layer.spec.sliding_window
-        contexts = self._plan(batch).contexts
-        if window not in contexts:
+    def _context(self, layer: Layer, batch: ForwardBatch) -> RowContext:
+        (step, plan), window = self._step(batch), layer.spec.sliding_window
+        if window not in plan.contexts:
+            assert step.decode is not None, "a batch with decode rows"
             table = self.req_to_token_pool.req_to_token
-            contexts[window] = row_context(table, step.decode, batch.tokens_per_row, window)
-        return contexts[window]
+            plan.contexts[window] = row_context(table, step.decode, batch.tokens_per_row, window)
+        return plan.contexts[window]
 
-    def _plan(self, batch: ForwardBatch) -> TorchPlan:
+    def _step(self, batch: ForwardBatch) -> tuple[PagedMetadata, TorchPlan]:
+        """What was planned for a batch, and what its layers share."""
+        step: PagedMetadata = batch.metadata.get(self) or self.planned(batch)
         if self.kv_pool.device.type == "cuda":  # a graph would keep what the run before its capture has computed
-            return TorchPlan()
-        step: PagedMetadata = self.planned(batch)
-        step.plan = plan = step.plan or TorchPlan()
-        return plan
+            return step, TorchPlan()
+        step.plan = step.plan or TorchPlan()
+        return step, step.plan
 
 
 def _attend(q: Tensor, kv: PagedKV, context: Callable[[], RowContext], out: Tensor | None = None) -> Tensor:

@@ -50,7 +50,7 @@ class AttentionBackendLike(Protocol):
     def route(self, layer: Any) -> Any: ...
 
     @property
-    def forward(self) -> Callable[..., torch.Tensor]: ...
+    def run(self) -> Callable[..., torch.Tensor]: ...
 
 
 @dataclass
@@ -123,6 +123,9 @@ class ForwardBatch:
             states without a pass of their own (`saves_at_chunks`).
         metadata: what each backend planned for this batch, by backend; `prepare` fills it. hybridrt.embedding keeps its
             rows here, too. A copy made by `dataclasses.replace` is a batch that nothing has planned.
+        batch_size: B.
+        tokens_per_row: tokens of each row of the decode segment: 1, or T when verifying.
+        num_decode_tokens, num_extend_rows: of the two segments.
     """
 
     forward_mode: ForwardMode
@@ -143,29 +146,22 @@ class ForwardBatch:
     extend_passes: Sequence[ExtendPass] = ()
     saved_states: Mapping[int, Any] = field(default_factory=dict)
     metadata: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    batch_size: int = field(init=False, repr=False, compare=False)
+    tokens_per_row: int = field(init=False, repr=False, compare=False)
+    num_decode_tokens: int = field(init=False, repr=False, compare=False)
+    num_extend_rows: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def batch_size(self) -> int:
-        return self.req_pool_indices.shape[0]
-
-    @property
-    def tokens_per_row(self) -> int:
-        """Tokens of each row of the decode segment: 1, or T when verifying."""
-        return self.spec_info.tokens_per_row if self.spec_info else 1
-
-    @property
-    def num_decode_tokens(self) -> int:
-        return self.num_decode_rows * self.tokens_per_row
+    def __post_init__(self) -> None:
+        self.batch_size = self.req_pool_indices.shape[0]
+        self.tokens_per_row = self.spec_info.tokens_per_row if self.spec_info else 1
+        self.num_decode_tokens = self.num_decode_rows * self.tokens_per_row
+        self.num_extend_rows = self.batch_size - self.num_decode_rows
 
     @property
     def padded_rows(self) -> torch.Tensor | None:
         """req_pool_indices where there may be padding (row 0) and all rows have `tokens_per_row` tokens, else None:
         a graph's batch is padded, one with extend rows is not."""
         return None if self.num_extend_rows else self.req_pool_indices
-
-    @property
-    def num_extend_rows(self) -> int:
-        return self.batch_size - self.num_decode_rows
 
     @property
     def extend_seq_lens_cpu(self) -> Sequence[int]:

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from hybridrt.attention.base import AttentionInputs
 from hybridrt.base.config import AttentionConfig, AttentionSpec
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.collectives.groups import TPGroup
@@ -102,7 +103,7 @@ class Attention(nn.Module):
     def _attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """The heads' results, gated if the layer is."""
         q, k, v, *gate = projected.split_with_sizes(self.sizes, dim=-1)
-        out = batch.attn_backend.forward(q, k, v, self.attn, batch, rope=self.rope)
+        out = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, v, rope=self.rope))
         return sigmoid_mul(out, *gate) if gate else out
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:

@@ -193,7 +193,7 @@ class DenseMethod(LinearMethod):
         self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None,
         tail: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        if is_skinny(x, self.weight, activation):
+        if x.is_cuda and is_skinny(x, self.weight, activation):
             return skinny_linear(x, self.weight, bias, tail=tail, activation=activation)[0]
         y = linear(x if tail is None else side_by_side(x, tail), self.weight, bias)
         return y if activation is None else ACTIVATIONS[activation](y)
@@ -216,8 +216,9 @@ class DenseMethod(LinearMethod):
         self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        if not is_skinny(x, self.weight, activation):
-            return super().apply_normed(norm, x, residual, bias, activation)
+        if not x.is_cuda or not is_skinny(x, self.weight, activation):
+            h, residual = norm(x, residual)
+            return self.apply(h, bias, activation), residual
         before = InputNorm(norm.weight, norm.eps, residual)
         y, total = skinny_linear(x, self.weight, bias, norm=before, activation=activation)
         return y, x if total is None else total

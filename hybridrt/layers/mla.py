@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from hybridrt.attention.base import AttentionInputs
 from hybridrt.base.config import AttentionConfig, LatentConfig
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import LatentWeights, Rope
@@ -67,7 +68,7 @@ class LatentAttention(nn.Module):
         q, k, *gate = projected.split(self.sizes, dim=-1)
         if self.q_norm is not None and self.q_up is not None:
             q = norm_linear(self.q_norm, self.q_up, q, None)[0]
-        out = batch.attn_backend.forward(q, k, None, self.attn, batch, rope=self.rope)
+        out = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, rope=self.rope))
         if gate:
             heads = out.unflatten(1, (gate[0].shape[1], -1))
             out = heads.mul_(gate[0].float().sigmoid().to(out.dtype).unsqueeze(-1)).flatten(1)

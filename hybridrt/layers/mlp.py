@@ -35,15 +35,12 @@ class MLP(nn.Module):
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """MLP of norm(x + residual), and x + residual. Only experts use the batch."""
         h, residual = norm_linear(norm, self.up, x, residual, self.activation)
-        return self.down.onto(residual, self._clamped(h))
+        return self.down.onto(residual, h if self.limit is None else clamped_silu_and_mul(h, self.limit))
 
     def summand(self, x: torch.Tensor, reduce: bool = False) -> torch.Tensor:
         """MLP of x, [T, hidden] to [T, hidden]; `reduce` as in RowLinear."""
-        return self.down(self._clamped(self.up(x, self.activation)), reduce=reduce)
-
-    def _clamped(self, h: torch.Tensor) -> torch.Tensor:
-        """Activations [T, I]: of gate and up [T, 2 I] where there is a limit, else those that the product ended in."""
-        return h if self.limit is None else clamped_silu_and_mul(h, self.limit)
+        h = self.up(x, self.activation)
+        return self.down(h if self.limit is None else clamped_silu_and_mul(h, self.limit), reduce=reduce)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         gate, down = self.scales

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hybridrt.attention.base import AttentionInputs
 from hybridrt.base.config import AttentionConfig
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import Rope
@@ -90,7 +91,7 @@ class SharedBlock(nn.Module):
         if self.qkv_adapters:
             projected += self.qkv_adapters[str(i)](h)
         q, k, v = projected.split(self.qkv.sizes, dim=-1)
-        h = self.o_proj(batch.attn_backend.forward(q, k, v, attn, batch, rope=self.rope))
+        h = self.o_proj(batch.attn_backend.run(attn, batch, AttentionInputs(q, k, v, rope=self.rope)))
         h = self.ff_norm(h)[0]
         gate, up = self.up(h).add_(self.up_adapters[str(i)](h)).chunk(2, dim=-1)
         return self.down(F.gelu(gate).mul_(up))

@@ -1,16 +1,16 @@
 """What every recurrent backend shares: the split of a step by segment, its metadata, graph buffers and its commit."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
-from hybridrt.attention.base import NOTHING, QKV, AttentionBackend
+from hybridrt.attention.base import AttentionBackend
 from hybridrt.attention.branch import Branch
 from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own
 from hybridrt.base.errors import BackendError
@@ -18,7 +18,7 @@ from hybridrt.base.forward_batch import ExtendPass, ForwardBatch, GraphView
 from hybridrt.kernels.core.chunk_plan import ChunkPlan, plan_chunks
 from hybridrt.kernels.core.launch import end_launches
 from hybridrt.kernels.core.providers import needs_host
-from hybridrt.kernels.core.records import ConvWeights, Prompts
+from hybridrt.kernels.core.records import Prompts
 from hybridrt.kernels.core.views import take_tokens
 from hybridrt.kernels.state.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.mem_cache.pools.bounds import check_range
@@ -26,8 +26,19 @@ from hybridrt.mem_cache.pools.mamba_pool import LayerCache, MambaPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment, ForwardMetadata
 
-# What a mixer hands its backend, by name: [T, ...] each, decode rows first.
-Inputs = Mapping[str, Tensor]
+
+class RecurrentLayer(Protocol):
+    """What every recurrent backend reads of a mixer. `config` is the kind's."""
+
+    kind: str
+    layer_id: int
+    width: int
+    config: Any
+
+
+LayerT = TypeVar("LayerT", bound=RecurrentLayer)
+# A kind's NamedTuple of tensors [T, ...], decode rows first, of which only the last ones may be None.
+InputsT = TypeVar("InputsT", bound=tuple[Any, ...])
 
 UNCOMMITTED = (
     "a decode step before this one was not committed, so its tokens are not part of the state: call commit after its "
@@ -35,15 +46,15 @@ UNCOMMITTED = (
 )
 
 
-def _part(inputs: Inputs, tokens: slice, out: Tensor | None) -> Inputs:
-    """The inputs of some of the tokens, and where their result may be left."""
-    part = {name: t[tokens] for name, t in inputs.items()}
-    return part if out is None else part | {"out": out}
+def _part(inputs: InputsT, tokens: slice) -> InputsT:
+    """The inputs of some of the tokens."""
+    parts = (None if t is None else t[tokens] for t in inputs)
+    return type(inputs)(*parts)  # type: ignore[arg-type]
 
 
-class MambaAttnBackendBase(AttentionBackend):
+class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     """The backend of one kind of recurrent layer, Mamba or any other, over MambaPool. A subclass implements `decode`
-    and `extend`, which call the kind's kernels. Its docstring says which inputs they take. On a CPU, what is no
+    and `extend`, which call the kind's kernels, and names the record of their inputs. On a CPU, what is no
     operation of torch in `decode`, or reads numbers of a step, stands within `hybridrt.kernels.core.recording.live`.
 
     Args:
@@ -52,9 +63,12 @@ class MambaAttnBackendBase(AttentionBackend):
     """
 
     kind: str
+    inputs: ClassVar[type[tuple[Any, ...]]]  # the record that a mixer hands its backend
     scan: ClassVar[str | None] = None  # the operation of its chunks, where libraries have it too
 
-    def __init__(self, *, layers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool, chunk_size: int) -> None:
+    def __init__(
+        self, *, layers: Mapping[int, LayerT], req_to_token_pool: HybridReqToTokenPool, chunk_size: int
+    ) -> None:
         wrong = {layer_id: m.kind for layer_id, m in layers.items() if m.kind != self.kind}
         if wrong:
             layer_id, kind = next(iter(wrong.items()))
@@ -67,17 +81,18 @@ class MambaAttnBackendBase(AttentionBackend):
         self.layers = layers
         self.pools = req_to_token_pool
         self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
+        self.layer_cache: Callable[[int], LayerCache] = self.mamba_pool.layer_cache
         self.chunk_size = chunk_size
         spec = self.mamba_pool.spec
         self._ring_width = max(shape.conv_width(spec.tokens_per_step) for shape in spec.groups)
         self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
-        self._others: list[MambaAttnBackendBase] = []  # that this one plans and commits for, besides itself
-        self._lead: ReferenceType[MambaAttnBackendBase] | None = None  # None: this one plans for itself
+        self._others: list[MambaAttnBackendBase[Any, Any]] = []  # that this one plans and commits for, besides itself
+        self._lead: ReferenceType[MambaAttnBackendBase[Any, Any]] | None = None  # None: this one plans for itself
         self._last: ForwardMetadata | None = None  # the last step that leaves its state to a commit
         self.mamba_pool.set_decays({i: partial(self.ring_decay, layer) for i, layer in layers.items()})
 
     @staticmethod
-    def join(backends: Sequence["MambaAttnBackendBase"]) -> "MambaAttnBackendBase":
+    def join(backends: Sequence["MambaAttnBackendBase[Any, Any]"]) -> "MambaAttnBackendBase[Any, Any]":
         """The first of a model's backends, which from now on plans and commits for all of them: their layers share
         slots and ring cursors, and a step moves the cursors once."""
         first = backends[0]
@@ -88,43 +103,35 @@ class MambaAttnBackendBase(AttentionBackend):
 
     # A reference of a backend to itself that counts would keep the pools until the garbage collector runs.
     @property
-    def members(self) -> "list[MambaAttnBackendBase]":
+    def members(self) -> "list[MambaAttnBackendBase[Any, Any]]":
         """The backends that this one plans and commits for, itself first."""
         return [self, *self._others]
 
     @members.setter
-    def members(self, members: "list[MambaAttnBackendBase]") -> None:
+    def members(self, members: "list[MambaAttnBackendBase[Any, Any]]") -> None:
         self._others = members[1:]
 
     @property
-    def lead(self) -> "MambaAttnBackendBase":
+    def lead(self) -> "MambaAttnBackendBase[Any, Any]":
         """The backend that plans and commits for this one."""
         lead = self if self._lead is None else self._lead()
         assert lead is not None, "the composite holds it"
         return lead
 
     @lead.setter
-    def lead(self, lead: "MambaAttnBackendBase") -> None:
+    def lead(self, lead: "MambaAttnBackendBase[Any, Any]") -> None:
         self._lead = ref(lead)
-
-    def layer_cache(self, layer_id: int) -> LayerCache:
-        return self.mamba_pool.layer_cache(layer_id)
 
     # -- one layer ----------------------------------------------------------------------------------------------
 
-    def run(
-        self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, *, out: Tensor | None = None, **inputs: Tensor
-    ) -> Tensor:
-        """One mixer over all rows.
+    def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> Any:
+        return self.inputs(**kwargs)
 
-        Args:
-            layer: the mixer.
-            out: [T, width], where the result may be left; what is returned counts.
-            inputs: the kind's own, [T, ...] each.
-        Returns:
-            [T, width], decode rows first.
-        """
-        step = self.begin(batch)
+    def run(self, layer: LayerT, batch: ForwardBatch, inputs: InputsT, out: Tensor | None = None) -> Tensor:
+        """One mixer over all rows: [T, width], decode rows first."""
+        step: ForwardMetadata | None = batch.metadata.get(self)
+        if step is None or not step.begun:
+            step = self.begin(batch)
         decode, extend = step.decode, step.extends.get(self.chunk_size)
         compute = self._extend_in_passes if extend and extend.later else self.extend
         if decode and extend:
@@ -132,30 +139,31 @@ class MambaAttnBackendBase(AttentionBackend):
             return self.branch.segments(
                 split,
                 out,
-                lambda place: self.decode(layer, _part(inputs, slice(split), place), decode),
-                lambda place: compute(layer, _part(inputs, slice(split, None), place), extend),
+                lambda place: self.decode(layer, _part(inputs, slice(split)), decode, place),
+                lambda place: compute(layer, _part(inputs, slice(split, None)), extend, place),
             )
-        if out is not None:
-            inputs["out"] = out
         if decode:
-            return self.decode(layer, inputs, decode)
+            return self.decode(layer, inputs, decode, out)
         if extend:
-            return compute(layer, inputs, extend)
-        return next(iter(inputs.values())).new_empty(0, layer.width)
+            return compute(layer, inputs, extend, out)
+        empty: Tensor = inputs[0].new_empty(0, layer.width)
+        return empty
 
     @abstractmethod
-    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> Tensor:
-        """A mixer's decode or verify rows: [n * tokens_per_row, width], maybe in inputs["out"]."""
+    def decode(self, layer: LayerT, inputs: InputsT, segment: DecodeSegment, out: Tensor | None = None) -> Tensor:
+        """A mixer's decode or verify rows: [n * tokens_per_row, width], maybe in `out`."""
 
     @abstractmethod
-    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
-        """A mixer's prompt chunks: [tokens, width], maybe in inputs["out"]."""
+    def extend(self, layer: LayerT, inputs: InputsT, segment: ExtendSegment, out: Tensor | None = None) -> Tensor:
+        """A mixer's prompt chunks: [tokens, width], maybe in `out`."""
 
-    def _extend_in_passes(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
+    def _extend_in_passes(
+        self, layer: LayerT, inputs: InputsT, segment: ExtendSegment, out: Tensor | None = None
+    ) -> Tensor:
         """`extend` of a segment, then of those that follow it: their tokens' outputs replace the segment's."""
-        sources = {name: t for name, t in inputs.items() if name != "out"}
-        chosen = [take_tokens(sources, tokens) for tokens, _ in segment.later]
-        outputs = self.extend(layer, inputs, segment)
+        taken = (take_tokens(inputs, tokens) for tokens, _ in segment.later)
+        chosen = [type(inputs)(*parts) for parts in taken]  # type: ignore[arg-type]
+        outputs = self.extend(layer, inputs, segment, out)
         for (tokens, later), part in zip(segment.later, chosen, strict=True):
             replaced = self.extend(layer, part, later)
             if later.live is not None:
@@ -163,11 +171,6 @@ class MambaAttnBackendBase(AttentionBackend):
                 replaced = torch.where(later.live.view(-1, *[1] * (replaced.ndim - 1)), replaced, outputs[:1])
             outputs.index_copy_(0, tokens, replaced)
         return outputs
-
-    @staticmethod
-    def conv_weights(layer: Any) -> ConvWeights:
-        """A mixer's conv, as the operations take it."""
-        return ConvWeights(layer.conv_weight, layer.conv_bias)
 
     @staticmethod
     def ring_decay(layer: Any) -> Tensor | None:
@@ -180,7 +183,9 @@ class MambaAttnBackendBase(AttentionBackend):
         metadata of the recurrent backends only; all other fields are those of `batch`."""
         step = self.begin(batch)
         part = replace(batch)
-        part.metadata[self.lead] = replace(step, extends={}) if decode else replace(step, decode=None)
+        alone = replace(step, extends={}) if decode else replace(step, decode=None)
+        for member in self.lead.members:
+            part.metadata[member] = alone
         return part
 
     # -- planning -----------------------------------------------------------------------------------------------
@@ -199,7 +204,8 @@ class MambaAttnBackendBase(AttentionBackend):
         step.open = commits and self._leaves_state(tokens)
         if step.open:
             self._last = step
-        batch.metadata[self] = step
+        for member in self.members:
+            batch.metadata[member] = step
 
     def recording_key(self, batch: ForwardBatch) -> Hashable:
         """The first slot of rows that are neighbours in the pools."""
@@ -280,7 +286,8 @@ class MambaAttnBackendBase(AttentionBackend):
             return step
         if step.previous is not None and step.previous.open:
             step.open = False
-            del batch.metadata[self.lead]
+            for member in self.lead.members:
+                del batch.metadata[member]
             raise BackendError(UNCOMMITTED)
         if split := batch.num_decode_rows:
             step.decode = self._decode_segment(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
-from hybridrt.kernels.core.records import DeltaInputs, GateWeights
+from hybridrt.kernels.core.records import ConvWeights, DeltaInputs, GateWeights
 from hybridrt.kernels.delta_rule.decode import gdn_decode, split_qkv
 from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
@@ -18,7 +18,7 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, sharded, unchanged, whole
-from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.backend import MambaAttnBackendBase, RecurrentLayer
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
@@ -40,11 +40,28 @@ class GDNKeys:
     out: str = "out_proj"
 
 
+class GDNInputs(NamedTuple):
+    """mixed_qkv [T, q | k | v] before the conv, a [T, Hv] (of KDA [T, H, K]) and b [T, Hv]; strided views will do."""
+
+    mixed_qkv: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class GDNLayer(RecurrentLayer, Protocol):
+    """What the backend reads of a mixer. `weights`: what gates are made of."""
+
+    @property
+    def conv_weights(self) -> ConvWeights: ...
+
+    @property
+    def weights(self) -> GateWeights: ...
+
+
 class GDNMixer(nn.Module):
     """Gated Delta Net over hidden states; its state lives in the backend's MambaPool, under `layer_id`."""
 
     kind = "gdn"
-    conv_bias = None
 
     def __init__(
         self,
@@ -80,8 +97,16 @@ class GDNMixer(nn.Module):
         """Mixer of norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
         mixed_qkv, z, b, a = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
-        y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=a, b=b)
+        y = batch.attn_backend.run(self, batch, GDNInputs(mixed_qkv, a, b))
         return self.out_proj.onto(residual, self.norm(y, z))
+
+    @property
+    def conv_weights(self) -> ConvWeights:
+        return ConvWeights(self.conv_weight)
+
+    @property
+    def weights(self) -> GateWeights:
+        return GateWeights(self.A_log, self.dt_bias, self.config.beta_scale)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets under `key`, by the names of `keys`."""
@@ -133,28 +158,26 @@ def _deinterleave(heads: int, dims: list[int]) -> Transform:
     return rearrange
 
 
-class GDNAttnBackend(MambaAttnBackendBase):
+class GDNAttnBackend(MambaAttnBackendBase[GDNLayer, GDNInputs]):
     """Gated Delta Net layers (Yang et al. 2025): conv over q|k|v, gates from a and b, then the gated delta rule.
+    The norm comes after."""
 
-    Inputs: mixed_qkv [T, q | k | v] before the conv, a and b [T, Hv]; strided views will do. The norm comes after.
-    """
-
+    inputs = GDNInputs
     kind, scan = "gdn", "chunk_gated_delta_rule"
 
-    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        qkv, a, b = (segment.by_row(inputs[name]) for name in ("mixed_qkv", "a", "b"))
-        step = segment.fused_step(self.conv_weights(layer), self.layer_cache(layer.layer_id))
-        out = gdn_decode(qkv, a, b, weights=self.weights(layer), step=step)
+    def decode(
+        self, layer: GDNLayer, inputs: GDNInputs, segment: DecodeSegment, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        qkv, a, b = (segment.by_row(each) for each in inputs)
+        step = segment.fused_step(layer.conv_weights, self.layer_cache(layer.layer_id))
+        out = gdn_decode(qkv, a, b, weights=layer.weights, step=step)
         return out.flatten(0, 1).flatten(1)
 
-    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+    def extend(
+        self, layer: GDNLayer, inputs: GDNInputs, segment: ExtendSegment, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         cache = self.layer_cache(layer.layer_id)
-        conved = causal_conv1d_varlen(inputs["mixed_qkv"], *segment.conv_chunks(self.conv_weights(layer), cache))
+        conved = causal_conv1d_varlen(inputs.mixed_qkv, *segment.conv_chunks(layer.conv_weights, cache))
         state = segment.state(cache)
-        tokens = DeltaInputs(*split_qkv(conved, state.states), inputs["a"], inputs["b"])
-        return chunk_gated_delta_rule(tokens, state, segment.prompts, self.weights(layer)).flatten(1)
-
-    @staticmethod
-    def weights(layer: Any) -> GateWeights:
-        """What gates are made of."""
-        return GateWeights(layer.A_log, layer.dt_bias, layer.config.beta_scale)
+        tokens = DeltaInputs(*split_qkv(conved, state.states), inputs.a, inputs.b)
+        return chunk_gated_delta_rule(tokens, state, segment.prompts, layer.weights).flatten(1)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridrt.attention.base import NOTHING, QKV, AttentionBackend
+from hybridrt.attention.base import AttentionBackend
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
 from hybridrt.base.plugins import load_object
@@ -14,7 +14,9 @@ from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.backend import MambaAttnBackendBase
 
 
-def linear_backends(mixers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool) -> list[MambaAttnBackendBase]:
+def linear_backends(
+    mixers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool
+) -> list[MambaAttnBackendBase[Any, Any]]:
     """One backend for each kind of recurrent layer.
 
     Args:
@@ -48,7 +50,7 @@ class HybridLinearAttnBackend(AttentionBackend):
     def __init__(
         self,
         full_attn_backend: AttentionBackend,
-        linear_attn_backend: MambaAttnBackendBase | Sequence[MambaAttnBackendBase] | None,
+        linear_attn_backend: MambaAttnBackendBase[Any, Any] | Sequence[MambaAttnBackendBase[Any, Any]] | None,
         full_attn_layers: Collection[int],
     ) -> None:
         given = linear_attn_backend or ()
@@ -80,7 +82,7 @@ class HybridLinearAttnBackend(AttentionBackend):
         return cls(full_attn_backend, linear_backends(mixers, req_to_token_pool), full_attn_layers)
 
     @property
-    def linear_attn_backend(self) -> MambaAttnBackendBase:
+    def linear_attn_backend(self) -> MambaAttnBackendBase[Any, Any]:
         if len(self.linear_attn_backends) != 1:
             kinds = ", ".join(backend.kind for backend in self.linear_attn_backends) or "no"
             raise BackendError(
@@ -102,16 +104,19 @@ class HybridLinearAttnBackend(AttentionBackend):
             raise BackendError(f"no backend serves {what} {layer.layer_id}; layers of that kind are {served}")
         return backend
 
-    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV = NOTHING, **kwargs: Any) -> Tensor:
-        return self.route(layer).run(layer, batch, qkv, **kwargs)
+    def run(self, layer: Any, batch: ForwardBatch, inputs: Any, out: Tensor | None = None) -> Tensor:
+        backend = self.routes.get((layer.layer_id, getattr(layer, "kind", None))) or self.route(layer)
+        return backend.run(layer, batch, inputs, out)
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         for backend in self.backends:
             backend.prepare(batch, graph=graph)
 
     def recording_key(self, batch: ForwardBatch) -> Hashable:
-        keys = tuple(backend.recording_key(batch) for backend in self.backends)
-        return None if None in keys else keys
+        keys: list[Hashable] = []
+        for backend in self.backends:
+            keys.append(backend.recording_key(batch))
+        return None if None in keys else tuple(keys)
 
     @property
     def saves_at_chunks(self) -> bool:  # type: ignore[override]

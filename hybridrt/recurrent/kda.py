@@ -1,19 +1,17 @@
 """Kimi Delta Attention (Moonshot AI 2025, section 4): the mixer, and a backend like that of the Gated Delta Net."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
-from hybridrt.kernels.core.records import GateWeights
+from hybridrt.kernels.core.records import ConvWeights, GateWeights
 from hybridrt.kernels.core.views import by_head
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, parameter, whole
-from hybridrt.recurrent.gdn import GDNAttnBackend
+from hybridrt.recurrent.gdn import GDNAttnBackend, GDNInputs
 
 
 class KDAMixer(nn.Module):
@@ -23,7 +21,6 @@ class KDAMixer(nn.Module):
     """
 
     kind = "kda"
-    conv_bias = None
 
     def __init__(
         self, name: str, config: KDAConfig, layer_id: int, hidden_size: int, norm_eps: float, *, build: Build
@@ -60,8 +57,16 @@ class KDAMixer(nn.Module):
         if self.gate_projs is not None:
             decay, gate = self.gate_projs.method.apply_each((decay, gate))
         decay = by_head(decay, self.num_heads, self.head_dim)
-        y = batch.attn_backend.route(self).run(self, batch, mixed_qkv=mixed_qkv, a=decay, b=b)
+        y = batch.attn_backend.run(self, batch, GDNInputs(mixed_qkv, decay, b))
         return self.out_proj.onto(residual, self.norm(y, gate))
+
+    @property
+    def conv_weights(self) -> ConvWeights:
+        return ConvWeights(self.conv_weight)
+
+    @property
+    def weights(self) -> GateWeights:
+        return GateWeights(self.A_log, self.dt_bias, lower_bound=self.config.lower_bound)
 
     def targets(self, key: str) -> CheckpointMap:
         """Targets under `key`, by the names of Kimi-Linear's checkpoints: q_proj, k_proj, v_proj, b_proj, o_proj,
@@ -87,13 +92,6 @@ class KDAMixer(nn.Module):
 
 class KDAAttnBackend(GDNAttnBackend):
     """Kimi Delta Attention layers (Moonshot AI 2025): conv over q|k|v, then the gated delta rule.
-
-    Inputs: mixed_qkv [T, q | k | v] before the conv, a [T, H, K] and b [T, H]; strided views will do. The norm comes
-    after.
-    """
+    The norm comes after."""
 
     kind = "kda"
-
-    @staticmethod
-    def weights(layer: Any) -> GateWeights:
-        return GateWeights(layer.A_log, layer.dt_bias, lower_bound=layer.config.lower_bound)

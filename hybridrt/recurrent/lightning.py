@@ -1,7 +1,5 @@
 """Lightning attention (Qin et al. 2024): linear attention with a fixed decay for each head, a norm and a gate."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -13,7 +11,7 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import SharedRMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget
-from hybridrt.recurrent.mamba2 import Mamba2AttnBackend
+from hybridrt.recurrent.mamba2 import Mamba2AttnBackend, Mamba2Inputs, Mamba2Layer
 from hybridrt.recurrent.segments import ExtendSegment
 
 
@@ -40,7 +38,7 @@ class LightningMixer(nn.Module):
         out_scale: multiplier of the output; the weights of its projection are multiplied by it.
     """
 
-    kind = "lightning"
+    kind, gates = "lightning", False
     A: torch.Tensor
     no_taps: torch.Tensor
     steps: torch.Tensor
@@ -66,8 +64,17 @@ class LightningMixer(nn.Module):
     def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, hidden] to [T, hidden]."""
         vkq, gate = self.in_proj(h).split((3 * self.width, self.width), dim=-1)
-        y = batch.attn_backend.route(self).run(self, batch, xBC=vkq, dt=self.steps.expand(len(h), -1))
+        y = batch.attn_backend.run(self, batch, Mamba2Inputs(vkq, self.steps.expand(len(h), -1)))
         return self.out_proj(sigmoid_mul(self.norm(y)[0], gate))
+
+    @property
+    def conv_weights(self) -> ConvWeights:
+        return ConvWeights(self.no_taps)
+
+    @property
+    def weights(self) -> SSMWeights:
+        """The limits make every time step one, whatever the raw step."""
+        return SSMWeights(self.A, dt_limit=(1.0, 1.0))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and the norm under `key`; qkv_proj holds q, k and v head by head."""
@@ -94,14 +101,5 @@ class LightningAttnBackend(Mamba2AttnBackend):
 
     kind = "lightning"
 
-    @staticmethod
-    def weights(layer: Any) -> SSMWeights:
-        """The limits make every time step one, whatever the raw step."""
-        return SSMWeights(layer.A, dt_limit=(1.0, 1.0))
-
-    @staticmethod
-    def conv_weights(layer: Any) -> ConvWeights:
-        return ConvWeights(layer.no_taps)
-
-    def conved_chunks(self, layer: Any, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
+    def conved_chunks(self, layer: Mamba2Layer, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
         return sigmoid_mul(xBC, xBC)  # on rows that are apart PyTorch's SiLU takes twice as long

@@ -1,12 +1,12 @@
 """Mamba-1 (Gu & Dao 2023): the mixer (projections; dt, B and C of the conv's output) and its backend."""
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
-from hybridrt.kernels.core.records import BCNorms, SSMInputs, SSMWeights
+from hybridrt.kernels.core.records import BCNorms, ConvWeights, SSMInputs, SSMWeights
 from hybridrt.kernels.dense.rms_norm import rms_norm
 from hybridrt.kernels.mamba.mamba1_update import mamba1_update
 from hybridrt.kernels.mamba.selective_scan import selective_scan
@@ -16,10 +16,20 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded
-from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 _NORMED = ("dt", "b", "c")
+
+
+class Mamba1ConvInputs(NamedTuple):
+    """x [T, I]: what the conv reads. A mixer projects the conv's output, and so calls its backend again, with
+    SSMInputs: x, dt [T, I] before bias and softplus, B and C [T, N] before their norms, z [T, I]."""
+
+    x: torch.Tensor
+
+
+Mamba1Inputs = Mamba1ConvInputs | SSMInputs
 
 
 class Mamba1Mixer(nn.Module):
@@ -85,16 +95,24 @@ class Mamba1Mixer(nn.Module):
 
     def _mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Conv, projections and scan of the projected x | z: [T, 2 I] to [T, I]."""
-        backend = batch.attn_backend.route(self)
+        backend = batch.attn_backend
         x, z = projected.chunk(2, dim=-1)
-        x = backend.run(self, batch, x=x)
+        x = backend.run(self, batch, Mamba1ConvInputs(x))
         # What a token selects: how much time passes (dt), what it writes (B), what it reads (C). A sum over ranks.
         dt, B, C = self.x_proj(x).split(self.widths, dim=-1)
         if self.norms:  # B and C get theirs in the scan
             dt, _ = self.dt_proj.method.apply_normed(self.norms[0], dt, None, None)
         else:
             dt = self.dt_proj(dt)
-        return backend.run(self, batch, x=x, dt=dt, B=B, C=C, z=z)
+        return backend.run(self, batch, SSMInputs(x, dt, B, C, z))
+
+    @property
+    def conv_weights(self) -> ConvWeights:
+        return ConvWeights(self.conv_weight, self.conv_bias)
+
+    @property
+    def weights(self) -> SSMWeights:
+        return SSMWeights(self.A, self.D, self.dt_bias)
 
     @property
     def bc_norms(self) -> BCNorms | None:
@@ -126,33 +144,33 @@ class Mamba1Mixer(nn.Module):
         return found
 
 
-class Mamba1AttnBackend(MambaAttnBackendBase):
-    """Mamba-1 layers (Gu & Dao 2023). A mixer calls `forward` twice, because it projects between conv and scan.
-
-    Inputs: x [T, I] alone for the conv; then its output as x, dt [T, I] before bias and softplus, B and C [T, N] before
-    their norms, and z [T, I] for the scan. Strided views will do.
-    """
+class Mamba1AttnBackend(MambaAttnBackendBase[Mamba1Mixer, Mamba1Inputs]):
+    """Mamba-1 layers (Gu & Dao 2023). A mixer calls `run` twice, because it projects between conv and scan.
+    Strided views will do."""
 
     kind, saves_at_chunks = "mamba1", True
 
-    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        cache = self.layer_cache(layer.layer_id)
-        if "dt" not in inputs:
-            conv = segment.conv_rows(self.conv_weights(layer), cache)
-            return causal_conv1d_update(segment.by_row(inputs["x"]), *conv).flatten(0, 1)
-        tokens = SSMInputs(*(segment.by_row(inputs[name]) for name in SSMInputs._fields))
-        return mamba1_update(tokens, _weights(layer), segment.state(cache), layer.bc_norms).flatten(0, 1)
+    def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> Mamba1Inputs:
+        return SSMInputs(**kwargs) if "dt" in kwargs else Mamba1ConvInputs(**kwargs)
 
-    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
+    def decode(
+        self, layer: Mamba1Mixer, inputs: Mamba1Inputs, segment: DecodeSegment, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         cache = self.layer_cache(layer.layer_id)
-        if "dt" not in inputs:
-            return causal_conv1d_varlen(inputs["x"], *segment.conv_chunks(self.conv_weights(layer), cache))
-        tokens = SSMInputs(*(inputs[name] for name in SSMInputs._fields))
+        if isinstance(inputs, Mamba1ConvInputs):
+            conv = segment.conv_rows(layer.conv_weights, cache)
+            return causal_conv1d_update(segment.by_row(inputs.x), *conv).flatten(0, 1)
+        tokens = SSMInputs(*(None if t is None else segment.by_row(t) for t in inputs))  # type: ignore[arg-type]
+        return mamba1_update(tokens, layer.weights, segment.state(cache), layer.bc_norms).flatten(0, 1)
+
+    def extend(
+        self, layer: Mamba1Mixer, inputs: Mamba1Inputs, segment: ExtendSegment, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        cache = self.layer_cache(layer.layer_id)
+        if isinstance(inputs, Mamba1ConvInputs):
+            return causal_conv1d_varlen(inputs.x, *segment.conv_chunks(layer.conv_weights, cache))
+        tokens = inputs
         if norms := layer.bc_norms:
             B, C = rms_norm(tokens.B, norms.B_weight, norms.eps), rms_norm(tokens.C, norms.C_weight, norms.eps)
             tokens = tokens._replace(B=B, C=C)
-        return selective_scan(tokens, _weights(layer), segment.state(cache), segment.prompts)
-
-
-def _weights(layer: Any) -> SSMWeights:
-    return SSMWeights(layer.A, layer.D, layer.dt_bias)
+        return selective_scan(tokens, layer.weights, segment.state(cache), segment.prompts)

@@ -1,13 +1,13 @@
 """Mamba-2 (Dao & Gu 2024, figure 6): the mixer, the block with its projections, and the backend (conv and scan)."""
 
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.kernels.core.records import SSMInputs, SSMWeights
+from hybridrt.kernels.core.records import ConvWeights, SSMInputs, SSMWeights
 from hybridrt.kernels.core.views import by_head
 from hybridrt.kernels.mamba.mamba2_common import split_conv_channels
 from hybridrt.kernels.mamba.mamba2_decode import mamba2_decode
@@ -19,7 +19,7 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, whole
-from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.backend import MambaAttnBackendBase, RecurrentLayer
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
@@ -38,6 +38,29 @@ def mamba2_segments(config: Mamba2Config, tp: TPGroup, bias: bool = False) -> li
         Segment("C", bc, bc_shards, bias),
         Segment("dt", config.num_heads, bias=bias),
     ]
+
+
+class Mamba2Inputs(NamedTuple):
+    """xBC [T, x | B | C] before the conv, dt [T, H], z [T, H * P], which gates the result where the mixer has no norm.
+    Strided views will do."""
+
+    xBC: torch.Tensor
+    dt: torch.Tensor
+    z: torch.Tensor | None = None
+
+
+class Mamba2Layer(RecurrentLayer, Protocol):
+    """What the backend reads of a mixer. `gates`: z gates the result."""
+
+    heads: int
+    head_dim: int
+    gates: bool
+
+    @property
+    def conv_weights(self) -> ConvWeights: ...
+
+    @property
+    def weights(self) -> SSMWeights: ...
 
 
 class Mamba2Mixer(nn.Module):
@@ -67,7 +90,7 @@ class Mamba2Mixer(nn.Module):
         self.A = parameter(self.heads, dtype=torch.float32, device=device, dummy="decay")
         self.D = parameter(self.heads, dtype=torch.float32, device=device, dummy="ones")
         self.dt_bias = parameter(self.heads, dtype=torch.float32, device=device, dummy="dt_bias")
-        self.norm: GatedRMSNorm | None = None
+        self.norm, self.gates = None, gated_norm is None
         if gated_norm is not None:
             (eps, before), group = gated_norm, config.intermediate_size // config.n_groups
             self.norm = GatedRMSNorm(self.width, eps, group_size=group, norm_before_gate=before, build=build)
@@ -77,9 +100,16 @@ class Mamba2Mixer(nn.Module):
         a norm follows."""
         z, xBC, dt = projected.split_with_sizes(self.sizes, dim=-1)
         place = out if self.norm is None else z.new_empty(z.shape)
-        backend = batch.attn_backend.route(self)
-        y: torch.Tensor = backend.run(self, batch, z=z, xBC=xBC, dt=dt, out=place)
+        y: torch.Tensor = batch.attn_backend.run(self, batch, Mamba2Inputs(xBC, dt, z), place)
         return y if self.norm is None else self.norm(y, z)
+
+    @property
+    def conv_weights(self) -> ConvWeights:
+        return ConvWeights(self.conv_weight, self.conv_bias)
+
+    @property
+    def weights(self) -> SSMWeights:
+        return SSMWeights(self.A, self.D, self.dt_bias, self.config.dt_limit)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the conv, A_log, D, dt_bias and the norm under `key`; the projections are the block's."""
@@ -137,52 +167,49 @@ class Mamba2Block(nn.Module):
         }
 
 
-class Mamba2AttnBackend(MambaAttnBackendBase):
-    """Mamba-2 layers (Dao & Gu 2024).
+class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
+    """Mamba-2 layers (Dao & Gu 2024)."""
 
-    Inputs: z [T, H * P], xBC [T, x | B | C] before the conv, dt [T, H]; strided views will do. The result is gated by z
-    unless the mixer has a norm, which gates.
-    """
-
+    inputs = Mamba2Inputs
     kind, scan, saves_at_chunks = "mamba2", "mamba2_chunk_scan", True
 
-    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        cache, rows, out = self.layer_cache(layer.layer_id), segment.pool_rows, inputs.get("out")
-        conv_weights = self.conv_weights(layer)
+    def decode(
+        self, layer: Mamba2Layer, inputs: Mamba2Inputs, segment: DecodeSegment, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        cache, rows, conv_weights = self.layer_cache(layer.layer_id), segment.pool_rows, layer.conv_weights
         if rows and cache.ring_values is None:
-            xBC, z = inputs["xBC"], inputs["z"] if layer.norm is None else None
+            z = inputs.z if layer.gates else None
             pools = cache.conv, cache.temporal
-            if rows.holds(xBC, *pools, conv_weights.weight.shape[1]):
-                weights = self.weights(layer)
-                return mamba2_in_place(xBC, inputs["dt"], z, conv_weights, weights, *pools, rows, out)
-        xBC, dt, gate = segment.by_row(inputs["xBC"]), segment.by_row(inputs["dt"]), None
-        if layer.norm is None:
-            gate = segment.by_row(inputs["z"]).unflatten(2, (layer.heads, layer.head_dim))
+            if rows.holds(inputs.xBC, *pools, conv_weights.weight.shape[1]):
+                return mamba2_in_place(inputs.xBC, inputs.dt, z, conv_weights, layer.weights, *pools, rows, out)
+        xBC, dt, gate = segment.by_row(inputs.xBC), segment.by_row(inputs.dt), None
+        if layer.gates:
+            assert inputs.z is not None
+            gate = segment.by_row(inputs.z).unflatten(2, (layer.heads, layer.head_dim))
         place = None if out is None else out.view(*dt.shape, layer.head_dim)
         step = segment.fused_step(conv_weights, cache)
-        y = mamba2_decode(xBC, dt, gate, weights=self.weights(layer), step=step, out=place)
+        y = mamba2_decode(xBC, dt, gate, weights=layer.weights, step=step, out=place)
         return y.reshape(segment.num_tokens, -1)
 
-    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
-        cache, out = self.layer_cache(layer.layer_id), inputs.get("out")
-        conved, state = self.conved_chunks(layer, segment, inputs["xBC"]), segment.state(cache)
+    def extend(
+        self, layer: Mamba2Layer, inputs: Mamba2Inputs, segment: ExtendSegment, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        cache = self.layer_cache(layer.layer_id)
+        conved, state, z = self.conved_chunks(layer, segment, inputs.xBC), segment.state(cache), None
         x, B, C = split_conv_channels(conved, state.states.shape)
-        z = by_head(inputs["z"], layer.heads, layer.head_dim) if layer.norm is None else None
+        if layer.gates:
+            assert inputs.z is not None
+            z = by_head(inputs.z, layer.heads, layer.head_dim)
         place = None if out is None else out.view(x.shape)
-        tokens = SSMInputs(x, inputs["dt"], B, C, z)
-        return mamba2_chunk_scan(tokens, self.weights(layer), state, segment.prompts, out=place).flatten(1)
+        tokens = SSMInputs(x, inputs.dt, B, C, z)
+        return mamba2_chunk_scan(tokens, layer.weights, state, segment.prompts, out=place).flatten(1)
 
-    def conved_chunks(self, layer: Any, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
+    def conved_chunks(self, layer: Mamba2Layer, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
         """xBC of prompt chunks behind the conv."""
         cache = self.layer_cache(layer.layer_id)
-        return causal_conv1d_varlen(xBC, *segment.conv_chunks(self.conv_weights(layer), cache))
+        return causal_conv1d_varlen(xBC, *segment.conv_chunks(layer.conv_weights, cache))
 
     @staticmethod
-    def ring_decay(layer: Any) -> torch.Tensor:
+    def ring_decay(layer: Mamba2Layer) -> torch.Tensor:
         """Gates of the ring are time steps: A makes decays of them."""
-        return layer.A
-
-    @staticmethod
-    def weights(layer: Any) -> SSMWeights:
-        """A mixer's own numbers, as the operations take them."""
-        return SSMWeights(layer.A, layer.D, layer.dt_bias, layer.config.dt_limit)
+        return layer.weights.A

@@ -1,6 +1,6 @@
 """Running sums of the hidden states: a mixer without weights, and its backend."""
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -9,8 +9,14 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.mamba.prefix_sum import prefix_sum_update, prefix_sum_varlen
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
 from hybridrt.layers.weights import Build, CheckpointTarget
-from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
+
+
+class PrefixSumInputs(NamedTuple):
+    """x [T, *dims]."""
+
+    x: torch.Tensor
 
 
 class PrefixSumMixer(nn.Module):
@@ -25,8 +31,7 @@ class PrefixSumMixer(nn.Module):
     def summand(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """This rank's summand of the sums: [T, *dims] to [T, *dims]. Hidden states are whole on every rank, so one of
         them gives the sums and the others zeros."""
-        backend = batch.attn_backend.route(self)
-        sums: torch.Tensor = backend.run(self, batch, x=hidden_states)
+        sums: torch.Tensor = batch.attn_backend.run(self, batch, PrefixSumInputs(hidden_states))
         return sums if self.tp.rank == 0 else torch.zeros_like(sums)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
@@ -34,15 +39,20 @@ class PrefixSumMixer(nn.Module):
         return {}
 
 
-class PrefixSumAttnBackend(MambaAttnBackendBase):
-    """Running sums within each request. Input: x [T, *dims], as is the result."""
+class PrefixSumAttnBackend(MambaAttnBackendBase[PrefixSumMixer, PrefixSumInputs]):
+    """Running sums within each request: [T, *dims], as x."""
 
+    inputs = PrefixSumInputs
     kind = "prefix_sum"
 
-    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        x, state = inputs["x"], segment.state(self.layer_cache(layer.layer_id))
+    def decode(
+        self, layer: PrefixSumMixer, inputs: PrefixSumInputs, segment: DecodeSegment, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x, state = inputs.x, segment.state(self.layer_cache(layer.layer_id))
         return prefix_sum_update(segment.by_row(x[:, None].flatten(1)), state).view(x.shape)
 
-    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
-        x, state = inputs["x"], segment.state(self.layer_cache(layer.layer_id))
+    def extend(
+        self, layer: PrefixSumMixer, inputs: PrefixSumInputs, segment: ExtendSegment, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x, state = inputs.x, segment.state(self.layer_cache(layer.layer_id))
         return prefix_sum_varlen(x[:, None].flatten(1), state, segment.prompts.query_start_loc).view(x.shape)

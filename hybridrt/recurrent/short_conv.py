@@ -1,6 +1,6 @@
 """The gated short convolution of LFM2: y = out(C * conv(B * x)), where B, C and x are projections of the input."""
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,8 +14,14 @@ from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded
-from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
+
+
+class ShortConvInputs(NamedTuple):
+    """projected [T, B | C | x]."""
+
+    projected: torch.Tensor
 
 
 class ShortConvMixer(nn.Module):
@@ -44,7 +50,12 @@ class ShortConvMixer(nn.Module):
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mixer of norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
-        return self.out_proj.onto(residual, batch.attn_backend.route(self).run(self, batch, projected=projected))
+        y = batch.attn_backend.run(self, batch, ShortConvInputs(projected))
+        return self.out_proj.onto(residual, y)
+
+    @property
+    def conv_weights(self) -> ConvWeights:
+        return ConvWeights(self.conv_weight, self.conv_bias, activation=None)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the projections and the conv under `key`."""
@@ -60,24 +71,25 @@ class ShortConvMixer(nn.Module):
         return found
 
 
-class ShortConvAttnBackend(MambaAttnBackendBase):
-    """Gated short convolutions (Liquid AI 2025). Input: projected [T, B | C | x]. Result: C * conv(B * x)."""
+class ShortConvAttnBackend(MambaAttnBackendBase[ShortConvMixer, ShortConvInputs]):
+    """Gated short convolutions (Liquid AI 2025). Result: C * conv(B * x)."""
 
+    inputs = ShortConvInputs
     kind, saves_at_chunks = "short_conv", True
 
-    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        projected, cache = segment.by_row(inputs["projected"]), self.layer_cache(layer.layer_id)
-        weights = self.conv_weights(layer)
+    def decode(
+        self, layer: ShortConvMixer, inputs: ShortConvInputs, segment: DecodeSegment, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        projected, cache = segment.by_row(inputs.projected), self.layer_cache(layer.layer_id)
+        weights = layer.conv_weights
         if segment.parents is None:
             return short_conv_update(projected, weights, segment.conv_state(cache)).flatten(0, 1)
-        into, out, x = projected.chunk(3, -1)  # the fused kernel does not follow parents
-        return (out * causal_conv1d_update(into * x, *segment.conv_rows(weights, cache))).flatten(0, 1)
+        into, gate, x = projected.chunk(3, -1)  # the fused kernel does not follow parents
+        return (gate * causal_conv1d_update(into * x, *segment.conv_rows(weights, cache))).flatten(0, 1)
 
-    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
-        into, out, x = inputs["projected"].chunk(3, -1)
-        conv = segment.conv_chunks(self.conv_weights(layer), self.layer_cache(layer.layer_id))
-        return causal_conv1d_varlen(into * x, *conv).mul_(out)
-
-    @staticmethod
-    def conv_weights(layer: Any) -> ConvWeights:
-        return ConvWeights(layer.conv_weight, layer.conv_bias, activation=None)
+    def extend(
+        self, layer: ShortConvMixer, inputs: ShortConvInputs, segment: ExtendSegment, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        into, gate, x = inputs.projected.chunk(3, -1)
+        conv = segment.conv_chunks(layer.conv_weights, self.layer_cache(layer.layer_id))
+        return causal_conv1d_varlen(into * x, *conv).mul_(gate)

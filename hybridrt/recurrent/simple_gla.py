@@ -1,6 +1,6 @@
 """Simple gated linear attention: normed and rotated heads, a fixed decay for each, a norm and a gate."""
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +17,16 @@ from hybridrt.kinds.simple_gla import SimpleGLAConfig
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, sharded
-from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
+
+
+class SimpleGLAInputs(NamedTuple):
+    """v, k, q [T, H, P], normed and rotated; strided views will do."""
+
+    v: torch.Tensor
+    k: torch.Tensor
+    q: torch.Tensor
 
 
 class SimpleGLAMixer(nn.Module):
@@ -70,7 +78,7 @@ class SimpleGLAMixer(nn.Module):
         *parts, gate = projected.split(self.width, dim=-1)
         q, k, v = (by_head(part, self.heads, self.head_dim) for part in parts)
         q, k = qk_norm_rotary(q, k, batch.positions, self.rope)
-        y = batch.attn_backend.route(self).run(self, batch, v=v, k=k, q=q)
+        y = batch.attn_backend.run(self, batch, SimpleGLAInputs(v, k, q))
         return self.out_proj.onto(residual, self.norm(y, gate))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
@@ -86,31 +94,34 @@ class SimpleGLAMixer(nn.Module):
         }
 
 
-class SimpleGLAAttnBackend(MambaAttnBackendBase):
+class SimpleGLAAttnBackend(MambaAttnBackendBase[SimpleGLAMixer, SimpleGLAInputs]):
     """Simple GLA layers: S_t = exp(A) S_{t-1} + v_t k_t^T and y_t = S_t q_t in each head.
 
     This is a selective state space model with x = v, B = k and C = q, a group for each head, and a time step of one.
-
-    Inputs: v, k, q [T, H, P], normed and rotated; strided views will do.
     """
 
+    inputs = SimpleGLAInputs
     kind, scan, saves_at_chunks = "simple_gla", "mamba2_chunk_scan", True
 
-    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> torch.Tensor:
-        tokens = _tokens(layer, *(segment.by_row(inputs[name]) for name in "vkq"))
+    def decode(
+        self, layer: SimpleGLAMixer, inputs: SimpleGLAInputs, segment: DecodeSegment, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        tokens = _tokens(layer, *(segment.by_row(each) for each in inputs))
         state = segment.state(self.layer_cache(layer.layer_id))
         return selective_state_update(tokens, _weights(layer), state).flatten(0, 1).flatten(1)
 
-    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> torch.Tensor:
-        tokens = _tokens(layer, *(inputs[name] for name in "vkq"))
+    def extend(
+        self, layer: SimpleGLAMixer, inputs: SimpleGLAInputs, segment: ExtendSegment, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        tokens = _tokens(layer, *inputs)
         state = segment.state(self.layer_cache(layer.layer_id))
         return mamba2_chunk_scan(tokens, _weights(layer), state, segment.prompts).flatten(1)
 
 
-def _tokens(layer: Any, v: torch.Tensor, k: torch.Tensor, q: torch.Tensor) -> SSMInputs:
+def _tokens(layer: SimpleGLAMixer, v: torch.Tensor, k: torch.Tensor, q: torch.Tensor) -> SSMInputs:
     return SSMInputs(v, layer.steps.expand(v.shape[:-1]), k, q)
 
 
-def _weights(layer: Any) -> SSMWeights:
+def _weights(layer: SimpleGLAMixer) -> SSMWeights:
     """The limits make every time step one, whatever the raw step."""
     return SSMWeights(layer.A, dt_limit=(1.0, 1.0))

@@ -20,6 +20,6 @@ def may_look(device: torch.device) -> bool:
 def check_range(name: str, values: torch.Tensor, end: int, error: type[HybridrtError] = PoolError) -> None:
     """Raises `error` unless all values are in [0, end), or may not be looked at."""
     if values.numel() and may_look(values.device):
-        low, high = (int(x) for x in torch.aminmax(values))
+        low, high = map(int, torch.aminmax(values))
         if low < 0 or high >= end:
             raise error(f"{name} holds {low if low < 0 else high}; valid are 0 to {end - 1}")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.attention.base import AttentionBackend, SegmentedAttnBackend
+from hybridrt.attention.base import AttentionBackend, AttentionInputs, SegmentedAttnBackend
 from hybridrt.attention.prefill_decode import HybridAttnBackend, PrefillDecodeAttnBackend
 from hybridrt.attention.torch_native import TorchNativeAttnBackend
 from hybridrt.base.config import AttentionSpec, EngineConfig, SpeculativeConfig
@@ -347,15 +347,16 @@ def test_queries_are_rotated_whether_or_not_keys_are_saved(checkpoints: Checkpoi
     hand = ByHand(checkpoints["falcon-plain"].path)
     hand.admit(1)
     seen: list[tuple[Tensor, Tensor]] = []
-    forward = hand.backend.forward
+    run, forward = hand.backend.run, hand.backend.forward
 
-    def twice(q: Any, k: Any, v: Any, layer: Any, batch: ForwardBatch, *args: Any, **kwargs: Any) -> Tensor:
-        first = forward(q, k, v, layer, batch, *args, **kwargs)
-        seen.append((first, forward(q, k, v, layer, batch, False, **kwargs)))
-        seen.append((first, forward(q, None, None, layer, batch, False, **kwargs)))
+    def twice(layer: Any, batch: ForwardBatch, inputs: Any, out: Tensor | None = None) -> Tensor:
+        first: Tensor = run(layer, batch, inputs, out).clone()
+        if isinstance(inputs, AttentionInputs):
+            seen.append((first, forward(inputs.q, inputs.k, inputs.v, layer, batch, False, rope=inputs.rope)))
+            seen.append((first, forward(inputs.q, None, None, layer, batch, False, rope=inputs.rope)))
         return first
 
-    hand.backend.forward = twice
+    hand.backend.run = twice
     hand.extend(Row(1, 0, [5, 6, 7, 8]))
     assert seen
     for first, second in seen:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridrt.attention.base import QKV, AttentionBackend
+from hybridrt.attention.base import AttentionBackend, AttentionInputs
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, SpecInfo
@@ -40,9 +40,8 @@ class CopiesTheQuery(AttentionBackend):
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         pass
 
-    def run(self, layer: Any, batch: ForwardBatch, qkv: QKV, **kwargs: Any) -> Tensor:
-        assert qkv.q is not None
-        return qkv.q
+    def run(self, layer: Any, batch: ForwardBatch, inputs: AttentionInputs, out: Tensor | None = None) -> Tensor:
+        return inputs.q
 
 
 def make_adapter(mode: str, hidden: int = HIDDEN, **more: Any) -> HybridSSMAdapter:

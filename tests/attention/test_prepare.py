@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridrt.attention.base import AttentionInputs
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
 from hybridrt.recurrent import backend as linear
@@ -277,19 +278,22 @@ def test_the_fill_value_is_an_attribute_and_a_method(checkpoints: CheckpointStor
 def test_forward_by_segment_is_forward(checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a batch that has this one segment; a batch with both would lose rows."""
     hand, plain = (started(checkpoints, "falcon-plain", "classic") for _ in range(2))
-    forward, seen = type(hand.backend).forward, list[str]()
+    seen: list[str] = []
 
-    def by_segment(backend: Any, *args: Any, **kwargs: Any) -> Tensor:
-        good, bad = ("decode", "extend") if args[4].num_decode_rows else ("extend", "decode")
+    def by_segment(backend: Any, layer: Any, batch: ForwardBatch, inputs: Any, out: Tensor | None = None) -> Tensor:
+        """The composite's `run` from outside: a kind's record as keywords."""
+        keywords, q, k, v, save = inputs._asdict(), None, None, None, True
+        if isinstance(inputs, AttentionInputs):
+            (q, k, v, save, rope) = inputs
+            keywords = {"rope": rope}
+        good, bad = ("decode", "extend") if batch.num_decode_rows else ("extend", "decode")
         with pytest.raises(BackendError, match="call forward"):
-            getattr(backend, f"forward_{bad}")(*args, **kwargs)
+            getattr(backend, f"forward_{bad}")(q, k, v, layer, batch, save, out=out, **keywords)
         seen.append(good)
-        with monkeypatch.context() as patch:
-            patch.setattr(type(backend), "forward", forward)
-            out: Tensor = getattr(backend, f"forward_{good}")(*args, **kwargs)
-        return out
+        found: Tensor = getattr(backend, f"forward_{good}")(q, k, v, layer, batch, save, out=out, **keywords)
+        return found
 
     wanted = plain.decode(Row(1, 5, [4])), plain.extend(Row(3, 0, [4, 5]))
-    monkeypatch.setattr(type(hand.backend), "forward", by_segment)
+    monkeypatch.setattr(type(hand.backend), "run", by_segment)
     got = hand.decode(Row(1, 5, [4])), hand.extend(Row(3, 0, [4, 5]))
     assert all(map(torch.equal, got, wanted)) and set(seen) == {"decode", "extend"}

@@ -19,12 +19,13 @@ def test_taken_tokens_have_the_strides_of_their_sources() -> None:
     z, xBC, dt = projected[2:].split([8, 16, 6], dim=-1)
     inputs = {"xBC": xBC, "dt": dt, "z": z.unflatten(-1, (2, 4)), "b": other[2:, 1], "row 0": projected[:7, :4]}
     for tokens in (torch.tensor([3]), torch.tensor([6, 0, 0])):
-        taken = take_tokens(inputs, tokens)
-        assert taken.keys() == inputs.keys()
-        for name, t in taken.items():
-            assert t.stride() == inputs[name].stride() and torch.equal(t, inputs[name][tokens]), name
+        *taken, none = take_tokens([*inputs.values(), None], tokens)
+        assert none is None
+        for name, t in zip(inputs, taken, strict=True):
+            assert t is not None and t.stride() == inputs[name].stride() and torch.equal(t, inputs[name][tokens]), name
     turned, same = torch.randn(6, 7).t(), torch.randn(6).expand(7, 6)
-    for name, t in take_tokens({"turned": turned, "same": same}, torch.tensor([2, 5])).items():
-        assert torch.equal(t, {"turned": turned, "same": same}[name][[2, 5]])
-    taken = take_tokens({"xBC": xBC, "dt": dt}, torch.arange(5))
-    assert taken["xBC"].untyped_storage().data_ptr() == taken["dt"].untyped_storage().data_ptr(), "one copy holds both"
+    for source, t in zip((turned, same), take_tokens((turned, same), torch.tensor([2, 5])), strict=True):
+        assert t is not None and torch.equal(t, source[[2, 5]])
+    one, other = take_tokens((xBC, dt), torch.arange(5))
+    assert one is not None and other is not None
+    assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr(), "one copy holds both"

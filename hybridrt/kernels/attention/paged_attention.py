@@ -95,7 +95,7 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
         if query_len > 0:
             first = 0 if sliding_window is None else max(seq_len - query_len - sliding_window + 1, 0)
             slots = req_to_token[:, first:seq_len].index_select(0, rows[row : row + 1]).view(-1)
-            keys, values = (_by_head(cache, slots, 1, q.dtype) for cache in (k_cache, v_cache))
+            keys, values = _by_head(k_cache, slots, 1, q.dtype), _by_head(v_cache, slots, 1, q.dtype)
             query = q[start:end].transpose(0, 1).unsqueeze(0)
             out[start:end] = _causal_attention(query, keys, values, scale, sliding_window)[0].transpose(0, 1)
         start = end

@@ -2,7 +2,7 @@
 the same shape with other strides would make it compile in the middle of serving."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,35 +14,37 @@ def by_head(channels: Tensor, heads: int, dim: int) -> Tensor:
     return channels.as_strided((*channels.shape[:-1], heads, dim), (*outer, dim * inner, inner))
 
 
-def take_tokens(inputs: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+def take_tokens(inputs: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor | None]:
     """Each input at some tokens, with the strides that it has. Parts of one projection become parts of one copy.
 
     Args:
         inputs: [T, ...] each. Where a token's elements do not lie in front of the next token's, the copy is dense.
         tokens: [t] int64.
     Returns:
-        [t, ...] each.
+        [t, ...] each; None for None.
     """
-    merged = defaultdict[tuple[int, int, torch.dtype], dict[str, Tensor]](dict)
-    for name, t in inputs.items():
-        merged[t.untyped_storage().data_ptr(), t.stride(0), t.dtype][name] = t
-    taken = dict[str, Tensor]()
+    merged = defaultdict[tuple[int, int, torch.dtype], dict[int, Tensor]](dict)
+    for i, t in enumerate(inputs):
+        if t is not None:
+            merged[t.untyped_storage().data_ptr(), t.stride(0), t.dtype][i] = t
+    taken: list[Tensor | None] = [None] * len(inputs)
     for (_, stride, _), parts in merged.items():
         first = min(t.storage_offset() for t in parts.values())
         width = max(t.storage_offset() + _span(t) for t in parts.values()) - first
         if width > stride and len(parts) > 1:  # they lie in different rows of one storage
-            for name, t in parts.items():
-                taken |= take_tokens({name: t}, tokens)
+            for i, t in parts.items():
+                (taken[i],) = take_tokens((t,), tokens)
             continue
         if width > stride:  # tokens lie within each other: no copy has these strides
-            taken |= {name: t.index_select(0, tokens) for name, t in parts.items()}
+            for i, t in parts.items():
+                taken[i] = t.index_select(0, tokens)
             continue
         source = next(iter(parts.values()))
         rows = source.as_strided((len(source), width), (stride, 1), first)
         copy = source.new_empty_strided((len(tokens), width), (stride, 1))
         torch.index_select(rows, 0, tokens, out=copy)
-        for name, t in parts.items():
-            taken[name] = copy.as_strided((len(tokens), *t.shape[1:]), t.stride(), t.storage_offset() - first)
+        for i, t in parts.items():
+            taken[i] = copy.as_strided((len(tokens), *t.shape[1:]), t.stride(), t.storage_offset() - first)
     return taken
 
 

@@ -174,7 +174,9 @@ def _tap_sum(history: Tensor, weight: Tensor, bias: Tensor | None, tokens: int) 
     if tokens == 1:
         out = (history * taps).sum(1, keepdim=True)
     else:
-        out = sum((history[:, k : k + tokens] * taps[k] for k in range(1, len(taps))), history[:, :tokens] * taps[0])
+        out = history[:, :tokens] * taps[0]
+        for k in range(1, len(taps)):
+            out = out + history[:, k : k + tokens] * taps[k]
     return out if bias is None else out + bias
 
 
