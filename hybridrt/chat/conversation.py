@@ -10,6 +10,7 @@ import msgspec
 
 from hybridrt.base.errors import RequestError, shown
 from hybridrt.base.errors_foreign import CALLS, refuse
+from hybridrt.base.pace import with_rests
 from hybridrt.chat.efforts import EFFORTS
 from hybridrt.chat.sizes import check_sizes
 
@@ -158,7 +159,7 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
         raise RequestError(f"messages is {shown(messages)}; pass a list of at least one message", "messages")
     check_sizes(messages, tools, rest.get("chat_template_kwargs"))
     return Conversation(
-        messages=[read_message(message, f"messages.{i}") for i, message in enumerate(messages)],
+        messages=[read_message(message, f"messages.{i}") for i, message in enumerate(with_rests(messages))],
         tools=read_tools(tools),
         tool_choice=read_tool_choice(tool_choice),
         **{name: value for name, value in rest.items() if value is not None},
