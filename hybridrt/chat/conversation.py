@@ -98,6 +98,9 @@ class Conversation:
         if reserved := RESERVED & set(self.chat_template_kwargs):
             text = f"chat_template_kwargs sets {min(reserved)}, which is no template variable; remove it"
             raise RequestError(text, "chat_template_kwargs")
+        for name in ("parallel_tool_calls", "add_generation_prompt", "continue_final_message"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} is {shown(value)}; it must be true or false", name)
         if self.continue_final_message and self.add_generation_prompt:
             name = "continue_final_message"
             raise RequestError(f"{name} goes with add_generation_prompt=false: set it, too", name)
