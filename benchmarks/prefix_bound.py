@@ -13,10 +13,10 @@ they are within the prompt, else F, at which its own slot may become the cache's
 them stood in a slot of the cache from G to A_j at least: before, a request might make the state anew, and after G no
 request does. So j has options k = 1, 2, ...: lengths L_k with their events F_k and G_k. Of those with the same F and no
 earlier G there are three: the longest, the longest that needs one page fewer, and the longest that needs none of their
-pages. (These pages have one price, and all but the last save as many tokens, so no length between is worth more.) Page p
-of the prompt likewise was kept since the end of the last request that had it: since F_m for the pages between L_(m-1)
-and L_m, of which there are n_m. Two requests never count one state or page at one moment: the intervals of the same
-tokens lie between consecutive requests that have them. With y_jk = 1 if j takes option k:
+pages. (These pages have one price, and all but the last save as many tokens, so no length between is worth more.)
+Page p of the prompt likewise was kept since the end of the last request that had it: since F_m for the pages between
+L_(m-1) and L_m, of which there are n_m. Two requests never count one state or page at one moment: the intervals of the
+same tokens lie between consecutive requests that have them. With y_jk = 1 if j takes option k:
 
     maximise    sum of L_k y_jk
     subject to  sum over k of y_jk <= 1                                            for each j
