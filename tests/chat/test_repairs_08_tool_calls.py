@@ -89,6 +89,15 @@ def test_the_format_of_a_family_is_found_and_read_at_every_cut(template: str, pa
     assert (content, objects(calls)) == ("I write it.", [("note", ARGUMENTS)])
 
 
+@pytest.mark.parametrize("opening", ["<|tool_call|>", "<tool_call>"])
+@pytest.mark.parametrize("closing", ["", "</tool_call>", "\n</tool_call>\n", "<|/tool_call|>", "</|tool_call|>"])
+def test_a_closing_tag_of_granite_is_no_text(opening: str, closing: str) -> None:
+    content, _, calls = read_everywhere("granite", f"I write it.\n{opening}[{JSON}]{closing}", step=1)
+    assert (content, objects(calls)) == ("I write it.", [("note", ARGUMENTS)])
+    content, _, calls = read_everywhere("granite", f"{opening}{JSON}{closing}{opening}[{JSON}]{closing}", step=1)
+    assert (content, objects(calls)) == ("", [("note", ARGUMENTS)] * 2)
+
+
 def test_every_family_is_in_the_table_and_the_documents() -> None:
     modules = {architecture: place.partition(":")[0] for architecture, place in KNOWN_FAMILIES.built_in.items()}
     modules["NemotronHForCausalLM"] = "nemotron_h"
