@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from hybridrt.chat.chat import Chat
+from hybridrt.chat.constraints import Constraints
+from hybridrt.chat.conversation import read_tools
 from hybridrt.chat.registry import TOOL_PARSERS, choose
 from hybridrt.chat.schemas import types_of
 from hybridrt.models.config.family_registry import KNOWN_FAMILIES
@@ -21,6 +23,7 @@ from tests.support.tool_calls import (
     KIMI,
     PYTHON,
     QWEN,
+    TOOLS,
     glm,
     objects,
     qwen,
@@ -96,6 +99,13 @@ def test_a_closing_tag_of_granite_is_no_text(opening: str, closing: str) -> None
     assert (content, objects(calls)) == ("I write it.", [("note", ARGUMENTS)])
     content, _, calls = read_everywhere("granite", f"{opening}{JSON}{closing}{opening}[{JSON}]{closing}", step=1)
     assert (content, objects(calls)) == ("", [("note", ARGUMENTS)] * 2)
+
+
+@pytest.mark.parametrize(("parser", "ends"), [("granite", ""), ("nemotron", ' GAP? "</TOOLCALL>"')])
+def test_a_grammar_asks_for_the_closing_tag_that_a_template_writes(parser: str, ends: str) -> None:
+    tools = read_tools([{"type": "function", "function": {"name": "note", "parameters": TOOLS["note"]}}])
+    section = Constraints({})._section(tools, TOOL_PARSERS.load(parser)(TOOLS))
+    assert section is not None and section[0] == f"section{ends}"
 
 
 def test_every_family_is_in_the_table_and_the_documents() -> None:
