@@ -11,10 +11,12 @@ The linear program. Take a request j, admitted at event A_j, and a length L. Who
 A_j ended at some event F, and had moved on from them at some event G: the event behind that of its whole prompt, if
 they are within the prompt, else F, at which its own slot may become the cache's. If j skips L tokens, a state after
 them stood in a slot of the cache from G to A_j at least: before, a request might make the state anew, and after G no
-request does. So j has options k = 1, 2, ...: lengths L_k with their events F_k and G_k; of those with the same F and no
-earlier G the longest. Page p of the prompt likewise was kept since the end of the last request that had it: since F_m
-for the pages between L_(m-1) and L_m, of which there are n_m. Two requests never count one state or page at one moment:
-the intervals of the same tokens lie between consecutive requests that have them. With y_jk = 1 if j takes option k:
+request does. So j has options k = 1, 2, ...: lengths L_k with their events F_k and G_k. Of those with the same F and no
+earlier G there are three: the longest, the longest that needs one page fewer, and the longest that needs none of their
+pages. (These pages have one price, and all but the last save as many tokens, so no length between is worth more.)
+Page p of the prompt likewise was kept since the end of the last request that had it: since F_m for the pages between
+L_(m-1) and L_m, of which there are n_m. Two requests never count one state or page at one moment: the intervals of the
+same tokens lie between consecutive requests that have them. With y_jk = 1 if j takes option k:
 
     maximise    sum of L_k y_jk
     subject to  sum over k of y_jk <= 1                                            for each j
@@ -132,7 +134,8 @@ def program(served: Sequence[Served], page_size: int, num_slots: int, num_pages:
         path = paths[i]
         prompt = [node for node in path if node.end <= served[i].prompt]
         if kind == ADMITTED:
-            options.append(_options(path, e, (served[i].prompt - 1) // unit * unit, unit))
+            found = _options(path, e, (served[i].prompt - 1) // unit * unit, unit)
+            options.append(_with_fewer_pages(found, page_size) if page_size and unit == 1 else found)
         _mark(path if kind != COMPUTED else prompt, place[ENDED, i], computed=kind != ADMITTED)
         _pass(path, served[i], place[COMPUTED, i] + 1, place[ENDED, i])
         change = (-1, 0, 1)[kind] if served[i].kept else 0
@@ -235,6 +238,18 @@ def _options(path: Sequence[_Node], event: int, limit: int, unit: int) -> list[_
                 options.pop()
             options.append(option)
     return options
+
+
+def _with_fewer_pages(options: Sequence[_Option], page_size: int) -> list[_Option]:
+    """And for each option the longest ones that need no page more than the option before it, and one page fewer than
+    itself. The lengths between cost as much for each page and save as much: the best is at an end."""
+    found, before = list[_Option](), 0
+    for option in options:
+        ends = {(before // page_size + 1) * page_size - 1, option.length // page_size * page_size - 1}
+        found += [option._replace(length=end) for end in sorted(ends) if before < end < option.length]
+        found.append(option)
+        before = option.length
+    return found
 
 
 def _mark(nodes: Sequence[_Node], end: int, computed: bool) -> None:

@@ -126,7 +126,7 @@ class Constraints:
         """What follows the literal that opens a section of calls, and the rules that it needs. None: the format has no
         rules."""
         rules = tools.section_rules(offered, lambda text: self._literals([text]))
-        close = f" GAP? {self._literals(tools.closes[:1])}" if tools.closes else ""
+        close = f" GAP? {self._literals(tools.closes[:1])}" if tools.closes and tools.writes_close else ""
         return None if rules is None else ("section" + close, [*rules])
 
     def _literals(self, tags: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import msgspec
 
 from hybridrt.base.errors import RequestError, shown
 from hybridrt.base.errors_foreign import CALLS, refuse
+from hybridrt.base.pace import with_rests
 from hybridrt.chat.efforts import EFFORTS
 from hybridrt.chat.sizes import check_sizes
 
@@ -97,6 +98,9 @@ class Conversation:
         if reserved := RESERVED & set(self.chat_template_kwargs):
             text = f"chat_template_kwargs sets {min(reserved)}, which is no template variable; remove it"
             raise RequestError(text, "chat_template_kwargs")
+        for name in ("parallel_tool_calls", "add_generation_prompt", "continue_final_message"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} is {shown(value)}; it must be true or false", name)
         if self.continue_final_message and self.add_generation_prompt:
             name = "continue_final_message"
             raise RequestError(f"{name} goes with add_generation_prompt=false: set it, too", name)
@@ -158,7 +162,7 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
         raise RequestError(f"messages is {shown(messages)}; pass a list of at least one message", "messages")
     check_sizes(messages, tools, rest.get("chat_template_kwargs"))
     return Conversation(
-        messages=[read_message(message, f"messages.{i}") for i, message in enumerate(messages)],
+        messages=[read_message(message, f"messages.{i}") for i, message in enumerate(with_rests(messages))],
         tools=read_tools(tools),
         tool_choice=read_tool_choice(tool_choice),
         **{name: value for name, value in rest.items() if value is not None},

@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any
 
 from hybridrt.base.errors import RequestError
+from hybridrt.base.pace import rest
 
 # Of a whole conversation. Reading, passing on and rendering take microseconds for each.
 MAX_PARTS = 2**15  # of all messages' contents
@@ -43,6 +44,7 @@ def measure(value: object, max_values: int, max_characters: int) -> tuple[int, i
     values = characters = 0
     open_ = [iter((value,))]
     while open_ and values <= max_values and characters <= max_characters:
+        rest()
         for each in open_[-1]:
             values += 1
             if isinstance(each, str):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridrt.base.errors import CheckpointError
+from hybridrt.base.pace import with_rests
 from hybridrt.chat.efforts import supported_efforts
 from hybridrt.chat.renderer import RENDERER
 
@@ -130,7 +131,7 @@ def fitted(messages: Sequence[Message], traits: TemplateTraits, *, continued: bo
     """
     found = _with_few_instructions(messages, traits)
     last = len(found) - 1 if continued else None
-    return [_with_content(message, traits, i == last) for i, message in enumerate(found)]
+    return [_with_content(message, traits, i == last) for i, message in enumerate(with_rests(found))]
 
 
 def fitted_tool(definition: Mapping[str, Any], traits: TemplateTraits) -> Mapping[str, Any]:

@@ -64,6 +64,7 @@ class ToolParser(ABC):
     Attributes:
         opens: each begins a section.
         closes: each ends one. A section that ends without one of them is taken, too.
+        writes_close: a grammar of the format ends a section with the first of `closes`.
         markers: what a chat template of this format contains: each text, and one of each tuple. Of several formats
             that fit, the one with the longest markers is chosen.
         tokens: tokens of their own that only the vocabulary of such a model has. They tell the format where the
@@ -73,6 +74,7 @@ class ToolParser(ABC):
 
     opens: ClassVar[Sequence[str]]
     closes: ClassVar[Sequence[str]] = ()
+    writes_close: ClassVar[bool] = True
     markers: ClassVar[Sequence[str | tuple[str, ...]]]
     tokens: ClassVar[Sequence[str]] = ()
     alone: ClassVar[bool] = False

@@ -12,14 +12,14 @@ from typer.completion import install_callback, show_callback
 from typer.core import TyperCommand, TyperGroup
 
 import hybridrt
-from hybridrt.base.errors import EngineError, HybridrtError, PoolError, ServerError, TransferError
+from hybridrt.base.errors import EngineError, HybridrtError, PoolError, RequestError, ServerError, TransferError
 from hybridrt.cli import bench
 from hybridrt.cli.chat import chat
 from hybridrt.cli.compile import compile
 from hybridrt.cli.doctor import doctor
 from hybridrt.cli.generate import generate
 from hybridrt.cli.inspect import inspect
-from hybridrt.cli.option_names import in_options
+from hybridrt.cli.option_names import foreign_option, in_options
 from hybridrt.cli.options import with_options
 from hybridrt.cli.serve import serve
 from hybridrt.cli.terminal import discard_output, open_streams
@@ -31,7 +31,7 @@ SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
 class ErrorLineGroup(TyperGroup):
-    """Turns an error that hybridrt raises on purpose into one line and an exit status. Takes the name of a shell behind
+    """Turns an error that hybridrt raises on purpose into its text and an exit status. Takes the name of a shell behind
     the options that install and show completion: typer's own take none and ask the parent processes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -48,7 +48,7 @@ class ErrorLineGroup(TyperGroup):
         except HybridrtError as e:
             if ctx.params["traceback"]:
                 raise
-            _print_error(in_options(str(e), ctx.meta.get(INVOKED, ())))
+            _print_error(in_options(str(e), ctx.meta.get(INVOKED, ())), keeps_lines=isinstance(e, RequestError))
             raise typer.Exit(1 if isinstance(e, RUNTIME_FAILURES) else 2) from e
 
 
@@ -62,6 +62,9 @@ class PanelCommand(TyperCommand):
         named = {"--model", "-m"} & {arg.partition("=")[0] for arg in args}
         if takes.get("model") == "argument" and named and not ctx.resilient_parsing:
             self._refuse(f"{min(named)}: the model is an argument here, as in `{ctx.command_path} ./checkpoint`")
+        for arg in () if ctx.resilient_parsing else itertools.takewhile(lambda arg: arg != "--", args):
+            if advice := foreign_option(arg, self.get_params(ctx)):
+                self._refuse(advice)
         alone = takes.get("model") == "option" and "argument" not in takes.values()
         ctx.allow_extra_args |= alone
         rest = super().parse_args(ctx, args)
@@ -102,8 +105,11 @@ def _shell(option: str, named: str = "") -> str:
     raise typer.Exit(2)
 
 
-def _print_error(text: str) -> None:
-    typer.echo(typer.style("error: ", fg="red", bold=True) + " ".join(text.split()), err=True)
+def _print_error(text: str, keeps_lines: bool = False) -> None:
+    """In one line, or in lines as they are: an expression is shown with a mark below the place that is wrong."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    said = "\n".join(lines) if keeps_lines else " ".join(text.split())
+    typer.echo(typer.style("error: ", fg="red", bold=True) + said, err=True)
 
 
 app = typer.Typer(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hybridrt.engine.request.outputs import Delta, RequestMetrics
 
 LABEL_WIDTH = 60
+_PATH = re.compile(r"(\.{0,2}|~)/[\w.-][\w./~-]*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 JSON_FIELDS = ("index", "text", "token_ids", "finish_reason", "logprobs")  # of Delta, in a line of --json
 
@@ -147,12 +148,14 @@ def in_order(
 
 
 def _refuse_model(prompts: Sequence[str]) -> None:
-    """Raises RequestError if the first prompt looks like a model: the built-in one would continue its name."""
+    """Raises RequestError if the first prompt looks like a model: the built-in one would continue its name. A path that
+    leads nowhere is one if other prompts follow."""
     first = prompts[0] if prompts else ""
     try:
         is_model = bool(_HUB_NAME.fullmatch(first)) or first.lower().endswith(".gguf") or Path(first).is_dir()
     except (OSError, ValueError):  # too long for a path, or with a null character
         return
+    is_model |= len(prompts) > 1 and bool(_PATH.fullmatch(first))
     if first and is_model:
         raise RequestError(
             f"the first prompt, {shown(first)}, looks like a model: write --model {first} before the prompts. If it is "

@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from hybridrt.base.errors_foreign import ENGINE, SAMPLING
+
 # What EngineConfig and others call a setting that an option has another name for.
 _OTHER_NAMES = {"method": "speculative", "seed": "workload_seed"}
 # A word that is a name of Python and of the language: an argument is meant where a text begins with it like this.
@@ -11,6 +13,37 @@ _BEGINS = r"(?=\s(?:is|has|holds|needs|takes|goes|asks)\s|\s[\"']|\s>)"
 # An error about the form of the output, and the option that sets this form.
 _FORMS = {"json": "json_schema", "regex": "regex"}
 _FORM = re.compile(r"^structured_outputs(: this| has) (json|regex)\b(=?)")
+
+_DRAFTS = ("speculative_config", "speculative_model", "num_speculative_tokens", "speculative_algorithm")
+# Options of other runtimes: the arguments of these, but for those that have an option of another kind here.
+_FOREIGN = {
+    **SAMPLING,
+    **ENGINE,
+    **dict.fromkeys((*_DRAFTS, "speculative_num_draft_tokens"), "speculative"),
+    **dict.fromkeys(("guided_json", "json_schema"), "json_schema"),
+    "guided_regex": "regex",
+}
+
+
+def foreign_option(argument: str, params: Sequence[Any]) -> str:
+    """What to write instead of an option that vLLM or SGLang has and the command has not; "" for everything else.
+
+    Args:
+        argument: a word of the command line.
+        params: the command's parameters, as click has them.
+    """
+    option = argument.partition("=")[0]
+    name, known = option[2:].replace("-", "_"), {opt for p in params for opt in (*p.opts, *p.secondary_opts)}
+    ours = _FOREIGN.get(name)
+    if not option.startswith("--") or option in known or ours is None:
+        return ""
+    if ours.startswith("!"):
+        return f"{option}: {in_options(ours[1:], params)}"
+    names, (target, _, value) = _names(params), ours.partition("=")
+    if target in names:
+        return f"no option {option}: write {_set(names[target], value) if value else names[target][0]} instead"
+    is_argument = any(p.name == target and p.param_type_name == "argument" for p in params)
+    return f"no option {option}: the {target} is an argument here" if is_argument else ""
 
 
 def in_options(text: str, params: Sequence[Any]) -> str:

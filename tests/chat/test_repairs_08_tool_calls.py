@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from hybridrt.chat.chat import Chat
+from hybridrt.chat.constraints import Constraints
+from hybridrt.chat.conversation import read_tools
 from hybridrt.chat.registry import TOOL_PARSERS, choose
 from hybridrt.chat.schemas import types_of
 from hybridrt.models.config.family_registry import KNOWN_FAMILIES
@@ -21,6 +23,7 @@ from tests.support.tool_calls import (
     KIMI,
     PYTHON,
     QWEN,
+    TOOLS,
     glm,
     objects,
     qwen,
@@ -87,6 +90,22 @@ def test_the_format_of_a_family_is_found_and_read_at_every_cut(template: str, pa
     assert found is TOOL_PARSERS.load(parser)
     content, _, calls = read_everywhere(parser, f"I write it.\n{text}", step=1)
     assert (content, objects(calls)) == ("I write it.", [("note", ARGUMENTS)])
+
+
+@pytest.mark.parametrize("opening", ["<|tool_call|>", "<tool_call>"])
+@pytest.mark.parametrize("closing", ["", "</tool_call>", "\n</tool_call>\n", "<|/tool_call|>", "</|tool_call|>"])
+def test_a_closing_tag_of_granite_is_no_text(opening: str, closing: str) -> None:
+    content, _, calls = read_everywhere("granite", f"I write it.\n{opening}[{JSON}]{closing}", step=1)
+    assert (content, objects(calls)) == ("I write it.", [("note", ARGUMENTS)])
+    content, _, calls = read_everywhere("granite", f"{opening}{JSON}{closing}{opening}[{JSON}]{closing}", step=1)
+    assert (content, objects(calls)) == ("", [("note", ARGUMENTS)] * 2)
+
+
+@pytest.mark.parametrize(("parser", "ends"), [("granite", ""), ("nemotron", ' GAP? "</TOOLCALL>"')])
+def test_a_grammar_asks_for_the_closing_tag_that_a_template_writes(parser: str, ends: str) -> None:
+    tools = read_tools([{"type": "function", "function": {"name": "note", "parameters": TOOLS["note"]}}])
+    section = Constraints({})._section(tools, TOOL_PARSERS.load(parser)(TOOLS))
+    assert section is not None and section[0] == f"section{ends}"
 
 
 def test_every_family_is_in_the_table_and_the_documents() -> None:

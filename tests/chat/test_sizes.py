@@ -141,3 +141,12 @@ def test_large_conversations_have_a_process_of_their_own(talker: Scripted, monke
         read_conversation(SMALL, [{"type": "function", "function": {"name": "f", "description": "a" * 70000}}])
     )
     assert used == ["small", "large", "large", "large"]
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "parallel_tool_calls"])
+@pytest.mark.parametrize("value", ["x", "false", 1, 0, [True]])
+def test_switches_are_true_or_false(name: str, value: object) -> None:
+    options: dict[str, Any] = {name: value}
+    with pytest.raises(RequestError, match=f"{name} is .*true or false") as info:
+        read_conversation([{"role": "user", "content": "Hi"}], **options)
+    assert info.value.field == name

@@ -35,6 +35,48 @@ def test_other_prompts_are_prompts_and_so_is_any_if_the_model_is_named(first: st
     assert "--top-k" in refused("generate", *arguments, "--top-k", "-7", first)
 
 
+@pytest.mark.parametrize("first", ["./nosuch", "../no/such", "/no/such-7b", "~/nosuch"])
+def test_a_path_that_leads_nowhere_is_no_first_prompt_of_several(first: str) -> None:
+    said = refused("generate", first, "x")
+    assert f"--model {first}" in said and "looks like a model" in said
+    for prompts in ([first], ["x", first], ["// a comment", "x"], ["/* a */", "x"]):
+        assert "--top-k" in refused("generate", "--top-k", "-7", *prompts)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("serve --tensor-parallel-size 2", "no option --tensor-parallel-size: write --tp-size instead"),
+        ("serve --tensor-parallel-size=2", "no option --tensor-parallel-size: write --tp-size instead"),
+        ("serve x --gpu-memory-utilization 0.9", "write --memory-fraction instead"),
+        ("serve --mem-fraction-static 0.9", "write --memory-fraction instead"),
+        ("serve --max-num-seqs 8", "write --max-running-requests instead"),
+        ("serve --context-length 8", "write --max-model-len instead"),
+        ("serve --model-path x", "the model is an argument here"),
+        ("generate --model-path x", "write --model instead"),
+        ("serve --enforce-eager", "write --no-cuda-graph instead"),
+        ("serve --disable-radix-cache", "write --no-prefix-cache instead"),
+        ("serve --num-speculative-tokens 3", "write --speculative instead"),
+        ("serve --trust-remote-code", "leave it out: code of a checkpoint is never run"),
+        ("serve --enable-chunked-prefill", "(--chunked-prefill-size)"),
+        ("generate --max-new-tokens 3 x", "write --max-tokens instead"),
+        ("generate --guided-regex a x", "write --regex instead"),
+    ],
+)
+def test_options_of_other_runtimes_are_named_as_here(line: str, said: str) -> None:
+    assert said in refused(*line.split())
+
+
+def test_a_word_behind_the_end_of_options_is_a_prompt() -> None:
+    assert "--top-k is -7" in refused("generate", "--top-k", "-7", "--", "--tensor-parallel-size")
+
+
+def test_an_error_of_several_lines_keeps_them() -> None:
+    said = refused("generate", "--regex", "ab[c", "x").splitlines()
+    assert said[0].startswith("error: --regex") and len(said) > 2
+    assert said[1].strip() == "ab[c" and said[2].index("^") == said[1].index("[")
+
+
 @pytest.mark.parametrize("command", ["serve", "chat", "inspect", "compile"])
 @pytest.mark.parametrize("option", [("--model", "x"), ("-m", "x"), ("--model=x",)])
 def test_an_option_is_refused_where_the_model_is_an_argument(command: str, option: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from hybridrt.base.errors import QueueFullError, RequestError
 from hybridrt.base.structured_outputs import StructuredOutputs
-from hybridrt.engine.grammar import compile_process, grammar_compiler
+from hybridrt.engine.grammar import compile_process, grammar_compiler, turns
 from hybridrt.engine.grammar.compile_process import CompileProcess, Verdict
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.text.tokenizer import load_tokenizer
@@ -63,6 +63,7 @@ def test_what_gets_no_cpu_time_is_not_refused_for_good(process: CompileProcess) 
 
 def test_an_endless_one_is_refused_and_kept_as_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_compiler, "QUICK_CPU_SECONDS", 0.02)
+    monkeypatch.setattr(grammar_compiler, "MEDIUM_CPU_SECONDS", 0.03)
     monkeypatch.setattr(grammar_compiler, "LARGE_CPU_SECONDS", 0.05)
     compiler, calls, real = make_compiler(seconds=60.0), list[float](), CompileProcess.compile
 
@@ -74,7 +75,7 @@ def test_an_endless_one_is_refused_and_kept_as_refused(monkeypatch: pytest.Monke
     for _ in range(2):
         with pytest.raises(RequestError, match=r"more than 0\.05 seconds of CPU time; make it simpler"):
             compiler.matcher(StructuredOutputs(grammar=ENDLESS))
-    assert calls == [0.02, 0.05]
+    assert calls == [0.02, 0.03, 0.05]
     compiler.matcher(SMALL)
 
 
@@ -131,6 +132,72 @@ def test_small_and_compiled_forms_go_past_large_ones(blocked: Any, monkeypatch: 
             with pytest.raises(RequestError, match="too large"):
                 job.result(60)
     assert compiler._waiting._value == 5  # type: ignore[attr-defined]
+
+
+def of_patterns(count: int, i: int = 0) -> StructuredOutputs:
+    kind = {"type": "string", "pattern": "^[a-z]{1,200}$"}
+    return StructuredOutputs(json={"type": "object", "properties": {f"p{i}_{j}": kind for j in range(count)}})
+
+
+class Clock:
+    """Time that passes while somebody sleeps, or when it is told."""
+
+    def __init__(self) -> None:
+        self.now, self.slept = 100.0, list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(turns, "time", made)
+    return made
+
+
+@pytest.mark.parametrize(("count", "rests"), [(5, 0), (300, 5), (900, 5)])
+def test_costly_forms_take_turns_and_rest_between_them(
+    count: int, rests: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many come at a time. Each takes a tenth of a second here; small ones have no rests."""
+    running, most, real = [0], list[int](), CompileProcess.compile
+
+    def note(self: CompileProcess, text: str, cpu: float, seconds: float) -> Verdict:
+        running[0] += 1
+        most.append(running[0])
+        try:
+            return real(self, text, cpu, seconds)
+        finally:
+            clock.now += 0.1
+            running[0] -= 1
+
+    monkeypatch.setattr(CompileProcess, "compile", note)
+    compiler = make_compiler(seconds=60.0)
+    with ThreadPoolExecutor(6 if rests else 1) as threads:
+        list(threads.map(compiler.matcher, [of_patterns(count, i) for i in range(6)]))
+    assert len(most) == 6 and max(most) == 1
+    assert clock.slept == [pytest.approx(turns.REST * 0.1)] * rests
+
+
+def test_a_small_form_waits_for_no_rest_and_a_costly_one_not_for_ever(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = make_compiler(seconds=1.0)
+    with pytest.raises(KeyError), compiler._medium.turn(1.0):
+        clock.now += 100.0
+        raise KeyError
+    assert compiler._medium._begin == clock.now + turns.MAX_REST
+    with pytest.raises(QueueFullError, match="try again later"):
+        compiler.matcher(of_patterns(300))
+    compiler.matcher(SMALL)
+    assert clock.slept == []
+    clock.now += turns.MAX_REST
+    compiler.matcher(of_patterns(300))
 
 
 def test_many_requests_with_one_new_form_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Granite: `<|tool_call|>[{"name": "f", "arguments": {...}}]`, without a closing tag.
+"""Granite: `<|tool_call|>[{"name": "f", "arguments": {...}}]`. The templates show no closing tag;
+models write one now and then.
 
 Source: the chat templates of ibm-granite/granite-3.3-8b-instruct and granite-3.0-8b-instruct, which writes
 `<tool_call>`. Granite 4 writes Hermes JSON.
@@ -11,4 +12,6 @@ class Granite(JsonCalls):
     """Of Granite 3."""
 
     opens = ("<|tool_call|>", "<tool_call>")
+    closes = ("</tool_call>", "<|/tool_call|>", "</|tool_call|>")
+    writes_close = False
     markers = ("<|tool_call|>",)

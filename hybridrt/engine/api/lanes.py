@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal
 
+from hybridrt.base.pace import paced
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.grammar.grammar_compiler import WAITING
 
 # "text" is work on short texts, "long text" on long ones: a short prompt never waits until long ones are tokenised.
+# Threads of "long text" rest most of the time (hybridrt/base/pace.py): they would hold all running requests up.
 # "compile" waits for grammars. "answer" makes large answers, a part at a time.
 Lane = Literal["text", "long text", "compile", "answer"]
 _COMPILING = 16  # threads for requests with grammars, in addition to those that wait for large grammars
@@ -34,7 +37,7 @@ class Lanes:
 
     def submit(self, lane: Lane, work: Callable[[], Any]) -> "Future[Any]":
         """Runs work in a thread of a lane."""
-        return self._pools[lane].submit(work)
+        return self._pools[lane].submit(partial(paced, work) if lane == "long text" else work)
 
     def close(self) -> None:
         """Takes no further work; what runs goes on."""

@@ -22,17 +22,18 @@ from hybridrt.engine.grammar.compile_process import CompileProcess, Verdict
 from hybridrt.engine.grammar.grammar_text import MAX_REMAINDERS, NO_FORCING, grammar_text, remainders
 from hybridrt.engine.grammar.matcher import Grammar, Matcher, shortened
 from hybridrt.engine.grammar.thinking import ThinkingState
+from hybridrt.engine.grammar.turns import FULL, REST, Turns
 from hybridrt.engine.text.tokenizer import HFTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 COMPILE_SECONDS = 10.0
-QUICK_CPU_SECONDS, LARGE_CPU_SECONDS = 0.25, 2.0  # that compiling a grammar may take
-QUICK = 4  # grammars that compile at a time, for QUICK_CPU_SECONDS
-LARGE = 1  # grammars that compile at a time and need more
-LARGE_CHARACTERS = 2**15  # a larger grammar is taken for one that needs more
-WAITING = 32  # requests that wait for large grammars at a time
+# CPU time that compiling a grammar may take: a small one, a medium and a large one.
+QUICK_CPU_SECONDS, MEDIUM_CPU_SECONDS, LARGE_CPU_SECONDS = 0.05, 0.25, 2.0
+QUICK, MEDIUM, LARGE = 4, 1, 1  # that compile at a time
+MEDIUM_CHARACTERS, LARGE_CHARACTERS = 2**12, 2**15  # a longer grammar is not taken for a small one, or a medium one
+WAITING = 32  # requests that wait at a time for medium and large grammars
 KEPT = 64  # grammars, also those that failed
 SHARED = 8  # grammars with more than one root at a time: each root has a lexer, which may take 100 MB
 GROWING = 4  # threads that make more roots at a time
@@ -41,11 +42,10 @@ _FIELD = "structured_outputs"
 _NO_TOKEN = "NoExtensionBias"  # what llguidance says where no token may come
 _INSTALL = "structured_outputs need llguidance: pip install '.[structured]'"
 _TEXT_TOKENS = '%llguidance {"allow_invalid_utf8": true}\nstart: /(?s-u:[^\\xFF]+)/'  # no text has the byte 0xFF
-_FULL = "too many grammars are being compiled: try again later"
 
 
 class _Job(Future["Grammar | str"]):
-    """A grammar that is being compiled. `quick_over` is set once it has ended or is known to be large."""
+    """A grammar that is being compiled. `quick_over` is set once it has ended or is known to be no small one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,10 +57,11 @@ class GrammarCompiler:
     """Makes matchers of structured outputs. Any thread may call `matcher`.
 
     A grammar is compiled in another process first (compile_process.py), which ends once it has used up its
-    CPU time or memory, and measures masks. What it refuses is never compiled here. Each grammar gets QUICK_CPU_SECONDS
-    at once. One that needs more waits for its turn, LARGE of them at a time, while others go past it. A grammar that
-    several samples follow is compiled again, up to once for each thread that computes masks (`Grammar.roots`), without
-    anything waiting for it.
+    CPU time or memory, and measures masks. What it refuses is never compiled here. A short grammar gets
+    QUICK_CPU_SECONDS at once. One that needs more waits for its turn among the medium ones, then among
+    the large ones, while others go past it. Each of these two kinds has a share of one core. A grammar
+    that several samples follow is compiled again, up to once for each thread that computes masks
+    (`Grammar.roots`), without anything waiting for it.
 
     Args:
         tokenizer: None: the model has none, so requests are refused.
@@ -86,7 +87,7 @@ class GrammarCompiler:
         self._growing = 0
         self._lock = threading.Lock()  # guards `_compiled`, `_shared` and `_growing`
         self._loading = threading.Lock()
-        self._quick, self._large = threading.Semaphore(QUICK), threading.Semaphore(LARGE)
+        self._quick, self._medium, self._large = Turns(QUICK), Turns(MEDIUM, REST), Turns(LARGE, REST)
         self._waiting = threading.Semaphore(WAITING)
 
     @property
@@ -156,11 +157,11 @@ class GrammarCompiler:
         job.quick_over.wait()
         if job.done():
             return job.result()
-        with self._turn(self._waiting, 0):
+        with self._wait():
             try:
                 return job.result(2 * self.seconds)
             except TimeoutError:
-                raise QueueFullError(_FULL) from None
+                raise QueueFullError(FULL) from None
 
     def _make(self, outputs: StructuredOutputs, job: _Job) -> None:
         """Compiles, and gives the job its result. What says nothing about the grammar is not kept."""
@@ -177,26 +178,35 @@ class GrammarCompiler:
         text = grammar_text(outputs)
         if remainders(text) > MAX_REMAINDERS:
             return f'its "multipleOf" have a least common multiple of more than {MAX_REMAINDERS}; take simpler ones'
-        if len(text) <= LARGE_CHARACTERS:
-            with self._turn(self._quick, self.seconds):
-                verdict = self._process.compile(text, QUICK_CPU_SECONDS, self.seconds)
-                if not verdict.late:
-                    return self._judged(text, verdict)
+        if len(text) <= MEDIUM_CHARACTERS:
+            found = self._compile_within(text, self._quick, QUICK_CPU_SECONDS)
+            if found is not None:
+                return found
         job.quick_over.set()
-        with self._turn(self._waiting, 0), self._turn(self._large, self.seconds):
-            verdict = self._process.compile(text, LARGE_CPU_SECONDS, self.seconds)
-            if verdict.late:
-                return f"compiling it takes more than {LARGE_CPU_SECONDS:g} seconds of CPU time; make it simpler"
-            return self._judged(text, verdict)
+        with self._wait():
+            if len(text) <= LARGE_CHARACTERS:
+                found = self._compile_within(text, self._medium, MEDIUM_CPU_SECONDS)
+                if found is not None:
+                    return found
+            found = self._compile_within(text, self._large, LARGE_CPU_SECONDS)
+            late = f"compiling it takes more than {LARGE_CPU_SECONDS:g} seconds of CPU time; make it simpler"
+            return late if found is None else found
+
+    def _compile_within(self, text: str, turns: Turns, cpu_seconds: float) -> "Grammar | str | None":
+        """In its turn: the grammar, or why it cannot be used. None: it takes more CPU time."""
+        with turns.turn(self.seconds):
+            verdict = self._process.compile(text, cpu_seconds, self.seconds)
+            return None if verdict.late else self._judged(text, verdict)
 
     @contextmanager
-    def _turn(self, places: threading.Semaphore, seconds: float) -> Iterator[None]:
-        if not (places.acquire(timeout=seconds) if seconds else places.acquire(blocking=False)):
-            raise QueueFullError(_FULL)
+    def _wait(self) -> Iterator[None]:
+        """Within it, a request is one of those that wait. Raises QueueFullError if there are enough."""
+        if not self._waiting.acquire(blocking=False):
+            raise QueueFullError(FULL)
         try:
             yield
         finally:
-            places.release()
+            self._waiting.release()
 
     def _judged(self, text: str, verdict: Verdict) -> "Grammar | str":
         """The grammar, compiled here: what it takes is known. Or why it cannot be used."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from hybridrt.server.core.protocol import MAX_MESSAGES, Body, ListOf, Sampling, TextPart, tag_of
+from hybridrt.server.core.protocol import MAX_MESSAGES, Body, ListOf, Rested, Sampling, TextPart, tag_of
 
 
 class ToolUse(Body):
@@ -101,7 +101,7 @@ class OutputOptions(Body):
 class CountRequest(Sampling):
     """/v1/messages/count_tokens"""
 
-    messages: Annotated[list[MessageTurn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Rested[MessageTurn]], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | ListOf[TextPart] | None = None
     tools: ListOf[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None

@@ -1,18 +1,26 @@
 """JSON bodies of requests: what reading one costs is known and limited before it is read.
 
-Reading JSON and checking its fields are calls that keep Python's lock to their end: no other thread runs meanwhile, so
-another thread alone does not help. 16 MiB of text are read in 30 ms, but the same length of `[1,1,1,…` in 650.
+Reading JSON is a call that keeps Python's lock to its end: no other thread runs meanwhile, so
+another thread alone does not help. 16 MiB of text are read in 30 ms, but the same length of
+`[1,1,1,…` in 650. The fields of a large body are checked in a thread that rests between two
+elements of a list (hybridrt/base/pace.py).
 """
 
 import json
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from contextlib import suppress
+from functools import partial
+from typing import Any, get_type_hints
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
+from hybridrt.base.pace import rest
 from hybridrt.engine.api.async_llm import AsyncLLM
 from hybridrt.engine.api.lanes import lane_of
 
@@ -34,24 +42,62 @@ def route_class(llm: AsyncLLM) -> type[APIRoute]:
     most = max(MAX_VALUES, llm.llm.plan.max_model_len + SMALL)
 
     class LimitedRequest(Request):
+        read: Any = None  # what was made of a large body, or why it is no JSON
+
         async def json(self) -> Any:
+            if isinstance(self.read, Exception):
+                raise self.read
+            return json.loads(await self.body()) if self.read is None else self.read
+
+        async def prepare(self, model: type[BaseModel]) -> None:
+            """Reads a large body and checks its fields, in a thread: FastAPI does it in the event loop. It takes an
+            object of the model as it is."""
             body = await self.body()
             self.scope[_BODY_BYTES] = len(body)
-            if len(body) <= SMALL:
-                return json.loads(body)
-            await llm.in_thread(check_body, body, most, lane=lane_of(len(body)))
-            return await llm.in_thread(json.loads, body, lane=lane_of(len(body)))
+            if len(body) > SMALL:
+                self.read = await llm.in_thread(partial(read_body, body, most, model), lane=lane_of(len(body)))
 
     class LimitedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
+            handle, model = super().get_route_handler(), _model_of(self.endpoint)
 
             async def limited(request: Request) -> Response:
-                return await handle(LimitedRequest(request.scope, request.receive))
+                found = LimitedRequest(request.scope, request.receive)
+                if model is not None:
+                    with suppress(ClientDisconnect):  # FastAPI meets it again
+                        await found.prepare(model)
+                return await handle(found)
 
             return limited
 
     return LimitedRoute
+
+
+def _model_of(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
+    """The model of an endpoint's body; None: it has none."""
+    kinds = [kind for name, kind in get_type_hints(endpoint).items() if name != "return" and isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
+
+
+def read_body(body: bytes, max_values: int, model: type[BaseModel]) -> Any:
+    """An object of a model from a JSON text; what is no JSON object as it is, and the exception where it is no JSON.
+
+    Raises:
+        HTTPException: as `check_body`.
+        RequestValidationError: a field is invalid.
+    """
+    check_body(body, max_values)
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as e:
+        return e
+    rest()
+    if not isinstance(value, dict):
+        return value
+    try:
+        return model.model_validate(value, from_attributes=True)  # as FastAPI does
+    except ValidationError as e:
+        raise RequestValidationError([{**error, "loc": ("body", *error["loc"])} for error in e.errors()]) from e
 
 
 def check_body(body: bytes, max_values: int) -> None:
@@ -62,6 +108,7 @@ def check_body(body: bytes, max_values: int) -> None:
     """
     values = objects = quotes = 0
     for part, outside in _parts(body):
+        rest()
         objects += outside.count(b"{")
         values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
         quotes += part

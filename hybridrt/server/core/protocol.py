@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag
 
+from hybridrt.base.pace import rest
 from hybridrt.base.sampling_params import MAX_BIASES
 
 # Of one request. Reading more of them would hold other requests up, and few models have room for as many.
@@ -21,8 +22,14 @@ class _FirstError(FailFast):
     __hash__ = object.__hash__  # typing.Union compares what it is made of
 
 
+def _rested(value: Any) -> Any:
+    rest()
+    return value
+
+
 T = TypeVar("T")
-ListOf = Annotated[list[T], _FirstError()]
+Rested = Annotated[T, BeforeValidator(_rested)]  # an element of a list that may be long
+ListOf = Annotated[list[Rested[T]], _FirstError()]
 TokenIds = Annotated[list[TokenId], Field(max_length=2**24), _FirstError()]
 
 
@@ -144,7 +151,7 @@ def _prompt_tag(prompt: Any) -> str:
 Prompts = Annotated[
     Annotated[str, Tag("tagged-text")]
     | Annotated[TokenIds, Tag("tagged-ids")]
-    | Annotated[list[str | TokenIds], Field(max_length=2**16), _FirstError(), Tag("tagged-list")],
+    | Annotated[list[Rested[str | TokenIds]], Field(max_length=2**16), _FirstError(), Tag("tagged-list")],
     Discriminator(_prompt_tag),
 ]
 
@@ -178,7 +185,7 @@ class Message(BaseModel):
 class ChatFields(BaseModel):
     """What makes a prompt of a conversation; hybridrt.chat.conversation checks tools and tool_choice."""
 
-    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=MAX_MESSAGES)] = None
+    messages: Annotated[list[Rested[Message]] | None, Field(min_length=1, max_length=MAX_MESSAGES)] = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -192,7 +199,7 @@ class ChatFields(BaseModel):
 class ChatRequest(ChatFields, Sampling):
     """/v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Rested[Message]], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     include_reasoning: bool | None = True
     logprobs: bool | None = False

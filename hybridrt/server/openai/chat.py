@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.types import Scope
 
+from hybridrt.base.pace import with_rests
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.chat.conversation import Conversation, read_conversation
 from hybridrt.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
@@ -219,7 +220,7 @@ def conversation_of(body: ChatFields) -> Conversation:
         RequestError: something in it is wrong.
     """
     return read_conversation(
-        [message.model_dump(exclude_unset=True) for message in body.messages or ()],
+        [message.model_dump(exclude_unset=True) for message in with_rests(body.messages or ())],
         body.tools,
         body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from hybridrt.server.core.protocol import MAX_MESSAGES, Body, ListOf, Sampling, at_most, tag_of
+from hybridrt.server.core.protocol import MAX_MESSAGES, Body, ListOf, Rested, Sampling, at_most, tag_of
 
 MAX_METADATA = 1024  # OpenAI takes 16
 
@@ -101,7 +101,7 @@ class TextOptions(Body):
 class ResponseRequest(Sampling):
     """/v1/responses"""
 
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[Rested[Item]], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: ListOf[FunctionTool] | None = None
