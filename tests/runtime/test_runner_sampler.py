@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.core.packed import map_arrays
 from hybridrt.runtime.sampling.sampler import Sampler, used_parts
 from hybridrt.runtime.step.plan import Admission
 from hybridrt.runtime.step.sampling_table import SamplingTable
@@ -24,8 +25,8 @@ def draw(rows: Sequence[int], logits: torch.Tensor) -> list[int]:
     """One token for each row, out of a table that all rows were admitted to."""
     table = SamplingTable(7, VOCAB, torch.device("cpu"))
     admissions = [Admission(row, row, [row, 5, 9, 9], 2, params, 100 + row) for row, params in PARAMS.items()]
-    sections = {name: torch.from_numpy(array) for name, array in SamplingTable.pack(admissions).items()}
-    table.admit(torch.tensor(list(PARAMS)), sections)
+    arrays = map_arrays(torch.from_numpy, SamplingTable.pack(admissions))
+    table.admit(torch.tensor(list(PARAMS)), arrays)
     index = torch.tensor(rows, dtype=torch.int32)
     parts = used_parts(PARAMS.values())
     return Sampler(table)(logits[index.long()], index, index + 10, parts).tolist()
@@ -43,8 +44,8 @@ def test_a_new_tenant_of_a_row_forgets_the_old_ones_tokens() -> None:
     table = SamplingTable(3, VOCAB, torch.device("cpu"))
     for prompt, output in (([4, 5], [6, 6]), ([7], [])):
         admission = Admission(2, 2, [*prompt, *output], len(prompt), SamplingParams(presence_penalty=1.0), 0)
-        sections = {name: torch.from_numpy(array) for name, array in SamplingTable.pack([admission]).items()}
-        table.admit(torch.tensor([2]), sections)
+        arrays = map_arrays(torch.from_numpy, SamplingTable.pack([admission]))
+        table.admit(torch.tensor([2]), arrays)
         assert table.prompt_mask[2].nonzero().flatten().tolist() == prompt
         assert table.output_counts[2].nonzero().flatten().tolist() == sorted(set(output))
         assert int(table.output_counts[2].sum()) == len(output)

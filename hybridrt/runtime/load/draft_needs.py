@@ -17,7 +17,7 @@ from hybridrt.models.base import CausalLM
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.sampling.sampler import Accepted, Sampler
-from hybridrt.runtime.step.pack import Sections
+from hybridrt.runtime.step.pack import PromptArrays
 from hybridrt.runtime.step.plan import StepHandle
 
 
@@ -57,7 +57,7 @@ class DeviceDrafter(Protocol):
         batch: ForwardBatch,
         hidden: torch.Tensor,
         accepted: Accepted | None,
-        sections: Sections | None,
+        prompts: PromptArrays[torch.Tensor] | None,
     ) -> None:
         """After a step that the model has run and whose tokens are drawn (`DraftTarget.last_tokens`). Nothing may wait
         for the host.
@@ -65,7 +65,7 @@ class DeviceDrafter(Protocol):
         Args:
             batch, hidden: the step and the model's hidden states [T, hidden].
             accepted: of a verify step.
-            sections: of a step with extend rows, packed with `following`.
+            prompts: of a step with extend rows, packed with `following`.
         """
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:

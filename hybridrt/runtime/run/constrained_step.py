@@ -63,11 +63,11 @@ class ConstrainedStep:
             return False
         together = masks if len(self._masks) == 1 else np.concatenate(self._masks)
         if len(self._lines) == self._total:
-            bitmask = staging.upload({"masks": together})["masks"]
+            (bitmask,) = staging.upload((together,))
         else:
-            sections = staging.upload({"lines": self._lines, "masks": together})
+            lines, words = staging.upload((self._lines, together))
             bitmask = torch.full((self._total, masks.shape[1]), -1, dtype=torch.int32, device=staging.device)
-            bitmask.index_copy_(0, sections["lines"].long(), sections["masks"])
+            bitmask.index_copy_(0, lines.long(), words)
         self._launched = self._sampling(bitmask)
         return True
 

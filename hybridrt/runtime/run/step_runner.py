@@ -9,6 +9,7 @@ import torch
 
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.packed import int32_array
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.kernels.state.row_tables import enter_tokens
 from hybridrt.mem_cache.pools.bounds import DEBUG
@@ -26,13 +27,12 @@ from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.sampling.sampler import Accepted, RowRequirements, SampledLines, Sampler, Verification
 from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step.launched_step import JoinedSteps, LaunchedStep
-from hybridrt.runtime.step.pack import Columns, Sections, StagingRing, chunk_plans, pack_batch, pack_bookkeeping
+from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_step, pack_tables
 from hybridrt.runtime.step.pack_padded import Bucket
-from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageCopy, PageWrite, Snapshot, StepHandle, StepPlan, int32s
+from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageCopy, PageWrite, Snapshot, StepHandle, StepPlan
 from hybridrt.runtime.step.prompt_logprobs import PromptRequirements, ScoredStep
+from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 from hybridrt.runtime.step.sampling_table import SamplingTable
-from hybridrt.runtime.step.saved_states import pack_saves, saved_states
-from hybridrt.runtime.step.step_passes import extend_passes
 
 Bitmask = torch.Tensor | None  # of a step's lines of logits; None: all tokens are allowed
 
@@ -144,13 +144,13 @@ class StepRunner:
         """Folds the rings of `rows` into their slots, which the prefix cache owns from here on."""
         pool = self.pools.req_to_token.mamba_pool
         if pool is not None:
-            pool.donate(self._staging.upload({"rows": np.array(rows, np.int32)})["rows"])
+            pool.donate(*self._staging.upload((int32_array(rows),)))
 
     def _snapshot(self, copies: Sequence[Snapshot]) -> None:
         def rings() -> tuple[torch.Tensor, torch.Tensor]:
-            columns = {"rows": int32s(copy.row for copy in copies), "slots": int32s(copy.slot for copy in copies)}
-            sections = self._staging.upload(columns)
-            return sections["rows"], sections["slots"]
+            rows, slots = int32_array([copy.row for copy in copies]), int32_array([copy.slot for copy in copies])
+            found: tuple[torch.Tensor, torch.Tensor] = self._staging.upload((rows, slots))
+            return found
 
         pool = self.pools.req_to_token.mamba_pool
         if pool is not None:
@@ -204,9 +204,9 @@ class StepRunner:
 
     def _keep_pages(self, copies: Sequence[PageCopy]) -> None:
         """Fills pages of the prefix cache, in all KV layers."""
-        sources, targets = int32s(copy.source for copy in copies), int32s(copy.target for copy in copies)
-        sections = self._staging.upload({"sources": sources, "targets": targets})
-        self.pools.kv.copy_pages(sections["sources"].long(), sections["targets"].long())
+        pages = int32_array([copy.source for copy in copies]), int32_array([copy.target for copy in copies])
+        sources, targets = self._staging.upload(pages)
+        self.pools.kv.copy_pages(sources.long(), targets.long())
 
     def _graph_of(self, plan: StepPlan, tokens: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
         """The graph of a step's decode rows, the pages that it enters (`split_page_writes`), and the other page writes.
@@ -229,7 +229,7 @@ class StepRunner:
         graphs.replay(decode, new_pages)
         batch, indices, logits, hidden = graphs.rows(n)
         lines = SampledLines(batch.req_pool_indices, indices, (decode.rows, decode.output_indices), logits)
-        decoded = partial(self._sample_or_verify, batch, graphs.buffers.sections, lines, hidden)
+        decoded = partial(self._sample_or_verify, batch, graphs.buffers.arrays, lines, hidden)
         if not plan.extend:
             return decoded
         # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
@@ -241,17 +241,18 @@ class StepRunner:
         return lambda mask: JoinedSteps(decoded(mask[:n]), extended(mask[n:]))  # type: ignore[index]
 
     def _launch_eager(self, plan: StepPlan, tokens: int) -> LaunchSampling:
-        scored, scored_columns = self._prompt_scores.of(plan.extend, len(plan.decode) * tokens)
-        columns = pack_bookkeeping(plan) | scored_columns
-        columns |= pack_batch(plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes)
-        columns |= pack_saves(plan.extend, self._chunk_sizes, self.backend.saves_at_chunks)
-        sections = self._staging.upload(columns)
-        enter_tables(self.pools, self.sampling_table, sections)
+        scored, places = self._prompt_scores.of(plan.extend, len(plan.decode) * tokens)
+        on_host = pack_step(
+            plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places
+        )
+        arrays: StepArrays[torch.Tensor] = self._staging.upload(on_host)
+        if arrays.tables is not None:
+            enter_tables(self.pools, self.sampling_table, arrays.tables)
         for arrival in plan.imports:
             self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
         if not plan.decode and not plan.extend:
             return lambda _: LaunchedStep(None)
-        batch = self._batch(plan, columns, sections, tokens)
+        batch = self._batch(plan, on_host, arrays, tokens)
         self.backend.prepare(batch)
         hidden = self.model(batch)
         if plan.decode and tokens == 1:
@@ -260,21 +261,21 @@ class StepRunner:
             self.arena.export_state(departure)  # type: ignore[union-attr]
 
         def sampling(bitmask: Bitmask) -> StepHandle:
-            on_host = columns["sample_rows"], columns["output_indices"]
-            kept = hidden.index_select(0, sections["sample_at"])
+            known = on_host.sample_rows, on_host.output_indices
+            kept = hidden if arrays.prompts is None else hidden.index_select(0, arrays.prompts.sample_at)
             logits = self.model.logits(kept) if len(kept) else kept
-            lines = SampledLines(sections["sample_rows"], sections["output_indices"], on_host, logits)
-            launched = self._sample_or_verify(batch, sections, lines, hidden, bitmask)
-            if not scored:
+            lines = SampledLines(arrays.sample_rows, arrays.output_indices, known, logits)
+            launched = self._sample_or_verify(batch, arrays, lines, hidden, bitmask)
+            if arrays.scored is None:
                 return launched
-            on_device = sections["scored_at"], sections["scored_tokens"]
-            return ScoredStep(launched, scored, hidden, *on_device, self.model.logits)
+            return ScoredStep(launched, scored, hidden, arrays.scored.places, arrays.scored.tokens, self.model.logits)
 
         return sampling
 
     def _sample_or_verify(
-        self, batch: ForwardBatch, sections: Sections, lines: SampledLines, hidden: torch.Tensor, bitmask: Bitmask
-    ) -> StepHandle:
+        self, batch: ForwardBatch, arrays: StepArrays[torch.Tensor], lines: SampledLines, hidden: torch.Tensor,
+        bitmask: Bitmask,
+    ) -> StepHandle:  # fmt: skip
         """Tokens of the rows that gain some, of which `lines` has the decode rows first. Then the drafter follows."""
         launched: StepHandle
         accepted, (rows, indices, on_host, logits) = None, lines
@@ -283,7 +284,7 @@ class StepRunner:
             of_drafts, of_chunks = (None, None) if bitmask is None else (bitmask[:split], bitmask[split:])
             if n < len(rows):
                 lines = SampledLines(rows[:n], indices[:n], (on_host[0][:n], on_host[1][:n]), logits[:split])
-            launched, accepted = self._verify(batch, sections, lines, of_drafts)
+            launched, accepted = self._verify(batch, arrays, lines, of_drafts)
             if n < len(rows):
                 chunks = SampledLines(rows[n:], indices[n:], (on_host[0][n:], on_host[1][n:]), logits[split:])
                 launched = JoinedSteps(launched, self._sample(chunks, of_chunks))
@@ -292,7 +293,7 @@ class StepRunner:
         else:
             launched = LaunchedStep(None)
         if self.drafter is not None:
-            self.drafter.follow(batch, hidden, accepted, sections if batch.num_extend_rows else None)
+            self.drafter.follow(batch, hidden, accepted, arrays.prompts)
         return launched
 
     def _check(self, plan: StepPlan) -> None:
@@ -307,40 +308,39 @@ class StepRunner:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
     def _apply_bookkeeping(self, plan: StepPlan) -> None:
-        """`enter_tables` of a step whose columns hold nothing of them."""
-        if plan.admissions or plan.page_writes or plan.page_copies:
-            enter_tables(self.pools, self.sampling_table, self._staging.upload(pack_bookkeeping(plan)))
+        """`enter_tables` of a step whose own copy holds nothing of them."""
+        if (changes := pack_tables(plan)) is not None:
+            enter_tables(self.pools, self.sampling_table, self._staging.upload(changes))
 
-    def _batch(self, plan: StepPlan, columns: Columns, sections: Sections, tokens: int) -> ForwardBatch:
-        n, table = len(plan.decode), self.pools.req_to_token
-        new = [len(r.tokens) for r in plan.extend]
-        decoded, chunks, spec = None, None, None
+    def _batch(
+        self, plan: StepPlan, on_host: StepArrays[np.ndarray], arrays: StepArrays[torch.Tensor], tokens: int
+    ) -> ForwardBatch:
+        n, table, prompts = len(plan.decode), self.pools.req_to_token, arrays.prompts
+        decoded, chunks, spec = None, None, spec_info_of(arrays.drafts, tokens) if n else None
         if n:
-            decoded, spec = TokenInputs.allocate(n * tokens, self.device), spec_info_of(sections, tokens, self.trees)
-            fill_decode(decoded, sections, n, spec, self.last_tokens, table)
-        if new:
-            positions = sections["extend_positions"]
-            kv_places = table.token_slots(sections["extend_rows"], positions)
-            chunks = TokenInputs(sections["input_ids"], positions, kv_places)
-        sizes = self._chunk_sizes
-        passes = extend_passes(columns, sections, sizes)
+            decoded = TokenInputs.allocate(n * tokens, self.device)
+            fill_decode(decoded, arrays, n, spec, self.last_tokens, table)
+        if prompts is None:
+            starts = torch.arange(0, n * tokens + 1, tokens, dtype=torch.int32, device=self.device)
+        else:
+            starts, kv_places = prompts.query_start_loc, table.token_slots(prompts.rows, prompts.positions)
+            chunks = TokenInputs(prompts.input_ids, prompts.positions, kv_places)
         inputs = decoded.then(chunks) if decoded and chunks else decoded or chunks
         assert inputs is not None, "a step has rows"
-        return make_batch(
+        batch = make_batch(
             self.backend,
-            sections["rows"],
-            sections["seq_lens"],
-            sections["query_start_loc"],
+            arrays.rows,
+            arrays.seq_lens,
+            starts,
             inputs,
             n,
             spec,
-            seq_lens_cpu=columns["seq_lens"].tolist(),
-            query_lens_cpu=[tokens] * n + new,
-            read_state_slots=sections.get("read_state_slots"),
-            chunk_plans=None if passes else chunk_plans(columns, sections, new, sizes),
-            extend_passes=passes,
-            saved_states=saved_states(sections, sizes),
+            seq_lens_cpu=on_host.seq_lens.tolist(),
+            query_lens_cpu=[tokens] * n + [len(r.tokens) for r in plan.extend],
         )
+        if prompts is not None and on_host.prompts is not None:
+            set_recurrent(batch, on_host.prompts.recurrent, prompts.recurrent, self._chunk_sizes)
+        return batch
 
     def _sample(self, lines: SampledLines, bitmask: Bitmask) -> LaunchedStep:
         parts, wanted = self._required.of(*lines.on_host)
@@ -349,16 +349,16 @@ class StepRunner:
         return LaunchedStep(tokens[:, None], None, lines.logits, wanted)
 
     def _verify(
-        self, batch: ForwardBatch, sections: Sections, lines: SampledLines, bitmask: Bitmask
+        self, batch: ForwardBatch, arrays: StepArrays[torch.Tensor], lines: SampledLines, bitmask: Bitmask
     ) -> tuple[LaunchedStep, Accepted]:
         """Acceptance for a step's decode rows [n], which have n * T lines of logits, then the commit of the state that
-        it keeps. `sections` may hold further rows."""
-        n, spec, logits = len(lines.rows), batch.spec_info, lines.logits
-        assert spec is not None
+        it keeps. `arrays` may hold further rows."""
+        n, spec, logits, drafts = len(lines.rows), batch.spec_info, lines.logits, arrays.drafts
+        assert spec is not None and drafts is not None
         tree = () if spec.parents is None or spec.tree_mask is None else (spec.parents[:n], spec.tree_mask[:n])
         step = Verification(
             lines.rows, lines.output_indices, batch.positions[: batch.num_decode_tokens].view(n, -1),
-            sections["drafts"][:n], sections["num_drafts"][:n], self.last_tokens, *tree,
+            drafts.tokens[:n], drafts.counts[:n], self.last_tokens, *tree,
         )  # fmt: skip
         parts, wanted = self._required.of(*lines.on_host)
         kept = self.sampler.verify(logits, step, parts, bitmask)

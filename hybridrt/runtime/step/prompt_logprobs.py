@@ -9,6 +9,7 @@ import torch
 from hybridrt.base.sampling_params import MAX_LOGPROBS
 from hybridrt.kernels.sampling.sampling import token_logprobs
 from hybridrt.runtime.step.launched_step import to_host
+from hybridrt.runtime.step.pack import ScoredTokens
 from hybridrt.runtime.step.plan import Admission, ExtendRow, StepHandle, StepResult
 from hybridrt.runtime.step.token_scores import TokenScores
 
@@ -42,10 +43,10 @@ class PromptRequirements:
             if a.params.prompt_logprobs is not None:
                 self._rows[a.row] = a.params.prompt_logprobs, a.prompt_len
 
-    def of(self, extend: Sequence[ExtendRow], decoded: int) -> tuple[list[Wanted], dict[str, np.ndarray]]:
-        """What a step's chunks give, behind `decoded` tokens of decode rows, and int32 sections for its packed copy:
-        the places in the batch, and the tokens that follow there."""
-        wanted, places = list[Wanted](), [np.empty(0, np.int32)]
+    def of(self, extend: Sequence[ExtendRow], decoded: int) -> tuple[list[Wanted], ScoredTokens[np.ndarray] | None]:
+        """What a step's chunks give, after `decoded` tokens of decode rows, and what the step packs for it: the places
+        in the batch, and the tokens that follow there. None where they give nothing."""
+        wanted, places = list[Wanted](), list[np.ndarray]()
         for chunk in extend if self._rows else ():
             top, prompt_len = self._rows.get(chunk.row, (0, 0))
             count = min(len(chunk.tokens), prompt_len - 1 - chunk.computed)
@@ -54,9 +55,9 @@ class PromptRequirements:
                 places.append(np.arange(decoded, decoded + count, dtype=np.int32))
             decoded += len(chunk.tokens)
         if not wanted:
-            return [], {}
+            return [], None
         tokens = np.array([token for each in wanted for token in each.tokens], np.int32)
-        return wanted, {"scored_at": np.concatenate(places), "scored_tokens": tokens}
+        return wanted, ScoredTokens(np.concatenate(places), tokens)
 
 
 class ScoredStep:
