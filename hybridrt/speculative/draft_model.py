@@ -30,10 +30,9 @@ from hybridrt.runtime.load.build import (
     row_bytes,
     weight_bytes,
 )
-from hybridrt.runtime.load.draft_needs import DraftTarget
+from hybridrt.runtime.load.draft_needs import DraftTarget, Everywhere
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.precompile.build_runner import build_runner
-from hybridrt.runtime.run.draft_task import Everywhere
 from hybridrt.runtime.step.pack_padded import PROMPT_ROWS
 from hybridrt.runtime.step.plan import (
     Admission,
