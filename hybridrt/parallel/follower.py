@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridrt.base.ambient import undisturbed
@@ -22,7 +23,10 @@ from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.parallel.messages import Beat, Failed, decode
 from hybridrt.parallel.rank_start import Place, find_place, rank_device
 from hybridrt.parallel.ranks import LOST
+from hybridrt.parallel.tasks import DropTask, MaskTask
 from hybridrt.runtime.precompile.build_runner import build_runner
+from hybridrt.runtime.run.launched_step import LaunchedStep
+from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import StepPlan
 
 
@@ -96,12 +100,28 @@ def _serve(leader: Leader, comm: Communicator) -> None:
         if not isinstance(config, EngineConfig):
             raise MessageError(f"rank 0 sent {type(config).__name__} where a configuration belongs")
         runner = build_runner(replace(config, device=str(comm.device)), tp=TPGroup(comm.rank, comm.size, comm))
-        while (message := leader.receive()) is not None:
-            runner.launch(message) if isinstance(message, StepPlan) else message(runner)
+        _run_tasks(leader, runner)
         runner.drop_graphs()
         del runner
         comm.barrier()
     leader.leaving = True
+
+
+def _run_tasks(leader: Leader, runner: ModelRunner) -> None:
+    """Steps and tasks up to None. Masks are for the step that was launched last."""
+    step, masks = LaunchedStep(), list[np.ndarray]()
+    while (message := leader.receive()) is not None:
+        if isinstance(message, StepPlan):
+            step = runner.launch(message)
+        elif isinstance(message, MaskTask):
+            masks.append(message.masks())
+            if not message.more:
+                step.sample(np.concatenate(masks))
+                masks.clear()
+        elif isinstance(message, DropTask):
+            step.drop()
+        else:
+            message(runner)
 
 
 def main(directory: str, rank: int, size: int, kind: str) -> None:

@@ -30,10 +30,9 @@ from hybridrt.runtime.load.build import (
     row_bytes,
     weight_bytes,
 )
-from hybridrt.runtime.load.draft_needs import DraftTarget
+from hybridrt.runtime.load.draft_needs import DraftTarget, Everywhere
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.precompile.build_runner import build_runner
-from hybridrt.runtime.run.draft_task import Everywhere
 from hybridrt.runtime.step.pack import StagingRing
 from hybridrt.runtime.step.pack_padded import PROMPT_ROWS
 from hybridrt.runtime.step.plan import (
@@ -201,7 +200,7 @@ class DraftModelDrafter(Drafter):
     def _catch_up(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """Computes the tokens that the states lack, in chunks of few rows; the last chunk of each row gives its first
         draft."""
-        launched = []
+        launched = list[_Launched]()
         for tenant in tenants:
             tenant.chain, tenant.siblings = [], []
         # With more rows than a graph holds, a step of few tokens takes ten times as long: its kernels go one by one.

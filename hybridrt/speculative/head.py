@@ -20,9 +20,9 @@ from hybridrt.models.base import CausalLM
 from hybridrt.recurrent.backends import create_backend
 from hybridrt.runtime.load.draft_needs import DraftRow, DraftTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner
+from hybridrt.runtime.run.launched_step import LaunchedStep
 from hybridrt.runtime.sampling.sampler import Accepted, used_parts
 from hybridrt.runtime.step.batch import make_batch
-from hybridrt.runtime.step.launched_step import LaunchedStep
 from hybridrt.runtime.step.pack import PageEntries, PromptArrays, StagingRing
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, StepHandle
 
@@ -140,7 +140,7 @@ class HeadRunner:
             self.tokens[index] = drawn.int()
             drafts = torch.cat((drafts, drawn[:, None]), 1)
             places += [drawn[:, None], logits.topk(topk).indices]
-        return LaunchedStep(torch.cat(places, 1))
+        return LaunchedStep.from_tokens(torch.cat(places, 1))
 
     def _advance(self, rows: Sequence[DraftRow], step_rows: DraftedRows[torch.Tensor], step: int) -> torch.Tensor:
         """The head's own step number `step`, 1 being the first: [n, vocab] logits behind the last drafts."""

@@ -199,7 +199,7 @@ def test_a_prediction_head_is_split_too(name: str, groups: Groups, tmp_path: Pat
     runner = ModelRunner(drafted)
     alone = outputs(runner, params, make_drafter(runner))
     executor = TensorParallelExecutor(replace(drafted, tp_size=2), ranks=groups[2])
-    together = outputs(executor, params, make_drafter(executor.runner, executor.everywhere))
+    together = outputs(executor, params, make_drafter(executor.runner, executor.draft))
     executor.close()
     for ours, theirs in zip(together, alone, strict=True):
         assert ours.token_ids == theirs.token_ids

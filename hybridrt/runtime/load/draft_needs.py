@@ -1,6 +1,6 @@
 """What a way of drafting declares to the runtime: memory, layers of the target, and its part on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -74,6 +74,10 @@ class DeviceDrafter(Protocol):
         Returns:
             Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens there.
         """
+
+
+# As DeviceDrafter.draft, on every rank; returns what the first one's call returns.
+Everywhere = Callable[[Sequence[DraftRow], int, int], StepHandle]
 
 
 class DraftNeeds(DraftMethodBase):
