@@ -7,7 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrt.kernels.core.packed import A, Record, arrays_of, map_arrays, pack_arrays, packed_size, unpack
+from hybridrt.kernels.core.packed import (
+    A,
+    Record,
+    arrays_of,
+    map_arrays,
+    pack_arrays,
+    packed_size,
+    section_starts,
+    unpack,
+)
 
 
 class Leaf(NamedTuple, Generic[A]):
@@ -45,6 +54,9 @@ def test_a_record_comes_back_from_its_buffer(record: Pair[np.ndarray]) -> None:
     pack_arrays(found, flat)
     again: Pair[torch.Tensor] = unpack(record, torch.from_numpy(flat))
     assert plainly(again) == plainly(map_arrays(np.copy, record)) == plainly(record)
+    assert [view.storage_offset() for view in arrays_of(again) if view.numel()] == [
+        start for start, each in zip(section_starts(found), found, strict=True) if each.size
+    ]
     assert [tuple(view.shape) for view in arrays_of(again)] == [each.shape for each in found]
     assert all(view.storage_offset() % 4 == 0 for view in arrays_of(again))
     assert packed_size(found) == sum(-(-each.size // 4) * 4 for each in found), "None takes no room"

@@ -13,7 +13,7 @@ import torch
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.core.chunk_plan import plan_chunks
-from hybridrt.kernels.core.packed import arrays_of, map_arrays, packed_size, unpack
+from hybridrt.kernels.core.packed import arrays_of, map_arrays, pack_arrays, packed_size, section_starts, unpack
 from hybridrt.recurrent import backend as linear
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_rows, pack_step
@@ -79,7 +79,7 @@ def test_staging_is_written_again_once_its_copy_is_done(sizes: Sequence[int], mo
         copies: tuple[Callable[[], None], ...] = (
             partial(ring.copy_packed, into, column),
             partial(ring.copy, into, [column]),
-            partial(ring.copy_rows, into, [line], [line], size),
+            partial(ring.copy_rows, into, [line], column, [0]),
         )
         copies[i % 3]()
         column[:] = line[:] = -1  # what was passed may change at once
@@ -106,9 +106,11 @@ def test_graphs_and_eager_steps_pack_rows_alike(tree: bool) -> None:
     eager = pack_step(StepPlan(decode=plan.decode), 3, tree)
     padding = pack_rows(DecodeRows.of([DecodeRow(0, 0, 0)]), 3, tree, np.array([-1], np.int32))
     whole: StepArrays[np.ndarray] = map_arrays(lambda array: array.repeat(8, 0), padding)
-    into = torch.empty(packed_size(arrays_of(whole)), dtype=torch.int32)
+    flat, starts = np.empty(packed_size(arrays_of(whole)), np.int32), section_starts(arrays_of(whole))
+    pack_arrays(arrays_of(whole), flat)
+    into = torch.empty(len(flat), dtype=torch.int32)
     rows = arrays_of(pack_rows(plan.decode, 3, tree, NO_INTEGERS))
-    StagingRing(torch.device("cpu")).copy_rows(into, rows, arrays_of(padding), 8)
+    StagingRing(torch.device("cpu")).copy_rows(into, rows, flat, starts)
     padded: StepArrays[torch.Tensor] = unpack(whole, into)
     for array, other in zip(arrays_of(padded), arrays_of(eager), strict=True):
         assert len(array) == 8 and array[:3].tolist() == other.tolist()

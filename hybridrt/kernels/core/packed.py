@@ -5,6 +5,7 @@ A record is a tuple, usually a NamedTuple, of arrays, further records, and None 
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,14 +22,17 @@ _GAPS = [np.zeros(size, np.int32) for size in range(ALIGNED)]  # after sections
 
 def arrays_of(record: Record) -> list[Any]:
     """All arrays of a record, in order."""
-    # No recursion here, and few calls below: the device waits for them.
-    found, waiting = [], [*reversed(record)]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, tuple):
-            waiting += reversed(part)
-        elif part is not None:
-            found.append(part)
+    # No recursion: the device waits for this.
+    found, open_records = [], [iter(record)]
+    while open_records:
+        for part in open_records[-1]:
+            if isinstance(part, tuple):
+                open_records.append(iter(part))
+                break
+            if part is not None:
+                found.append(part)
+        else:
+            open_records.pop()
     return found
 
 
@@ -51,6 +55,11 @@ def map_arrays(function: Callable[[Any], Any], record: Record) -> Any:
 def packed_size(arrays: Sequence[np.ndarray]) -> int:
     """Integers of a buffer for these arrays."""
     return sum([array.size + -array.size % ALIGNED for array in arrays])
+
+
+def section_starts(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Where the section of each array begins in a buffer."""
+    return [0, *accumulate(array.size + -array.size % ALIGNED for array in arrays)][: len(arrays)]
 
 
 def pack_arrays(arrays: Sequence[np.ndarray], out: np.ndarray) -> None:

@@ -20,7 +20,7 @@ from hybridrt.base.config import ModelConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.launch import reserve_counters
-from hybridrt.kernels.core.packed import arrays_of, map_arrays, packed_size, unpack
+from hybridrt.kernels.core.packed import arrays_of, map_arrays, pack_arrays, packed_size, section_starts, unpack
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
@@ -53,7 +53,7 @@ class StaticBuffers:
         keep_hidden: also the final hidden states, `hidden` [max_bs * T, hidden] (else empty).
 
     Attributes:
-        padding: the arrays of one padding row.
+        padding: [packed_size] int32, max_bs padding rows; starts: where the section of each array begins there.
         packed: one copy fills it; `arrays` are its views (hybridrt.runtime.step.pack.pack_rows).
         inputs: of all tokens, which the graph derives from `arrays`.
         spec_info: what a verify step says of its drafts, over these buffers; None if T is 1.
@@ -66,8 +66,10 @@ class StaticBuffers:
         scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
         row = pack_rows(DecodeRows.of([scratch]), tokens, tree, int32s([-1]))
         step = map_arrays(lambda array: array.repeat(max_bs, 0), row)
-        self.padding = arrays_of(row)
-        self.packed = torch.zeros(packed_size(arrays_of(step)), dtype=torch.int32, device=device)
+        arrays = arrays_of(step)
+        self.padding, self.starts = np.empty(packed_size(arrays), np.int32), section_starts(arrays)
+        pack_arrays(arrays, self.padding)
+        self.packed = torch.zeros(len(self.padding), dtype=torch.int32, device=device)
         self.arrays: StepArrays[torch.Tensor] = unpack(step, self.packed)
         self.inputs = TokenInputs.allocate(max_bs * tokens, device)
         self.spec_info = spec_info_of(self.arrays.drafts, tokens)
@@ -275,7 +277,7 @@ class GraphRunner:
 
     def _upload(self, decode: DecodeRows, new_pages: np.ndarray) -> None:
         arrays = arrays_of(pack_rows(decode, self.tokens, self.tree, new_pages))
-        self._staging.copy_rows(self.buffers.packed, arrays, self.buffers.padding, self.max_bs)
+        self._staging.copy_rows(self.buffers.packed, arrays, self.buffers.padding, self.buffers.starts)
 
     def _prepare(self, bs: int, num_real: int, lens: list[int] | None) -> None:
         batch = self.prepared = self.rows(bs).batch

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from hybridrt.kernels.core.packed import (
-    ALIGNED,
     A,
     Record,
     arrays_of,
@@ -263,20 +262,14 @@ class StagingRing:
         self._copy(into, staging)
 
     def copy_rows(
-        self, into: torch.Tensor, arrays: Sequence[np.ndarray], padding: Sequence[np.ndarray], size: int
+        self, into: torch.Tensor, arrays: Sequence[np.ndarray], padding: np.ndarray, starts: Sequence[int]
     ) -> None:
-        """One copy of all arrays into [packed_size] int32, each continued to `size` rows with its row of `padding`. An
-        array may be shorter than the others, or empty."""
-        (staging, flat), start = self._staging(into), 0
-        for array, fill in zip(arrays, padding):
-            n, count = len(array), fill.size * size
-            section = flat[start : start + count]
-            if array.ndim > 1:
-                section = section.reshape(size, -1)
-            section[:n] = array
-            if n < size:
-                section[n:] = fill
-            start += count + -count % ALIGNED
+        """One copy of `padding` [packed_size] int32, in which each section, from `starts[i]` on, begins with an array's
+        rows instead. An array may be shorter than the others, or empty."""
+        staging, flat = self._staging(into)
+        flat[:] = padding
+        for array, start in zip(arrays, starts):
+            flat[start : start + array.size] = array if array.ndim == 1 else array.reshape(-1)
         self._copy(into, staging)
 
     def _staging(self, into: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
