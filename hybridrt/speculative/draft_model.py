@@ -199,7 +199,7 @@ class DraftModelDrafter(Drafter):
     def _catch_up(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """Computes the tokens that the states lack, in chunks of few rows; the last chunk of each row gives its first
         draft."""
-        launched = []
+        launched = list[_Launched]()
         for tenant in tenants:
             tenant.chain, tenant.siblings = [], []
         # With more rows than a graph holds, a step of few tokens takes ten times as long: its kernels go one by one.
