@@ -3,12 +3,21 @@
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from hybridrt.engine.request.outputs import Delta
 
-if TYPE_CHECKING:
-    from hybridrt.engine.request.sample_request import Request
+
+class DeltaSource(Protocol):
+    """A sample whose deltas a reader takes. `queue`: the reader's, None without one."""
+
+    queue: "weakref.ref[DeltaQueue] | None"
+
+    def delta(self) -> Delta:
+        """What it has gained since the last call."""
+
+
+S = TypeVar("S", bound=DeltaSource)
 
 
 class DeltaQueue:
@@ -24,13 +33,13 @@ class DeltaQueue:
 
     def __init__(self, *, arrays: bool = False) -> None:
         self._arrays = arrays
-        self._moved: dict[Request, None] = {}  # in the order of their first gain
+        self._moved: dict[DeltaSource, None] = {}  # in the order of their first gain
 
     def __bool__(self) -> bool:
         """`take` would return deltas."""
         return bool(self._moved)
 
-    def put(self, request: "Request") -> None:
+    def put(self, request: DeltaSource) -> None:
         """The request has something new."""
         self._moved[request] = None
 
@@ -62,7 +71,7 @@ class Abandonment:
         """Any thread may call this at any time."""
         self._notes.append(weakref.ref(queue))
 
-    def take(self, requests: "Iterable[Request]") -> "list[Request]":
+    def take(self, requests: Iterable[S]) -> list[S]:
         """Those of the requests whose queue was abandoned or has gone; the notes are read then."""
         gone = [None, *(self._notes.popleft()() for _ in range(len(self._notes)))]
         return [r for r in requests if r.queue is not None and r.queue() in gone]

@@ -194,7 +194,8 @@ class LaunchedStep:
             parts, wanted = runner.required.of(*lines.on_host)
             tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
             enter_tokens(lines.rows, tokens, runner.last_tokens)
-            self._copy_drawn(_Drawn(tokens[:, None], None, _logprobs(lines.logits, tokens, wanted), wanted))
+            logprobs = _logprobs(lines.logits, tokens, wanted) if wanted else ()
+            self._copy_drawn(_Drawn(tokens[:, None], None, logprobs, wanted))
         if runner.drafter is not None:
             assert batch is not None and part.arrays is not None and part.hidden is not None
             runner.drafter.follow(batch, part.hidden, accepted, part.arrays.prompts)
@@ -217,7 +218,7 @@ class LaunchedStep:
         parts, wanted = runner.required.of(*lines.on_host)
         kept = runner.sampler.verify(lines.logits, step, parts, bitmask)
         runner.backend.commit(batch, kept.counts, kept.path)
-        logprobs = _logprobs(lines.logits, kept.tokens, wanted, kept.path)
+        logprobs = _logprobs(lines.logits, kept.tokens, wanted, kept.path) if wanted else ()
         self._copy_drawn(_Drawn(kept.tokens, kept.counts, logprobs, wanted))
         return kept
 
@@ -271,8 +272,6 @@ def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None], path: torch.Tensor | None = None
 ) -> Sequence[torch.Tensor]:
     """What `_Drawn.logprobs` holds of tokens [n * T] or [n, T] and their logits; path: as `Accepted.path`."""
-    if not wanted:
-        return ()
     if path is not None:
         logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
     return token_logprobs(logits, tokens.flatten(), max(n for n in wanted if n is not None))

@@ -91,7 +91,8 @@ class StepRunner:
         Raises:
             ConfigError: the plan is not for this runner. Nothing has changed.
         """
-        self.check_sampled()
+        if self._last_masked is not None:
+            self.check_sampled()
         self._check(plan)
         if plan.admissions:
             self.required.admit(plan.admissions)
@@ -171,11 +172,12 @@ class StepRunner:
         """Runs a plan's rows and adds what they leave to `step`: by one graph for all rows, by a graph for the decode
         rows and then the chunks, or by the model itself, over tensors that are kept for plain decode on a CPU, else
         over new ones."""
-        if (bucket := self._prompt_bucket(plan, tokens)) is not None:
+        plain = tokens == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
+        if self.prompt_graphs is not None and (bucket := self._prompt_bucket(plan, tokens)) is not None:
             self._replay_prompts(plan, bucket, step)
-        elif (found := self._graph_of(plan, tokens)) is not None:
+        elif self.graphs and (found := self._graph_of(plan, tokens)) is not None:
             self._replay_decode(plan, *found, step)
-        elif self._cpu_decode is not None and tokens == 1 and _only_decodes(plan):
+        elif self._cpu_decode is not None and plain:
             self._run_cpu_decode(plan, self._cpu_decode, step)
         else:
             self._run_eager(plan, tokens, step)
@@ -206,7 +208,8 @@ class StepRunner:
         step.add_part(self, ForwardPart(lines, batch, arrays, hidden, scored))
 
     def _run_cpu_decode(self, plan: StepPlan, steps: CPUDecode, step: LaunchedStep) -> None:
-        self._apply_bookkeeping(plan)
+        if plan.admissions or plan.page_writes or plan.page_copies:
+            self._enter_tables(plan)
         batch, indices = steps.prepare(plan.decode)
         key = steps.key(batch)
         logits = self.recordings.repeat(key)
@@ -229,7 +232,7 @@ class StepRunner:
 
     def _replay_prompts(self, plan: StepPlan, bucket: Bucket, step: LaunchedStep) -> None:
         if not bucket.enters(plan):
-            self._apply_bookkeeping(plan)
+            self._enter_tables(plan)
             plan = replace(plan, admissions=[], page_writes=[], page_copies=[])
         assert self.prompt_graphs is not None
         step.add_part(self, ForwardPart(self.prompt_graphs.replay(plan, bucket)))
@@ -271,7 +274,7 @@ class StepRunner:
         if not self.trees and plan.decode.parents is not None:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
-    def _apply_bookkeeping(self, plan: StepPlan) -> None:
+    def _enter_tables(self, plan: StepPlan) -> None:
         """`enter_tables` of a step whose own copy holds nothing of them."""
         if (changes := pack_tables(plan)) is not None:
             enter_tables(self.pools, self.sampling_table, self.staging.upload(changes))
@@ -305,7 +308,3 @@ class StepRunner:
         if prompts is not None and on_host.prompts is not None:
             set_recurrent(batch, on_host.prompts.recurrent, prompts.recurrent, self._chunk_sizes)
         return batch
-
-
-def _only_decodes(plan: StepPlan) -> bool:
-    return bool(len(plan.decode)) and not (plan.extend or plan.imports or plan.exports)
