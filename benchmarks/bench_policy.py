@@ -29,8 +29,20 @@ VOCAB, PAGE_SIZE, NUM_PAGES = 50_000, 16, 2**17
 TOKEN_SECONDS = 0.004  # of a prompt. A step takes a second beside
 
 
+class NoMasks:
+    """A handle of a step without grammars."""
+
+    needs_masks = False
+
+    def sample(self, masks: Any) -> None:
+        raise NotImplementedError("no request of a trace has a grammar")
+
+    def drop(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
-class Answered:
+class Answered(NoMasks):
     """A step that has run."""
 
     answer: StepResult
@@ -62,9 +74,6 @@ class SimulatedExecutor:
 
     def copied(self, ticket: int) -> bool:
         return True
-
-    def sample(self, masks: Any) -> None:
-        raise NotImplementedError("no request of a trace has a grammar")
 
     def monotonic(self) -> float:
         return self._now

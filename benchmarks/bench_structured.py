@@ -17,9 +17,10 @@ later, until the sampling is launched: it fills the masks and copies them (on a 
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ class Masks:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """While it is open, launches are followed by an event."""
-        launch, sample, consume = self._executor.launch, self._executor.sample, self._engine._consume
+        launch, consume = self._executor.launch, self._engine._consume
         event, began = None, time.perf_counter()
 
         def launched(plan: Any) -> Any:
@@ -80,6 +81,8 @@ class Masks:
             if plan.constrained and self._cuda:
                 event = torch.cuda.Event()
                 event.record()
+            if plan.constrained:
+                handle.sample = partial(sampled, handle.sample)
             return handle
 
         def consumed(*failure: Any) -> None:
@@ -87,17 +90,17 @@ class Masks:
             consume(*failure)
             began = time.perf_counter()
 
-        def sampled(masks: Any) -> None:
+        def sampled(sample: Callable[[Any], None], masks: Any) -> None:
             sample(masks)
             self.seconds.append(time.perf_counter() - began)
             if event is not None:
                 self.in_time.append(not event.query())
 
-        self._executor.launch, self._executor.sample, self._engine._consume = launched, sampled, consumed
+        self._executor.launch, self._engine._consume = launched, consumed
         try:
             yield
         finally:
-            del self._executor.launch, self._executor.sample, self._engine._consume
+            del self._executor.launch, self._engine._consume
 
 
 def seconds_of(llm: LLM, batch: int, share: float, prompt: int, output: int) -> float:

@@ -73,10 +73,11 @@ class Rig:
                 int32s(5 + i % 100 for i in range(n * drafts)),
             )
         )  # fmt: skip
-        drawn, buffers = greedy(logits), self.graphs.buffers.sections
+        drawn, buffers = greedy(logits), self.graphs.buffers.arrays
         if drafts:
-            drafted = buffers["drafts"][:n], buffers["num_drafts"][:n]
-            accept_chain(drawn.view(n, -1), *drafted, buffers["rows"][:n], self.graphs.last_tokens)
+            assert buffers.drafts is not None
+            drafted = buffers.drafts.tokens[:n], buffers.drafts.counts[:n]
+            accept_chain(drawn.view(n, -1), *drafted, buffers.rows[:n], self.graphs.last_tokens)
             counts = torch.tensor(kept, dtype=torch.int32, pin_memory=self.device.type == "cuda")
             self.backend.commit(self.graphs.prepared, counts.to(self.device, non_blocking=True))
         return [c + k for c, k in zip(computed, kept)]

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.bench_policy import NUM_PAGES, PAGE_SIZE, VOCAB, SimulatedExecutor
+from benchmarks.bench_policy import NUM_PAGES, PAGE_SIZE, VOCAB, NoMasks, SimulatedExecutor
 from benchmarks.bench_serving import LEAST_CONTEXT, measure, show, sizes, targets
 from hybridrt.base.config import EngineConfig
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
@@ -64,7 +64,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Running:
+class Running(NoMasks):
     """A launched step, which ends at `end`."""
 
     device: "SimulatedDevice"

@@ -15,7 +15,6 @@ from hybridrt.base.draft_methods import BUILT_IN, DRAFTERS, load_method
 from hybridrt.base.errors import BackendError, ConfigError
 from hybridrt.base.plugins import load_object
 from hybridrt.runtime.load.draft_needs import DraftRow
-from hybridrt.runtime.run.draft_task import DraftTask
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.speculative.drafter import AdaptiveDrafter
 from hybridrt.speculative.method import DraftMethod, draft_method
@@ -92,7 +91,7 @@ def test_a_drafter_of_another_package_drafts(checkpoints: CheckpointStore) -> No
 def test_a_task_to_draft_needs_a_device_drafter(checkpoints: CheckpointStore) -> None:
     runner = ModelRunner(EngineConfig(str(checkpoints["falcon-plain"].path), device="cpu", max_model_len=64))
     with pytest.raises(ConfigError, match="without a device drafter"):
-        DraftTask([DraftRow(1, 1, 1, 0, SamplingParams())], 1, 1)(runner)
+        runner.draft([DraftRow(1, 1, 1, 0, SamplingParams())], 1)
 
 
 def test_no_file_but_a_methods_own_contains_its_name() -> None:

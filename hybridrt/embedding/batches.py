@@ -1,5 +1,7 @@
 """Batches from plain arrays: checked on the host, translated into the pools' numbers, copied in one go."""
 
+from typing import Generic, NamedTuple
+
 import numpy as np
 import torch
 
@@ -9,15 +11,35 @@ from hybridrt.embedding.numbers import Array, Numbers, check_equal, check_within
 from hybridrt.embedding.owners import Owners, StepUse
 from hybridrt.embedding.page_owners import PageOwners, Places
 from hybridrt.embedding.positions import Positions
+from hybridrt.kernels.core.chunk_plan import chunk_lists
+from hybridrt.kernels.core.packed import A, int32_array, map_arrays
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.kernels.sampling.draft_tree import tree_positions
 from hybridrt.mem_cache.pools.bounds import may_look
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.runtime.load.build import Runtime
 from hybridrt.runtime.step.batch import make_batch
-from hybridrt.runtime.step.pack import Columns, Sections, StagingRing, chunk_plans, pack_chunks
+from hybridrt.runtime.step.pack import StagingRing
+from hybridrt.runtime.step.recurrent_arrays import RecurrentArrays, set_recurrent
 
 _NO_READS = np.zeros(0, np.int32)
+
+
+class BatchArrays(NamedTuple, Generic[A]):
+    """What a batch needs on the device.
+
+    Attributes:
+        rows, seq_lens: [B]; query_start_loc: [B + 1].
+        token_rows, positions: [N], of the new tokens; input_ids: None where they are on the device already.
+    """
+
+    rows: A
+    seq_lens: A
+    query_start_loc: A
+    token_rows: A
+    positions: A
+    input_ids: A | None
+    recurrent: RecurrentArrays[A]
 
 
 class Batches:
@@ -63,25 +85,26 @@ class Batches:
         if (new[:split] != tokens).any():
             raise BackendError(f"query_lens of decode rows is {new[:split].tolist()}; each has {tokens} tokens")
         num_real = self.check_rows(lines)
-        columns = _columns(lines, lens, new)
+        reads = None
         if read_state_slots is not None:
-            columns["read_state_slots"] = self.numbers.state_slots.all("read_state_slots", read_state_slots)
+            reads = self.numbers.state_slots.all("read_state_slots", read_state_slots)
         padded = split if spec_info is not None and spec_info.num_drafts is not None else 0
-        use = self.use(lines[:num_real], lens, new, split, tokens > 1, columns.get("read_state_slots"), padded)
+        use = self.use(lines[:num_real], lens, new, split, tokens > 1, reads, padded)
         sizes = self.backend.chunk_sizes if split < len(lines) else ()
-        columns |= pack_chunks((lens - new)[split:].tolist(), new[split:].tolist(), sizes)
-        ids = self.take_ids(input_ids, int(new.sum()), columns)
-        sections = self.staging.upload(columns)
-        inputs = self._inputs(sections, sections["input_ids"] if ids is None else ids, split * tokens, spec_info)
+        computed, added = (lens - new)[split:].tolist(), new[split:].tolist()
+        chunks = tuple(map_arrays(int32_array, chunk_lists(computed, added, size)) for size in sizes)
+        given, ids = self.take_ids(input_ids, int(new.sum()))
+        on_host = _pack(lines, lens, new, ids, RecurrentArrays(reads, chunks))
+        arrays: BatchArrays[torch.Tensor] = self.staging.upload(on_host)
         batch = make_batch(
-            self.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, split, spec_info,
-            num_real, seq_lens_cpu=lens.tolist(), query_lens_cpu=new.tolist(),
-            read_state_slots=sections.get("read_state_slots"),
-            chunk_plans=chunk_plans(columns, sections, new[split:].tolist(), sizes),
+            self.backend, arrays.rows, arrays.seq_lens, arrays.query_start_loc,
+            self._inputs(arrays, given, split * tokens, spec_info), split, spec_info, num_real,
+            seq_lens_cpu=lens.tolist(), query_lens_cpu=new.tolist(),
         )  # fmt: skip
+        set_recurrent(batch, on_host.recurrent, arrays.recurrent, sizes)
         self.owners.note(batch, use)
         if self.table.mamba_pool is not None:
-            self.positions.note(batch, lines, lens - new, lens, columns.get("read_state_slots"))
+            self.positions.note(batch, lines, lens - new, lens, reads)
         return batch
 
     def check_rows(self, lines: np.ndarray) -> int:
@@ -173,23 +196,26 @@ class Batches:
                 f"{self.max_len}"
             )
 
-    def take_ids(self, input_ids: Array, count: int, columns: Columns) -> torch.Tensor | None:
-        """Returns `input_ids` if it is an int32 tensor on the device. Otherwise adds it to `columns`; returns None."""
+    def take_ids(self, input_ids: Array, count: int) -> tuple[torch.Tensor | None, np.ndarray | None]:
+        """Checks `input_ids` [count]. Returns it as it is if it is an int32 tensor on the device, else as an array on
+        the host that is yet to be copied; the other one is None."""
         if isinstance(input_ids, torch.Tensor) and input_ids.device == self.device and input_ids.dtype == torch.int32:
             if input_ids.shape != (count,):
                 raise BackendError(f"input_ids has shape {tuple(input_ids.shape)}; the rows have {count} new tokens")
-            return input_ids
+            return input_ids, None
         ids = host_integers("input_ids", input_ids)
         if len(ids) != count:
             raise BackendError(f"input_ids has {len(ids)} tokens; the rows have {count} new tokens")
         check_within("input_ids", ids, self.vocab_size)
-        columns["input_ids"] = ids
-        return None
+        return None, ids
 
-    def _inputs(self, sections: Sections, ids: torch.Tensor, decoded: int, spec: SpecInfo | None) -> TokenInputs:
-        """Positions and KV places of the new tokens, of which the first `decoded` are decode rows'."""
-        positions = sections["positions"]
-        places = self.table.token_slots(sections["token_rows"], positions)
+    def _inputs(
+        self, arrays: BatchArrays[torch.Tensor], given: torch.Tensor | None, decoded: int, spec: SpecInfo | None
+    ) -> TokenInputs:
+        """The new tokens, of which the first `decoded` are decode rows'. Their ids are `given`, or were copied."""
+        ids, positions = arrays.input_ids if given is None else given, arrays.positions
+        assert ids is not None
+        places = self.table.token_slots(arrays.token_rows, positions)
         if spec is not None and spec.num_drafts is not None:  # padding drafts have no place
             order = torch.arange(spec.tokens_per_row, device=self.device)
             padding = order > spec.num_drafts[: decoded // spec.tokens_per_row, None]
@@ -199,13 +225,14 @@ class Batches:
         return TokenInputs(ids, positions, places)
 
 
-def _columns(lines: np.ndarray, lens: np.ndarray, new: np.ndarray) -> Columns:
+def _pack(
+    lines: np.ndarray,
+    lens: np.ndarray,
+    new: np.ndarray,
+    ids: np.ndarray | None,
+    recurrent: RecurrentArrays[np.ndarray],
+) -> BatchArrays[np.ndarray]:
     ends = np.cumsum(new, dtype=np.int32)
     offsets = np.repeat(lens - ends, new)  # a token's position less its place in the batch
-    return {
-        "rows": lines,
-        "seq_lens": lens,
-        "query_start_loc": np.concatenate((np.zeros(1, np.int32), ends)),
-        "token_rows": np.repeat(lines, new),
-        "positions": offsets + np.arange(len(offsets), dtype=np.int32),
-    }
+    starts, positions = np.concatenate((np.zeros(1, np.int32), ends)), offsets + np.arange(len(offsets), dtype=np.int32)
+    return BatchArrays(lines, lens, starts, np.repeat(lines, new), positions, ids, recurrent)

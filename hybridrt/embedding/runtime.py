@@ -16,7 +16,7 @@ from hybridrt.mem_cache.pools.bounds import check_range, may_look
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool
 from hybridrt.runtime.load.build import Runtime
 from hybridrt.runtime.replay.graph_runner import GraphRunner
-from hybridrt.runtime.step.pack import Columns, Sections
+from hybridrt.runtime.step.pack import PageEntries
 from hybridrt.runtime.step.plan import DecodeRows
 
 
@@ -67,8 +67,7 @@ class EmbeddedRuntime:
         check_equal("rows", lines, "state_slots", places)
         self._owners.check_free(lines, places)
         self._batches.admit(lines, places)
-        sections = self._batches.staging.upload({"rows": lines, "slots": places})
-        self.pools.req_to_token.admit(sections["rows"], sections["slots"])
+        self.pools.req_to_token.admit(*self._batches.staging.upload((lines, places)))
 
     @in_undisturbed
     @torch.inference_mode()
@@ -90,8 +89,8 @@ class EmbeddedRuntime:
         check_equal("rows", lines, "pages", places)
         check_within("page_indices", indices, table.max_context // table.page_size)
         self._batches.note_pages(self._batches.checked_places(lines, indices, places))
-        sections = self._batches.staging.upload({"rows": lines, "indices": indices, "pages": places})
-        table.write_pages(*(sections[name] for name in ("rows", "indices", "pages")))
+        entries = self._batches.staging.upload(PageEntries(lines, indices, places))
+        table.write_pages(entries.rows, entries.indices, entries.pages)
 
     @in_undisturbed
     @torch.inference_mode()
@@ -136,8 +135,8 @@ class EmbeddedRuntime:
                 slot, or the slot is its own; the model keeps no state; a step waits for its commit, or names the slot
                 and has not run.
         """
-        pool, sections, lines, places = self._state_move("snapshot", rows, state_slots)
-        pool.snapshot(sections["rows"], sections["slots"])
+        pool, lines, places = self._state_move("snapshot", rows, state_slots)
+        pool.snapshot(*self._batches.staging.upload((lines, places)))
         self._owners.give(places)
         self._positions.snapshot(lines.tolist(), places.tolist())
 
@@ -146,8 +145,8 @@ class EmbeddedRuntime:
     def restore(self, state_slots: Array, rows: Array) -> None:
         """Copies the states in `state_slots` into the slots that `rows` own. PoolError as in `snapshot`, and if a step
         that has not run names a row."""
-        pool, sections, lines, places = self._state_move("restore", rows, state_slots)
-        pool.restore(sections["slots"], sections["rows"])
+        pool, lines, places = self._state_move("restore", rows, state_slots)
+        pool.restore(*self._batches.staging.upload((places, lines)))
         self._positions.restore(places.tolist(), lines.tolist())
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -282,9 +281,7 @@ class EmbeddedRuntime:
         if self._open is not None:
             raise error(f"{what} while a step waits for its commit: call commit(batch), or drop() to give it up")
 
-    def _state_move(
-        self, what: str, rows: Array, state_slots: Array
-    ) -> tuple[MambaPool, Sections, np.ndarray, np.ndarray]:
+    def _state_move(self, what: str, rows: Array, state_slots: Array) -> tuple[MambaPool, np.ndarray, np.ndarray]:
         self._require_commit(what)
         pool = self.pools.req_to_token.mamba_pool
         if pool is None:
@@ -298,7 +295,7 @@ class EmbeddedRuntime:
             raise PoolError(f"{what}: slot {slot} is the row's own")
         nothing = lines[:0]
         self._owners.check_free(*((nothing, places) if what == "snapshot" else (lines, nothing)))
-        return pool, self._batches.staging.upload({"rows": lines, "slots": places}), lines, places
+        return pool, lines, places
 
     def _accepted(self, batch: ForwardBatch, accepted: Array | None) -> torch.Tensor | None:
         if (batch.spec_info is None) != (accepted is None):
@@ -309,7 +306,7 @@ class EmbeddedRuntime:
             check_on_device("accepted", accepted, self.device)
             kept = accepted.int()
         else:
-            kept = self._batches.staging.upload({"accepted": host_integers("accepted", accepted)})["accepted"]
+            (kept,) = self._batches.staging.upload((host_integers("accepted", accepted),))
         split = batch.num_decode_rows
         if kept.ndim != 1 or not min(batch.num_real, split) <= len(kept) <= split:
             raise BackendError(f"accepted has shape {tuple(kept.shape)}; the step verified {split} rows")
@@ -365,14 +362,13 @@ class DecodeGraphs:
         batches.check_rows(lines)
         batches.owners.check_none_ahead()
         use = batches.use(lines, lens, ones, len(lines))
-        columns: Columns = {"rows": lines}
-        ids = batches.take_ids(input_ids, len(lines), columns)
+        given, ids = batches.take_ids(input_ids, len(lines))
         step = None
         if batches.table.mamba_pool is not None:
             step = StepRows(lines.tolist(), (lens - ones).tolist(), lens.tolist(), len(lines))
         batches.positions.check(step)
-        sections = batches.staging.upload(columns)
-        self._last_tokens.index_copy_(0, sections["rows"].long(), sections["input_ids"] if ids is None else ids)
+        index, copied = batches.staging.upload((lines, ids))
+        self._last_tokens.index_copy_(0, index.long(), copied if given is None else given)
         nothing = np.zeros_like(lines)
         logits = self._graphs.replay(DecodeRows(lines, lens - ones, nothing, nothing))
         batches.positions.prepared(step)

@@ -13,7 +13,7 @@ from torch import nn
 
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.skinny_linear import Activation
-from hybridrt.layers.methods import Part
+from hybridrt.layers.methods import Part, make_linear
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter, unchanged
 
@@ -53,7 +53,7 @@ class _SegmentedLinear(nn.Module):
         self.sizes = [s.local(build.tp) for s in segments]
         starts = [sum(self.sizes[:i]) for i in range(len(segments))]
         self.spans = dict(zip(self.segments, zip(starts, self.sizes)))
-        self.method = build.method(name, dict(zip(self.segments, self.sizes)), width, self.dim)
+        self.method = make_linear(build, name, dict(zip(self.segments, self.sizes)), width, self.dim)
         for each, param in self.method.parameters().items():
             self.register_parameter(each, param)
         self.bias: nn.Parameter | None = None

@@ -5,7 +5,7 @@ the group `hybridrt.linear_methods`, "name = module:class".
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -18,11 +18,10 @@ from hybridrt.base.plugins import Plugins
 from hybridrt.kernels.dense.linear import add_linear, linear, stands_by_columns
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
-from hybridrt.layers.weights import CheckpointMap, Piece, Transform, parameter
+from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter
 
 if TYPE_CHECKING:
     from hybridrt.layers.norm import RMSNorm
-    from hybridrt.layers.weights import Build
 
 ADDS_FROM = 1024  # tokens: of fewer, the bytes that it saves are too few to be seen in a step
 
@@ -81,7 +80,7 @@ class ExpertsMethod(Method, ABC):
     """
 
     @abstractmethod
-    def __init__(self, count: int, rows: int, in_features: int, size: int, build: "Build") -> None: ...
+    def __init__(self, count: int, rows: int, in_features: int, size: int, build: Build) -> None: ...
 
     @abstractmethod
     def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
@@ -110,7 +109,7 @@ class LinearMethod(Method, ABC):
     merges_inputs: ClassVar[bool] = False
 
     @abstractmethod
-    def __init__(self, out_features: int, in_features: int, build: "Build") -> None: ...
+    def __init__(self, out_features: int, in_features: int, build: Build) -> None: ...
 
     @abstractmethod
     def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
@@ -151,7 +150,7 @@ class LinearMethod(Method, ABC):
 class DenseExperts(ExpertsMethod):
     """Experts in the model's dtype."""
 
-    def __init__(self, count: int, rows: int, in_features: int, size: int, build: "Build") -> None:
+    def __init__(self, count: int, rows: int, in_features: int, size: int, build: Build) -> None:
         self.up = parameter(count, rows, in_features, dtype=build.dtype, device=build.device)
         self.down = parameter(count, in_features, size, dtype=build.dtype, device=build.device)
 
@@ -176,7 +175,7 @@ class DenseMethod(LinearMethod):
     experts = DenseExperts
     merges_inputs = True
 
-    def __init__(self, out_features: int, in_features: int, build: "Build") -> None:
+    def __init__(self, out_features: int, in_features: int, build: Build) -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
         if stands_by_columns(self.weight):
             self.weight.data = torch.empty(in_features, out_features, dtype=build.dtype, device=build.device).t()
@@ -293,6 +292,23 @@ def experts_method(name: str) -> type[ExpertsMethod]:
     if experts is None:
         raise BackendError(f"method {name!r} serves no stacks of experts; leave the experts dense")
     return experts
+
+
+def make_linear(build: Build, name: str, segments: Mapping[str, int], width: int, dim: int) -> LinearMethod:
+    """The method of layer `name`, with a merged weight of `segments` (their sizes by name).
+
+    Args:
+        dim: along which the segments follow each other: 0 for a weight [sum of sizes, width], 1 for [width, sum of
+            sizes].
+    """
+    runs: list[tuple[type[LinearMethod], int]] = []
+    for segment, size in segments.items():
+        method = linear_method(build.scheme(name, segment))
+        if runs and runs[-1][0] is method and (dim == 0 or method.merges_inputs):
+            size += runs.pop()[1]
+        runs.append((method, size))
+    made = [(method(*((size, width) if dim == 0 else (width, size)), build), size) for method, size in runs]
+    return made[0][0] if len(made) == 1 else MixedMethod(made, dim)
 
 
 def side_by_side(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:

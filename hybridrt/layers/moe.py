@@ -16,7 +16,7 @@ from hybridrt.kernels.dense.moe import (
     router_softmax,
 )
 from hybridrt.layers.linear import ColumnLinear, Segment, Summands
-from hybridrt.layers.methods import DenseMethod, ExpertPart
+from hybridrt.layers.methods import DenseMethod, ExpertPart, experts_method
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, TensorPart, Transform, parameter, whole
@@ -116,7 +116,7 @@ class Experts(nn.Module):
         self.local = self.tp.divide("channels of an expert", intermediate_size)
         self.shared_size, self.num_shared = shared_size, -(-shared_size // intermediate_size)
         count, rows = num_experts + self.num_shared, self.local * len(self.matrices)
-        self.method = build.experts(name)(count, rows, size, self.local, build)
+        self.method = experts_method(build.scheme(name, "experts"))(count, rows, size, self.local, build)
         for each, param in self.method.parameters().items():
             self.register_parameter(each, param)
 

@@ -1,17 +1,13 @@
 """How checkpoint tensors land in parameters: each key has one target, each target fills named pieces exactly once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from hybridrt.base.errors import CheckpointError
 from hybridrt.collectives.groups import TPGroup
-
-if TYPE_CHECKING:
-    from hybridrt.layers.methods import ExpertsMethod, LinearMethod
 
 
 @dataclass(frozen=True)
@@ -32,29 +28,6 @@ class Build:
     def uncut(self) -> "Build":
         """The same for a layer that every rank has whole."""
         return replace(self, tp=TPGroup())
-
-    def method(self, name: str, segments: Mapping[str, int], width: int, dim: int) -> "LinearMethod":
-        """The method of layer `name`, with a merged weight of `segments` (their sizes by name).
-
-        Args:
-            dim: along which the segments stand: 0 for a weight [sum of sizes, width], 1 for [width, sum of sizes].
-        """
-        from hybridrt.layers.methods import MixedMethod, linear_method  # it takes Build
-
-        runs: list[tuple[type[LinearMethod], int]] = []
-        for segment, size in segments.items():
-            method = linear_method(self.scheme(name, segment))
-            if runs and runs[-1][0] is method and (dim == 0 or method.merges_inputs):
-                size += runs.pop()[1]
-            runs.append((method, size))
-        made = [(method(*((size, width) if dim == 0 else (width, size)), self), size) for method, size in runs]
-        return made[0][0] if len(made) == 1 else MixedMethod(made, dim)
-
-    def experts(self, name: str) -> "type[ExpertsMethod]":
-        """The class that holds the stack of experts `name`."""
-        from hybridrt.layers.methods import experts_method  # it takes Build
-
-        return experts_method(self.scheme(name, "experts"))
 
 
 Transform = Callable[[torch.Tensor], torch.Tensor]

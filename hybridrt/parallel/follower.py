@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridrt.base.ambient import undisturbed
@@ -23,7 +24,9 @@ from hybridrt.collectives.groups import Communicator, TPGroup
 from hybridrt.parallel.messages import Beat, Failed, decode
 from hybridrt.parallel.rank_start import Place, find_place, rank_device
 from hybridrt.parallel.ranks import LOST
+from hybridrt.parallel.tasks import DropTask, MaskTask
 from hybridrt.runtime.load.start_kernels import StartAhead
+from hybridrt.runtime.run.launched_step import LaunchedStep
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import StepPlan
 
@@ -99,12 +102,28 @@ def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None
             raise MessageError(f"rank 0 sent {type(config).__name__} where a configuration belongs")
         config, tp = replace(config, device=str(comm.device)), TPGroup(comm.rank, comm.size, comm)
         runner = ModelRunner(config, tp=tp, ahead=ahead)
-        while (message := leader.receive()) is not None:
-            runner.launch(message) if isinstance(message, StepPlan) else message(runner)
+        _run_tasks(leader, runner)
         runner.drop_graphs()
         del runner
         comm.barrier()
     leader.leaving = True
+
+
+def _run_tasks(leader: Leader, runner: ModelRunner) -> None:
+    """Steps and tasks up to None. Masks are for the step that was launched last."""
+    step, masks = LaunchedStep(), list[np.ndarray]()
+    while (message := leader.receive()) is not None:
+        if isinstance(message, StepPlan):
+            step = runner.launch(message)
+        elif isinstance(message, MaskTask):
+            masks.append(message.masks())
+            if not message.more:
+                step.sample(np.concatenate(masks))
+                masks.clear()
+        elif isinstance(message, DropTask):
+            step.drop()
+        else:
+            message(runner)
 
 
 def main(directory: str, rank: int, size: int, kind: str, ahead: str | None) -> None:

@@ -15,9 +15,10 @@ from hybridrt.channel.codec import Message, pack, unpack
 KINDS = {
     "serve": "hybridrt.base.config:EngineConfig",
     "step": "hybridrt.runtime.step.plan:StepPlan",
-    "prefix": "hybridrt.runtime.run.prefix_copy:PrefixCopy",
-    "masks": "hybridrt.runtime.run.constrained_step:MaskTask",
-    "draft": "hybridrt.runtime.run.draft_task:DraftTask",
+    "prefix": "hybridrt.parallel.tasks:PrefixCopy",
+    "masks": "hybridrt.parallel.tasks:MaskTask",
+    "drop": "hybridrt.parallel.tasks:DropTask",
+    "draft": "hybridrt.parallel.tasks:DraftTask",
     "transfer": "hybridrt.transfer.ranks:JoinTransfer",
 }
 _NAMES = {place: name for name, place in KINDS.items()}

@@ -2,9 +2,8 @@
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -19,12 +18,14 @@ from hybridrt.parallel.follower import serve
 from hybridrt.parallel.messages import encode
 from hybridrt.parallel.rank_start import rank_device, start_ranks, torchrun_place, torchrun_ranks
 from hybridrt.parallel.ranks import Ranks
+from hybridrt.parallel.tasks import DraftTask, DropTask, PrefixCopy, mask_tasks
 from hybridrt.parallel.torchrun import world
 from hybridrt.runtime.load.build import empty_model, load_target
+from hybridrt.runtime.load.draft_needs import DraftRow
 from hybridrt.runtime.load.start_kernels import StartAhead
-from hybridrt.runtime.run.constrained_step import mask_tasks
+from hybridrt.runtime.run.launched_step import LaunchedStep
 from hybridrt.runtime.run.model_runner import ModelRunner
-from hybridrt.runtime.run.prefix_copy import PrefixCopy, Tensors
+from hybridrt.runtime.run.prefix_copy import PrefixPlaces, Tensors
 from hybridrt.runtime.step.plan import StepHandle, StepPlan, StepResult
 
 POLL_S = 20e-6
@@ -74,31 +75,33 @@ class TensorParallelExecutor:
     def launch(self, plan: StepPlan) -> StepHandle:
         """As ModelRunner.launch, on all ranks. Ctrl-C is raised before or after it: ranks that stop in the middle of a
         step cannot go on."""
-        return self.on_all(plan, lambda: _WatchedStep(self.runner.launch(plan), self.ranks))
+        self.runner.check_sampled()
+        return _SplitStep(self.on_all((plan,), lambda: self.runner.launch(plan)), self)
 
-    def sample(self, masks: np.ndarray) -> None:
-        """As ModelRunner.sample, on all ranks."""
-        for task in mask_tasks(masks):
-            self.on_all(task, partial(task, self.runner))
-
-    def everywhere(self, task: Callable[[ModelRunner], StepHandle]) -> StepHandle:
-        """Has every rank call `task`, of a type in hybridrt.parallel.messages, with its runner, between two steps.
-        Returns rank 0's result."""
-        return self.on_all(task, lambda: _WatchedStep(task(self.runner), self.ranks))
+    def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
+        """As ModelRunner.draft, on all ranks."""
+        task = DraftTask(rows, steps, topk)
+        return _SplitStep(self.on_all((task,), lambda: self.runner.draft(rows, steps, topk)), self)
 
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended on rank 0. On other ranks it may still run."""
         return self.runner.copied(ticket)
 
-    def copy_prefix(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
-        """As ModelRunner.copy_prefix, on all ranks."""
-        return self.on_all(task, lambda: task.run(self.runner, data))
+    def read_prefix(self, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:
+        """As ModelRunner.read_prefix, on all ranks."""
+        return self.on_all((PrefixCopy(prefix, write=False),), lambda: self.runner.read_prefix(prefix))
 
-    def on_all(self, task: object, here: Callable[[], T]) -> T:
-        """Sends a task to the other ranks, which call it with their runner, then does rank 0's part."""
-        message = encode(task)
+    def write_prefix(self, prefix: PrefixPlaces, data: Tensors) -> None:
+        """As ModelRunner.write_prefix, on all ranks."""
+        self.on_all((PrefixCopy(prefix, write=True),), lambda: self.runner.write_prefix(prefix, data))
+
+    def on_all(self, tasks: Iterable[object], here: Callable[[], T]) -> T:
+        """Sends tasks of types in hybridrt.parallel.messages to the other ranks, which run them between two steps, then
+        does rank 0's part."""
+        messages = [encode(task) for task in tasks]
         with Interrupts(), self.ranks.together():
-            self.ranks.send(message)
+            for message in messages:
+                self.ranks.send(message)
             return here()
 
     def close(self) -> None:
@@ -106,20 +109,36 @@ class TensorParallelExecutor:
         self._finalizer()
 
 
-class _WatchedStep:
-    """A step that raises RankError instead of waiting for a rank that was lost."""
+class _SplitStep:
+    """A step of all ranks. It raises RankError instead of waiting for a rank that was lost."""
 
-    def __init__(self, step: StepHandle, ranks: Ranks) -> None:
-        self._step, self._ranks = step, ranks
+    def __init__(self, step: StepHandle, split: TensorParallelExecutor) -> None:
+        self._step, self._split = step, split
+
+    @property
+    def needs_masks(self) -> bool:
+        return self._step.needs_masks
+
+    def sample(self, masks: np.ndarray) -> None:
+        """As LaunchedStep.sample, on all ranks."""
+        assert isinstance(self._step, LaunchedStep)
+        self._step.check_masks(masks)
+        self._split.on_all(mask_tasks(masks), lambda: self._step.sample(masks))
+
+    def drop(self) -> None:
+        """As LaunchedStep.drop, on all ranks."""
+        if self._step.needs_masks:
+            self._step.drop()  # also where the others are lost
+            self._split.on_all((DropTask(),), lambda: None)
 
     def ready(self) -> bool:
         return self._step.ready()
 
     def result(self) -> StepResult:
         while not self._step.ready():
-            self._ranks.check()
+            self._split.ranks.check()
             time.sleep(POLL_S)
-        self._ranks.check()  # kernels that were stopped look finished
+        self._split.ranks.check()  # kernels that were stopped look finished
         return self._step.result()
 
 

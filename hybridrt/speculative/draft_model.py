@@ -30,11 +30,11 @@ from hybridrt.runtime.load.build import (
     row_bytes,
     weight_bytes,
 )
-from hybridrt.runtime.load.draft_needs import DraftTarget
+from hybridrt.runtime.load.draft_needs import DraftTarget, Everywhere
 from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.load.target import RunTarget
-from hybridrt.runtime.run.draft_task import Everywhere
 from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.step.pack import StagingRing
 from hybridrt.runtime.step.pack_padded import PROMPT_ROWS
 from hybridrt.runtime.step.plan import (
     Admission,
@@ -118,6 +118,7 @@ class DraftModelDrafter(Drafter):
         self._backup_offset = plan.num_rows
         self._tenants: dict[int, _Tenant] = {}
         self._pending = StepPlan()  # admissions that the next launch carries
+        self._staging = StagingRing(self.runner.device)
 
     def begin(self, request: DraftRequest) -> None:
         salt, ids = request.params.cache_salt or "", np.array([*request.prompt, *request.output], np.int32)
@@ -196,15 +197,14 @@ class DraftModelDrafter(Drafter):
         """Counts tokens for penalties anew, and for bad words: accepted output counts, failed drafts do not."""
         if not tenants:
             return
-        packed = SamplingTable.pack([self._admission(tenant) for tenant in tenants])
-        sections = {name: torch.from_numpy(part).to(self.runner.device) for name, part in packed.items()}
+        arrays = self._staging.upload(SamplingTable.pack([self._admission(tenant) for tenant in tenants]))
         rows = torch.tensor([tenant.row for tenant in tenants], dtype=torch.int64, device=self.runner.device)
-        self.runner.sampling_table.admit(rows, sections)
+        self.runner.sampling_table.admit(rows, arrays)
 
     def _catch_up(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """Computes the tokens that the states lack, in chunks of few rows; the last chunk of each row gives its first
         draft."""
-        launched = []
+        launched = list[_Launched]()
         for tenant in tenants:
             tenant.chain, tenant.siblings = [], []
         # With more rows than a graph holds, a step of few tokens takes ten times as long: its kernels go one by one.

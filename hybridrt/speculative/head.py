@@ -8,23 +8,34 @@ values are further layers of the model's KV pool, in the same requests' pages.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Generic, NamedTuple
 
 import numpy as np
 import torch
 
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
+from hybridrt.kernels.core.packed import A, int32_array
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.models.base import CausalLM
 from hybridrt.recurrent.backends import create_backend
 from hybridrt.runtime.load.draft_needs import DraftRow, DraftTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner
+from hybridrt.runtime.run.launched_step import LaunchedStep
 from hybridrt.runtime.sampling.sampler import Accepted, used_parts
 from hybridrt.runtime.step.batch import make_batch
-from hybridrt.runtime.step.launched_step import LaunchedStep
-from hybridrt.runtime.step.pack import Sections, StagingRing
+from hybridrt.runtime.step.pack import PageEntries, PromptArrays, StagingRing
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, StepHandle
 
 AHEAD = 0  # no step has rows of so many tokens
+
+
+class DraftedRows(NamedTuple, Generic[A]):
+    """Rows of a proposal, [n] each: as DraftRow. `pages`: entries beyond their lent pages, None for none."""
+
+    rows: A
+    computed: A
+    output_indices: A
+    pages: PageEntries[A] | None
 
 
 class HeadStep:
@@ -85,7 +96,7 @@ class HeadRunner:
         batch: ForwardBatch,
         hidden: torch.Tensor,
         accepted: Accepted | None,
-        sections: Sections | None,
+        prompts: PromptArrays[torch.Tensor] | None,
     ) -> None:
         """As DeviceDrafter.follow."""
         n, split = batch.num_decode_rows, batch.num_decode_tokens
@@ -95,10 +106,11 @@ class HeadRunner:
             ids, ends = accepted.tokens.flatten().int(), accepted.ends()
             if accepted.path is not None:
                 batch, hidden = _along_path(batch, hidden, accepted.path)
-        if sections is not None:
-            behind, at = sections["following_ids"], sections["sample_at"][split:]
-            behind[at - split] = self._last_tokens[sections["sample_rows"][n:]]
-            ids, ends, rows = torch.cat((ids, behind)), torch.cat((ends, at)), sections["sample_rows"]
+        if prompts is not None:
+            following, at = prompts.following_ids, prompts.sample_at[split:]
+            assert following is not None, "a runner with a drafter packs them"
+            following[at - split] = self._last_tokens[prompts.sample_rows[n:]]
+            ids, ends, rows = torch.cat((ids, following)), torch.cat((ends, at)), prompts.sample_rows
         # -1, of logits that were not finite, is no input.
         ids = ids.clamp(min=0)
         step = replace(batch, forward_mode=ForwardMode.DRAFT_EXTEND, input_ids=ids, attn_backend=self.backend)
@@ -112,29 +124,30 @@ class HeadRunner:
         Returns:
             Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens there.
         """
-        sections = self._staging.upload(_pack(rows, steps, self.table.page_size, self._first_page, self._pages))
-        if sections["page_rows"].numel():
-            self.table.write_pages(sections["page_rows"], sections["page_indices"], sections["pages"])
-        index, parts = sections["rows"], used_parts(r.params for r in rows)
+        packed = _pack(rows, steps, self.table.page_size, self._first_page, self._pages)
+        step_rows: DraftedRows[torch.Tensor] = self._staging.upload(packed)
+        if (entries := step_rows.pages) is not None:
+            self.table.write_pages(entries.rows, entries.indices, entries.pages)
+        index, parts = step_rows.rows, used_parts(r.params for r in rows)
         self.ahead.hidden[index] = self.hidden[index]
         logits = self.model.logits(self.hidden[index])
         drafts = torch.empty(len(rows), 0, dtype=torch.int64, device=logits.device)
         places = []
         for step in range(steps):
             if step:
-                logits = self._advance(rows, sections, step)
-            drawn = self.sampler.draft(logits, index, sections["output_indices"] + step, parts, drafts)
+                logits = self._advance(rows, step_rows, step)
+            drawn = self.sampler.draft(logits, index, step_rows.output_indices + step, parts, drafts)
             self.tokens[index] = drawn.int()
             drafts = torch.cat((drafts, drawn[:, None]), 1)
             places += [drawn[:, None], logits.topk(topk).indices]
-        return LaunchedStep(torch.cat(places, 1))
+        return LaunchedStep.from_tokens(torch.cat(places, 1))
 
-    def _advance(self, rows: Sequence[DraftRow], sections: Sections, step: int) -> torch.Tensor:
+    def _advance(self, rows: Sequence[DraftRow], step_rows: DraftedRows[torch.Tensor], step: int) -> torch.Tensor:
         """The head's own step number `step`, 1 being the first: [n, vocab] logits behind the last drafts."""
         n, graphs = len(rows), self._graphs.get(AHEAD)
         if graphs is not None and graphs.bucket(n):
             return graphs.replay(DecodeRows.of(DecodeRow(r.row, r.computed + step - 1, 0) for r in rows))
-        index, positions = sections["rows"], sections["computed"] + (step - 1)
+        index, positions = step_rows.rows, step_rows.computed + (step - 1)
         ids = self.tokens[index].clamp(min=0)
         inputs = TokenInputs(ids, positions, self.table.token_slots(index, positions))
         starts = torch.arange(n + 1, dtype=torch.int32, device=index.device)
@@ -161,14 +174,17 @@ def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -
     return chain, torch.cat((kept, hidden[split:]))
 
 
-def _pack(rows: Sequence[DraftRow], steps: int, page_size: int, first_page: int, own: int) -> dict[str, np.ndarray]:
-    """Integers of a proposal, int32. Where a row's drafts reach beyond its lent pages, the row's `own` pages follow."""
+def _pack(rows: Sequence[DraftRow], steps: int, page_size: int, first_page: int, own: int) -> DraftedRows[np.ndarray]:
+    """Integers of a proposal. Where a row's drafts reach beyond its lent pages, the row's `own` pages follow."""
     beyond = [
         (r.row, r.end_page + i, first_page + r.row * own + i)
         for r in rows
         for i in range(max((r.computed + steps - 2) // page_size + 1 - r.end_page, 0) if steps > 1 else 0)
     ]
-    columns = np.array([(r.row, r.computed, r.output_index) for r in rows], np.int32).T
-    pages = np.array(beyond, np.int32).reshape(-1, 3).T
-    names = ("rows", "computed", "output_indices", "page_rows", "page_indices", "pages")
-    return dict(zip(names, (*columns, *pages)))
+    pages = PageEntries(*np.array(beyond, np.int32).T) if beyond else None
+    return DraftedRows(
+        int32_array([r.row for r in rows]),
+        int32_array([r.computed for r in rows]),
+        int32_array([r.output_index for r in rows]),
+        pages,
+    )

@@ -5,8 +5,7 @@ from abc import ABC, abstractmethod
 from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.draft_methods import load_method
 from hybridrt.base.errors import BackendError
-from hybridrt.runtime.load.draft_needs import DraftNeeds, DraftTarget
-from hybridrt.runtime.run.draft_task import Everywhere
+from hybridrt.runtime.load.draft_needs import DraftNeeds, DraftTarget, Everywhere
 from hybridrt.runtime.run.step_runner import StepRunner
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
 
@@ -20,7 +19,7 @@ class DraftMethod(DraftNeeds, ABC):
 
         Args:
             runner: the target's, complete.
-            everywhere: reaches the device drafters of all ranks.
+            everywhere: drafts with the device drafters of all ranks.
 
         Raises:
             ConfigError: it cannot draft for this target.
@@ -39,12 +38,12 @@ def make_drafter(target: StepRunner, everywhere: Everywhere | None = None) -> Dr
     """The drafter that the target's configuration names.
 
     Args:
-        everywhere: reaches the target's tensor-parallel ranks; None where `target` is all there is.
+        everywhere: drafts on the target's tensor-parallel ranks; None where `target` is all there is.
 
     Raises:
         ConfigError: the method cannot draft for this target.
     """
     spec = target.config.speculative
     assert spec is not None
-    inner = draft_method(spec).drafter(target, everywhere or (lambda task: task(target)))
+    inner = draft_method(spec).drafter(target, everywhere or target.draft)
     return AdaptiveDrafter(inner, spec.num_draft_tokens)

@@ -6,9 +6,8 @@ from hybridrt.base.config import EngineConfig, ModelConfig
 from hybridrt.models.base import CausalLM
 from hybridrt.models.registry import make_mtp_head
 from hybridrt.runtime.load.build import graph_rows, step_widths
-from hybridrt.runtime.load.draft_needs import DraftRow, DraftTarget
+from hybridrt.runtime.load.draft_needs import DraftRow, DraftTarget, Everywhere
 from hybridrt.runtime.load.target import RunTarget
-from hybridrt.runtime.run.draft_task import DraftTask, Everywhere
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest
 from hybridrt.speculative.head import HeadRunner
 from hybridrt.speculative.method import DraftMethod
@@ -20,7 +19,7 @@ class MTPDrafter(Drafter):
     beside it.
 
     Args:
-        everywhere: calls a task with the runner of every rank; what the first one's call returns.
+        everywhere: drafts with the head of every rank.
         num_draft_tokens: drafts of a request at most, for which its KV pages have room.
     """
 
@@ -32,7 +31,7 @@ class MTPDrafter(Drafter):
         steps = -(-max(max_drafts, default=0) // self.topk)
         if not steps:
             return [Draft() for _ in requests]
-        drawn = self.everywhere(DraftTask([_row(request) for request in requests], steps, self.topk)).result()
+        drawn = self.everywhere([_row(request) for request in requests], steps, self.topk).result()
         return [self._draft(tokens, n) for tokens, n in zip(drawn.tokens, max_drafts, strict=True)]
 
     def _draft(self, tokens: Sequence[int], max_drafts: int) -> Draft:

@@ -3,8 +3,7 @@
 from array import array
 from collections.abc import Sequence
 
-from hybridrt.runtime.load.draft_needs import DraftTarget
-from hybridrt.runtime.run.draft_task import Everywhere
+from hybridrt.runtime.load.draft_needs import DraftTarget, Everywhere
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.method import DraftMethod
 from hybridrt.speculative.tree import merge

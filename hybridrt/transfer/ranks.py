@@ -47,7 +47,7 @@ def _join(split: TensorParallelExecutor, serve: bool, devices: str, undo: ExitSt
     """The readers of the other ranks, in order, each of which `undo` closes."""
     ranks, key, joined = split.ranks, secrets.token_bytes(32), dict[int, RemoteReader]()
     with closing(Listener((ranks.host, 0), key)) as listener:
-        split.on_all(JoinTransfer(ranks.host, listener.port, key, serve, devices), lambda: None)
+        split.on_all((JoinTransfer(ranks.host, listener.port, key, serve, devices),), lambda: None)
         deadline = time.monotonic() + _JOIN_SECONDS
         while len(joined) < ranks.comm.size - 1:
             ranks.check()

@@ -3,15 +3,13 @@ state is that of a chunk which ends there."""
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 
 from hybridrt.base.errors import BackendError
-from hybridrt.runtime.step.pack import chunk_plans
+from hybridrt.kernels.core.packed import int32_array, map_arrays
 from hybridrt.runtime.step.plan import ExtendRow
-from hybridrt.runtime.step.saved_states import pack_saves, saved_states
-from hybridrt.runtime.step.step_passes import extend_passes, pack_passes
+from hybridrt.runtime.step.recurrent_arrays import PassArrays, recurrent_lists, set_recurrent
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import CheckpointStore
@@ -31,11 +29,8 @@ def extend(hand: ByHand, rows: Sequence[ExtendRow], decode: Sequence[Row] = ()) 
     """A step of these chunks, as the runtime makes it."""
     sizes = hand.backend.chunk_sizes
     batch = hand.batch(decode, [Row(r.row, r.computed, r.tokens) for r in rows])
-    columns = pack_saves(rows, sizes, hand.backend.saves_at_chunks)
-    sections = {n: torch.from_numpy(c) for n, c in columns.items()}
-    batch.extend_passes, batch.saved_states = extend_passes(columns, sections, sizes), saved_states(sections, sizes)
-    if batch.saved_states:
-        batch.chunk_plans = chunk_plans(columns, sections, [len(row.tokens) for row in rows], sizes)
+    on_host = map_arrays(int32_array, recurrent_lists(rows, sizes, hand.backend.saves_at_chunks))
+    set_recurrent(batch, on_host, map_arrays(torch.from_numpy, on_host), sizes)
     return hand.forward(batch)
 
 
@@ -110,19 +105,14 @@ def test_a_slot_that_does_not_exist_is_refused(checkpoints: CheckpointStore) -> 
 
 def test_no_saves_no_passes() -> None:
     rows = [ExtendRow(1, 0, TEXT[:20], 0, True), ExtendRow(2, 3, TEXT[:4], 0, True, 0, 5)]
-    assert pack_passes(rows, (16, 64)) == {} and extend_passes({}, {}, (16,)) == []
+    for at_chunks in (False, True):
+        assert recurrent_lists(rows, (16, 64), at_chunks).passes == ()
 
 
 def test_what_is_packed_of_each_pass() -> None:
     rows = [ExtendRow(1, 4, TEXT[:6], 0, True, 0, 5, [(2, 8), (5, 9)]), ExtendRow(2, 0, TEXT[:3], 0, True)]
-    columns = {name: c.tolist() for name, c in pack_passes(rows, ()).items()}
-    assert columns == {
-        "rows in pass 0": [0, 0, 1], "read_state_slots in pass 0": [5, -1, 0],
-        "write_state_slots in pass 0": [8, -1, 0], "query_start_loc in pass 0": [0, 2, 6, 9],
-        "start_positions in pass 0": [4, 6, 0], "tokens in pass 0": [],
-        "rows in pass 1": [0], "read_state_slots in pass 1": [8], "write_state_slots in pass 1": [9],
-        "query_start_loc in pass 1": [0, 3], "start_positions in pass 1": [6], "tokens in pass 1": [2, 3, 4],
-        "rows in pass 2": [0], "read_state_slots in pass 2": [9], "write_state_slots in pass 2": [0],
-        "query_start_loc in pass 2": [0, 1], "start_positions in pass 2": [9], "tokens in pass 2": [5],
-    }  # fmt: skip
-    assert all(column.dtype == np.int32 for column in pack_passes(rows, (16,)).values())
+    assert recurrent_lists(rows, (), True).passes == (
+        PassArrays([0, 0, 1], [5, -1, 0], [8, -1, 0], [0, 2, 6, 9], [4, 6, 0], None, ()),
+        PassArrays([0], [8], [9], [0, 3], [6], [2, 3, 4], ()),
+        PassArrays([0], [9], [0], [0, 1], [9], [5], ()),
+    )

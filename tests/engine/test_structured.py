@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from hybridrt.base.config import SpeculativeConfig
@@ -18,10 +19,9 @@ from hybridrt.base.structured_outputs import StructuredOutputs
 from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.core import engine as engine_module
 from hybridrt.kernels.core.operation import Operation
-from hybridrt.parallel.tensor_parallel import _WatchedStep
-from hybridrt.runtime.run import constrained_step
-from hybridrt.runtime.step.launched_step import LaunchedStep
-from hybridrt.runtime.step.plan import StepPlan
+from hybridrt.parallel import tasks
+from hybridrt.parallel.tensor_parallel import _SplitStep
+from hybridrt.runtime.run.launched_step import LaunchedStep, MaskedLines
 from tests.support.schemas import MANY_RULES, SCHEMAS
 from tests.support.scripted_llm import scripted
 from tests.support.tiny import write_tiny
@@ -136,7 +136,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
         self.calls, runner = list[str](), llm.engine.executor
-        call, launch, sample, result = Operation.__call__, runner.launch, runner.sample, LaunchedStep.result
+        call, launch, sample, result = Operation.__call__, runner.launch, LaunchedStep.sample, LaunchedStep.result
 
         def record(operation: Any, *args: Any, **kwargs: Any) -> Any:
             self.calls.append(operation.name)
@@ -147,7 +147,7 @@ class Recorder:
 
         monkeypatch.setattr(Operation, "__call__", record)
         monkeypatch.setattr(runner, "launch", noted("launch", launch))
-        monkeypatch.setattr(runner, "sample", noted("masks", sample))
+        monkeypatch.setattr(LaunchedStep, "sample", noted("masks", sample))
         monkeypatch.setattr(LaunchedStep, "result", noted("result", result))
 
     def take(self) -> list[str]:
@@ -222,11 +222,11 @@ def test_fields_that_forbid_every_first_token(plain: LLM) -> None:
 def test_a_step_whose_masks_cannot_be_given_ends_its_requests_alone(
     plain: LLM, monkeypatch: pytest.MonkeyPatch, found: list[list[list[int]]]
 ) -> None:
-    def fail(masks: Any) -> None:
+    def fail(step: LaunchedStep, masks: Any) -> None:
         raise ValueError("lost")
 
     with monkeypatch.context() as broken:
-        broken.setattr(plain.engine.executor, "sample", fail)
+        broken.setattr(LaunchedStep, "sample", fail)
         with pytest.raises(EngineError, match="lost"):
             plain.generate(PROMPT, structured(regex="ab"))
     assert tokens(plain.generate([PROMPT] * 2, [FREE, structured(json=SCHEMAS[0])])) == [found[-1], found[0]]
@@ -258,11 +258,10 @@ def test_a_step_that_gets_no_masks_is_read_before_its_row_is_lent_again(
 
 def test_a_step_that_gets_no_masks_is_not_waited_for() -> None:
     """With several ranks, where rank 0 looks after the others while it waits for a step."""
-    step = constrained_step.ConstrainedStep(StepPlan(constrained=[]), 1, lambda mask: LaunchedStep(None))
-    still_there = iter([None])
-    ranks: Any = SimpleNamespace(check=lambda: next(still_there))
+    step, still_there = LaunchedStep(MaskedLines(np.zeros(1, np.int32), 1)), iter([None])
+    split: Any = SimpleNamespace(ranks=SimpleNamespace(check=lambda: next(still_there)))
     with pytest.raises(EngineError, match="has not sampled"):
-        _WatchedStep(step, ranks).result()
+        _SplitStep(step, split).result()
 
 
 def test_an_interrupt_between_a_step_and_its_masks_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +317,7 @@ SPLIT: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 def test_ranks_and_draft_models_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a trained model, so that drafts are accepted. The other rank gets masks in several messages."""
-    monkeypatch.setattr(constrained_step, "_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(tasks, "_MESSAGE_BYTES", 1000)
     params = [SamplingParams(temperature=0.0, max_tokens=24)] + [
         SamplingParams(temperature=t, seed=3, max_tokens=24, structured_outputs=StructuredOutputs(**form))
         for form in FORMS

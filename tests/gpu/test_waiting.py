@@ -11,7 +11,7 @@ import torch
 
 from hybridrt import SamplingParams, SpeculativeConfig
 from hybridrt.runtime.load.draft_needs import DraftRow
-from hybridrt.runtime.run.constrained_step import mask_lines
+from hybridrt.runtime.run.launched_step import MaskedLines
 from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
 from tests.gpu.rig import FAMILIES, PRODUCTION, Rows, no_waiting, sleep
 from tests.support.checkpoints import CheckpointStore
@@ -76,12 +76,12 @@ def test_no_synchronisation_under_masks(plan: Plan, graphs: bool, checkpoints: C
     for warm in (False, True, True, True):
         step = plan(rows)
         step.constrained = [0, 2]
-        lines, _ = mask_lines(step, 1 + DRAFTS if plan is verify else 1)
+        lines, _ = MaskedLines.from_plan(step, 1 + DRAFTS if plan is verify else 1)
         masks = np.zeros((len(lines), words), np.int32)
         masks[:, 0] = 1 << 7
         with no_waiting() if warm else nullcontext():
             handle = rows.runner.launch(step)
-            rows.runner.sample(masks)
+            handle.sample(masks)
         tokens = handle.result().tokens
         assert all(set(tokens[i]) == {7} for i in step.constrained)
 

@@ -3,12 +3,12 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hybridrt.kernels.core.chunk_plan import chunk_lists, chunk_plan, plan_chunks
+from hybridrt.kernels.core.packed import int32_array, map_arrays
 from hybridrt.kernels.core.records import SavedStates
 from hybridrt.kernels.mamba import mamba2_scan_triton
 from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan
@@ -153,9 +153,9 @@ def test_states_within_prompts_stay(form: Form, saved: int) -> None:
     """Chunks end there, too: within the first one, at its end, and within later ones."""
     torch.manual_seed(7)
     inputs, states = scan_inputs(93), poisoned(5, 4, 3, 5)
-    columns = {name: np.array(c, np.int32) for name, c in chunk_lists([0, 0], [84, 9], 32, [saved, 0]).items()}
-    plan = chunk_plan({name: torch.from_numpy(column) for name, column in columns.items()}, columns, [84, 9], 32)
-    slots = [3 * (end == saved) for end in columns["cu_chunk_seqlens"][1:]]
+    on_host = map_arrays(int32_array, chunk_lists([0, 0], [84, 9], 32, [saved, 0]))
+    plan = chunk_plan(map_arrays(torch.from_numpy, on_host), on_host, [84, 9], 32)
+    slots = [3 * (end == saved) for end in on_host.cu_chunk_seqlens[1:]]
     out = flat(
         mamba2_chunk_scan, **inputs.terms() | form.changed, states=states, read_state_slots=int32(1, 2),
         write_state_slots=int32(1, 2), has_initial_state=torch.tensor([False, False]),

@@ -11,6 +11,7 @@ import torch
 
 from hybridrt.base.errors import RequestError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.core.packed import map_arrays
 from hybridrt.kernels.sampling.token_rules import DrawLines, apply_token_rules
 from hybridrt.runtime.sampling.sampler import RULES, RowRequirements, Sampler, Verification, used_parts
 from hybridrt.runtime.step.plan import Admission
@@ -59,8 +60,8 @@ class Ruled:
 
 
 def admit(table: SamplingTable, admissions: Sequence[Admission]) -> None:
-    sections = {name: torch.from_numpy(array) for name, array in SamplingTable.pack(admissions).items()}
-    table.admit(torch.tensor([a.row for a in admissions]), sections)
+    arrays = map_arrays(torch.from_numpy, SamplingTable.pack(admissions))
+    table.admit(torch.tensor([a.row for a in admissions]), arrays)
 
 
 def int32(*values: Any) -> torch.Tensor:

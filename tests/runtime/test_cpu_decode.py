@@ -50,7 +50,7 @@ def test_equal_eager_steps(tmp_path: Path, mode: str, monkeypatch: pytest.Monkey
         plan = StepPlan(page_writes=pages, decode=decode)
         expected = eager.launch(plan).result().tokens
         with monkeypatch.context() as patched:
-            patched.setattr(StepRunner, "_launch_eager", None)
+            patched.setattr(StepRunner, "_run_eager", None)
             assert kept.launch(plan).result().tokens == expected
         computed |= {row: computed[row] + 1 for row in rows}
     assert max(computed.values()) > 8  # a page was new

@@ -1,4 +1,4 @@
-"""The columns of a step that is padded to a bucket: filled in place, step after step, and equal to plain ones."""
+"""The arrays of a step that is padded to a bucket: filled in place, step after step, and equal to plain ones."""
 
 import random
 from collections.abc import Iterator
@@ -10,9 +10,10 @@ import pytest
 
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.core.chunk_plan import chunk_lists
-from hybridrt.runtime.step.pack_padded import Bucket, PaddedColumns, StateSaves
+from hybridrt.kernels.core.packed import Record, arrays_of
+from hybridrt.runtime.step.pack_padded import Bucket, PaddedStep, StateSaves
 from hybridrt.runtime.step.plan import Admission, ExtendRow, PageWrite, StepPlan, int32s
-from tests.support.plain_columns import pack_plainly
+from tests.support.plain_arrays import pack_plainly
 from tests.support.prompt_steps import Play
 
 SPARE = 50  # the first state slot that belongs to no row
@@ -47,29 +48,34 @@ def steps(bucket: Bucket, saves: bool, seed: int) -> Iterator[StepPlan]:
 
 @pytest.mark.parametrize("bucket", [Bucket(0, 128), Bucket(8, 320)])
 @pytest.mark.parametrize(("saves", "sizes", "fill"), CASES)
-def test_columns_that_are_filled_again_equal_plain_ones(
+def test_arrays_that_are_filled_again_equal_plain_ones(
     saves: StateSaves, sizes: tuple[int, ...], fill: int, bucket: Bucket
 ) -> None:
-    """Nothing of an earlier step is left. Sections have one place in the array, one behind the other."""
-    padded, seen = PaddedColumns(bucket, sizes, saves, fill), set[str]()
+    """Nothing of an earlier step is left. All arrays are views of what is copied to the device."""
+    padded, seen = PaddedStep(bucket, sizes, saves, fill), set[int]()
     for plan in steps(bucket, saves is not StateSaves.NONE, seed=len(sizes)):
         padded.pack(plan)
         wanted = pack_plainly(plan, bucket, sizes, saves, fill)
-        assert padded.columns.keys() == wanted.keys() and list(padded.columns) == list(padded.shapes)
-        for name, column in padded.columns.items():
-            assert column.dtype == np.int32 and column.shape == padded.shapes[name]
-            assert np.array_equal(column, wanted[name]), name
-            assert np.shares_memory(column, padded.flat) or not column.size
-            seen |= {name} if wanted[name].any() else set()
-    unused = {"penalty_rows", "output_tokens", "prompt_tokens", "copy_sources", "copy_targets"}
-    assert not unused & seen and {"seeds", "pages", "input_ids", "sample_rows"} <= seen
+        arrays, plain = arrays_of(padded.arrays), arrays_of(wanted)
+        assert shape_of(padded.arrays) == shape_of(wanted)
+        for i, (array, other) in enumerate(zip(arrays, plain, strict=True)):
+            assert array.dtype == np.int32 and np.array_equal(array, other), i
+            assert np.shares_memory(array, padded.flat) or not array.size
+            seen |= {i} if other.any() else set()
+    zero = {i for i, array in enumerate(arrays) if array.size} - seen
+    assert len(zero) <= 2 * len(sizes), "of the tables and the prompts, every array has been used"
+
+
+def shape_of(record: Record) -> Record:
+    """The parts of a record and the shapes of its arrays."""
+    return type(record), *(p if p is None else shape_of(p) if isinstance(p, tuple) else p.shape for p in record)
 
 
 def test_chunks_end_where_states_are_saved_and_nowhere_twice() -> None:
     """Of 8 tokens: a request behind 5 others, one that saves at the end of a chunk, one without tokens, one that saves
     its first token's state."""
     plan = chunk_lists([5, 0, 3, 6], [9, 16, 0, 4], 8, [7, 8, 0, 1])
-    assert plan["cu_chunk_seqlens"] == [0, 3, 7, 9, 17, 25, 26, 27, 29]
-    assert plan["seq_idx"] == [0, 0, 0, 1, 1, 3, 3, 3]
-    assert (plan["first_chunk"], plan["last_chunk"]) == ([0, 3, 0, 5], [2, 4, -1, 7])
+    assert plan.cu_chunk_seqlens == [0, 3, 7, 9, 17, 25, 26, 27, 29]
+    assert plan.seq_idx == [0, 0, 0, 1, 1, 3, 3, 3]
+    assert (plan.first_chunk, plan.last_chunk) == ([0, 3, 0, 5], [2, 4, -1, 7])
     assert chunk_lists([5], [9], 8) == chunk_lists([5], [9], 8, [0]) != chunk_lists([5], [9], 8, [7])

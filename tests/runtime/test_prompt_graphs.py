@@ -16,23 +16,23 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.core.step_cost import StepWork
 from hybridrt.kernels.core import launch
+from hybridrt.kernels.core.packed import map_arrays
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.runtime.replay.graph_runner import ClosureRecorder, CudaGraphRecorder
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs, splits
 from hybridrt.runtime.step import pack_padded as prompt_columns
 from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch
-from hybridrt.runtime.step.pack import chunk_plans
-from hybridrt.runtime.step.pack_padded import Bucket, PaddedColumns, StateSaves
+from hybridrt.runtime.step.pack import StepArrays
+from hybridrt.runtime.step.pack_padded import Bucket, PaddedStep, StateSaves
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 from hybridrt.runtime.step.sampling_table import SamplingTable
-from hybridrt.runtime.step.saved_states import saved_states
-from hybridrt.runtime.step.step_passes import extend_passes
 from tests.attention.test_extend_passes import TEXT, check_saved
 from tests.models.test_models_parity import prompts
 from tests.support.by_hand import ByHand
 from tests.support.checkpoints import CheckpointStore, has_replay
 from tests.support.levels import sweep
-from tests.support.plain_columns import pack_plainly
+from tests.support.plain_arrays import pack_plainly
 from tests.support.prompt_steps import Play, capture_prompts
 from tests.support.session import Sample, Session, check_sample, greedy
 
@@ -87,23 +87,20 @@ def padded_batch(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> t
     kind = (
         (StateSaves.AT_CHUNKS if hand.backend.saves_at_chunks else StateSaves.SECOND_PASS) if saves else StateSaves.NONE
     )
-    columns = pack_plainly(plan, bucket, sizes, kind, hand.backend.seq_len_fill)
-    sections = {name: torch.from_numpy(column) for name, column in columns.items()}
-    decoded = TokenInputs.allocate(n, torch.device("cpu"))
+    on_host = pack_plainly(plan, bucket, sizes, kind, hand.backend.seq_len_fill)
+    arrays: StepArrays[Tensor] = map_arrays(torch.from_numpy, on_host)
+    prompts, decoded = arrays.prompts, TokenInputs.allocate(n, torch.device("cpu"))
+    assert on_host.prompts is not None and prompts is not None
     if n:
-        fill_decode(decoded, sections, n, None, last_tokens(), table)
-    positions = sections["extend_positions"]
-    slots = table.token_slots(sections["extend_rows"], positions)
-    inputs = decoded.then(TokenInputs(sections["input_ids"], positions, slots))
-    passes, new = extend_passes(columns, sections, sizes), np.diff(columns["query_start_loc"]).tolist()
+        fill_decode(decoded, arrays, n, None, last_tokens(), table)
+    slots = table.token_slots(prompts.rows, prompts.positions)
+    inputs = decoded.then(TokenInputs(prompts.input_ids, prompts.positions, slots))
     batch = make_batch(
-        hand.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, n, None,
-        len(plan.decode), seq_lens_cpu=columns["seq_lens"].tolist(), query_lens_cpu=new,
-        read_state_slots=sections.get("read_state_slots"), extend_passes=passes,
-        chunk_plans=None if passes else chunk_plans(columns, sections, new[n:], sizes),
+        hand.backend, arrays.rows, arrays.seq_lens, prompts.query_start_loc, inputs, n, None, len(plan.decode),
+        seq_lens_cpu=on_host.seq_lens.tolist(), query_lens_cpu=np.diff(on_host.prompts.query_start_loc).tolist(),
     )  # fmt: skip
-    batch.saved_states = saved_states(sections, sizes)
-    return batch, sections["sample_at"]
+    set_recurrent(batch, on_host.prompts.recurrent, prompts.recurrent, sizes)
+    return batch, prompts.sample_at
 
 
 @torch.inference_mode()
@@ -270,9 +267,10 @@ def test_what_a_bucket_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_padding_stands_at_positions_that_every_rotary_table_has() -> None:
     """A table may be shorter than a bucket by less than a page."""
     plan = StepPlan(extend=[ExtendRow(1, 3, [7, 7], 0, True)])
-    padded = PaddedColumns(Bucket(0, 24), (16,), StateSaves.NONE, 1)
+    padded = PaddedStep(Bucket(0, 24), (16,), StateSaves.NONE, 1)
     padded.pack(plan)
-    assert padded.columns["extend_positions"].tolist() == [3, 4, *[0] * 22]
+    assert padded.arrays.prompts is not None
+    assert padded.arrays.prompts.positions.tolist() == [3, 4, *[0] * 22]
 
 
 def test_the_option_leaves_them_out(checkpoints: CheckpointStore) -> None:
@@ -343,7 +341,7 @@ def test_captures_are_split_between_layers(checkpoints: CheckpointStore) -> None
     recorder.split = lambda: calls.append(1)  # type: ignore[method-assign]
     graphs = PromptGraphs(
         model=hand.model, backend=hand.backend, req_to_token_pool=hand.pools.req_to_token, last_tokens=last_tokens(),
-        max_bs=3, max_tokens=48, saves=False, enter_tables=lambda sections: None, sizes=SIZES, recorder=recorder,
+        max_bs=3, max_tokens=48, saves=False, enter_tables=lambda changes: None, sizes=SIZES, recorder=recorder,
     )  # fmt: skip
     graphs.capture()
     assert len(calls) == len(graphs.buckets) * len(splits(len(hand.model.stack.parts))) > 0

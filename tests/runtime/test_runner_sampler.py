@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.core.packed import map_arrays
 from hybridrt.parallel.messages import decode, encode
 from hybridrt.runtime.sampling.sampler import Sampler, used_parts
 from hybridrt.runtime.step.plan import Admission, StepPlan
@@ -29,8 +30,8 @@ def draw(rows: Sequence[int], logits: torch.Tensor) -> list[int]:
     admissions = [
         Admission.from_prompt(row, row, [row, 5], params, 100 + row, None, [9, 9]) for row, params in PARAMS.items()
     ]
-    sections = {name: torch.from_numpy(array) for name, array in SamplingTable.pack(admissions).items()}
-    table.admit(torch.tensor(list(PARAMS)), sections)
+    arrays = map_arrays(torch.from_numpy, SamplingTable.pack(admissions))
+    table.admit(torch.tensor(list(PARAMS)), arrays)
     index = torch.tensor(rows, dtype=torch.int32)
     parts = used_parts(PARAMS.values())
     return Sampler(table)(logits[index.long()], index, index + 10, parts).tolist()
@@ -48,8 +49,8 @@ def test_a_new_tenant_of_a_row_forgets_the_old_ones_tokens() -> None:
     table = SamplingTable(3, VOCAB, torch.device("cpu"))
     for prompt, output in (([4, 5], [6, 6]), ([7], [])):
         admission = Admission.from_prompt(2, 2, prompt, SamplingParams(presence_penalty=1.0), 0, None, output)
-        sections = {name: torch.from_numpy(array) for name, array in SamplingTable.pack([admission]).items()}
-        table.admit(torch.tensor([2]), sections)
+        arrays = map_arrays(torch.from_numpy, SamplingTable.pack([admission]))
+        table.admit(torch.tensor([2]), arrays)
         assert table.prompt_mask[2].nonzero().flatten().tolist() == prompt
         assert table.output_counts[2].nonzero().flatten().tolist() == sorted(set(output))
         assert int(table.output_counts[2].sum()) == len(output)

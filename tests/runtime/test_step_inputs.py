@@ -1,4 +1,4 @@
-"""Sections of the one copy to the device are aligned there, whatever their lengths are."""
+"""The one copy of a step to the device: what it holds, and when its memory is written again."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,33 +13,22 @@ import torch
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.kernels.core.chunk_plan import plan_chunks
+from hybridrt.kernels.core.packed import arrays_of, map_arrays, pack_arrays, packed_size, section_starts, unpack
 from hybridrt.recurrent import backend as linear
 from hybridrt.runtime.run.model_runner import ModelRunner
-from hybridrt.runtime.step.pack import StagingRing, chunk_names, cut, pack_batch, pack_rows, packed_size
+from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_rows, pack_step
 from hybridrt.runtime.step.plan import (
     NO_INTEGERS,
     Admission,
     DecodeRow,
     DecodeRows,
     ExtendRow,
+    PageCopy,
     PageWrite,
     StepPlan,
     int32s,
 )
 from tests.support.tiny import write_tiny
-
-LENGTHS = [(1, 0, 7, 4), (5, 3, 2, 1), (16, 1, 1, 9), (0, 0, 0, 0)]
-
-
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_sections_start_on_16_bytes(lengths: tuple[int, ...]) -> None:
-    """Triton compiles for aligned arguments and again for others: a step must not be the first of its kind."""
-    sections = {str(i): np.arange(n, dtype=np.int32) + 10 * i for i, n in enumerate(lengths)}
-    found = StagingRing(torch.device("cpu")).upload(sections)
-    assert list(found) == list(sections)
-    for name, array in sections.items():
-        assert found[name].tolist() == array.tolist()
-        assert found[name].storage_offset() % 4 == 0
 
 
 class LateStream:
@@ -89,8 +78,8 @@ def test_staging_is_written_again_once_its_copy_is_done(sizes: Sequence[int], mo
         column, line = np.full(size, i, np.int32), np.full(1, i, np.int32)
         copies: tuple[Callable[[], None], ...] = (
             partial(ring.copy_packed, into, column),
-            partial(ring.copy, into, {"a": column}),
-            partial(ring.copy_rows, into, {"a": line}, {"a": line}, size),
+            partial(ring.copy, into, [column]),
+            partial(ring.copy_rows, into, [line], column, [0]),
         )
         copies[i % 3]()
         column[:] = line[:] = -1  # what was passed may change at once
@@ -114,35 +103,62 @@ def plan_of_three() -> StepPlan:
 @pytest.mark.parametrize("tree", [False, True])
 def test_graphs_and_eager_steps_pack_rows_alike(tree: bool) -> None:
     plan = plan_of_three()
-    eager = pack_batch(StepPlan(decode=plan.decode), 3, tree)
-    padding = pack_rows(DecodeRows.of([DecodeRow(0, 0, 0)]), (), 3, tree, np.array([-1], np.int32))
-    rows = pack_rows(plan.decode, (), 3, tree, NO_INTEGERS)
-    shapes = {name: (8, *column.shape[1:]) for name, column in padding.items()}
-    into = torch.empty(packed_size(shapes), dtype=torch.int32)
-    StagingRing(torch.device("cpu")).copy_rows(into, rows, padding, 8)
-    padded = {name: section.numpy() for name, section in cut(into, shapes).items()}
-    for name, column in padded.items():
-        assert column.shape[0] == 8 and np.array_equal(column[:3], eager[name]), name
-    assert padded["seq_lens"].tolist() == [12, 8, 9, 3, 3, 3, 3, 3]
-    assert padded["new_pages"].tolist() == [-1] * 8
-    assert padded["drafts"].tolist()[:3] == [[7, 8], [0, 0], [1, 0]]
-    if tree:
-        assert padded["parents"].tolist()[2:4] == [[-1, 0, 1], [-1, 0, 1]]
-        assert padded["ancestors"].tolist()[0] == [0b1, 0b11, 0b111]
+    eager = pack_step(StepPlan(decode=plan.decode), 3, tree)
+    padding = pack_rows(DecodeRows.of([DecodeRow(0, 0, 0)]), 3, tree, np.array([-1], np.int32))
+    whole: StepArrays[np.ndarray] = map_arrays(lambda array: array.repeat(8, 0), padding)
+    flat, starts = np.empty(packed_size(arrays_of(whole)), np.int32), section_starts(arrays_of(whole))
+    pack_arrays(arrays_of(whole), flat)
+    into = torch.empty(len(flat), dtype=torch.int32)
+    rows = arrays_of(pack_rows(plan.decode, 3, tree, NO_INTEGERS))
+    StagingRing(torch.device("cpu")).copy_rows(into, rows, flat, starts)
+    padded: StepArrays[torch.Tensor] = unpack(whole, into)
+    for array, other in zip(arrays_of(padded), arrays_of(eager), strict=True):
+        assert len(array) == 8 and array[:3].tolist() == other.tolist()
+    assert padded.seq_lens.tolist() == [12, 8, 9, 3, 3, 3, 3, 3]
+    assert padded.new_pages.tolist() == [-1] * 8
+    assert padded.drafts is not None
+    assert padded.drafts.tokens.tolist()[:3] == [[7, 8], [0, 0], [1, 0]]
+    assert (padded.drafts.parents is None) == (padded.drafts.ancestors is None) == (not tree)
+    if padded.drafts.parents is not None and padded.drafts.ancestors is not None:
+        assert padded.drafts.parents.tolist()[2:4] == [[-1, 0, 1], [-1, 0, 1]]
+        assert padded.drafts.ancestors.tolist()[0] == [0b1, 0b11, 0b111]
 
 
 def test_an_eager_step_holds_its_chunks() -> None:
-    columns = pack_batch(plan_of_three(), 3, following=True, chunk_sizes=(2, 4))
-    assert columns["rows"].tolist() == [4, 2, 3, 1, 5] and columns["seq_lens"].tolist() == [12, 8, 9, 6, 1]
-    assert columns["query_start_loc"].tolist() == [0, 3, 6, 9, 12, 13]
-    assert columns["extend_positions"].tolist() == [3, 4, 5, 0] and columns["extend_rows"].tolist() == [1, 1, 1, 5]
-    assert columns["following_ids"].tolist() == [6, 7, 8, 0]
-    assert columns["sample_at"].tolist() == [*range(9), 12] and columns["sample_rows"].tolist() == [4, 2, 3, 5]
-    assert columns["output_indices"].tolist() == [2, 1, 0, 4]
-    for size in (2, 4):
+    arrays = pack_step(plan_of_three(), 3, following=True, chunk_sizes=(2, 4))
+    prompts = arrays.prompts
+    assert prompts is not None and prompts.following_ids is not None
+    assert arrays.rows.tolist() == [4, 2, 3, 1, 5] and arrays.seq_lens.tolist() == [12, 8, 9, 6, 1]
+    assert prompts.query_start_loc.tolist() == [0, 3, 6, 9, 12, 13]
+    assert prompts.positions.tolist() == [3, 4, 5, 0] and prompts.rows.tolist() == [1, 1, 1, 5]
+    assert prompts.input_ids.tolist() == [5, 6, 7, 9] and prompts.following_ids.tolist() == [6, 7, 8, 0]
+    assert prompts.sample_at.tolist() == [*range(9), 12] and prompts.sample_rows.tolist() == [4, 2, 3, 5]
+    assert arrays.output_indices.tolist() == [2, 1, 0, 4]
+    for size, chunks in zip((2, 4), prompts.recurrent.chunks, strict=True):
         plan = plan_chunks([3, 0], [3, 1], size)
-        for name, packed in chunk_names(size).items():
-            assert columns[packed].tolist() == getattr(plan, name).tolist(), (name, size)
+        for name, array in chunks._asdict().items():
+            assert array.tolist() == getattr(plan, name).tolist(), (name, size)
+
+
+def test_a_step_holds_what_changes_in_tables_and_no_more() -> None:
+    params, decode = SamplingParams(temperature=0.0), plan_of_three().decode
+    assert pack_step(StepPlan(decode=decode), 3).tables is None
+    assert pack_step(StepPlan(page_writes=[PageWrite(1, 0, NO_INTEGERS)]), 1).tables is None, "no page, no write"
+    tables = pack_step(
+        StepPlan(
+            [Admission(3, 7, [5, 6], 2, params, 9), Admission(1, 8, [5], 1, params, 2**40)],
+            [PageWrite(3, 2, int32s([40, 30])), PageWrite(2, 0, NO_INTEGERS), PageWrite(1, 5, int32s([20]))],
+            page_copies=[PageCopy(11, 12), PageCopy(11, 13)],
+        ),
+        1,
+    ).tables
+    assert tables and tables.admissions and tables.pages and tables.copies
+    assert (tables.admissions.rows.tolist(), tables.admissions.state_slots.tolist()) == ([3, 1], [7, 8])
+    assert np.ascontiguousarray(tables.admissions.sampling.seeds).view(np.int64).tolist() == [[9], [2**40]]
+    assert tables.admissions.sampling.penalties is None and tables.admissions.sampling.rules is None
+    assert (tables.pages.rows.tolist(), tables.pages.indices.tolist()) == ([3, 3, 1], [2, 3, 5])
+    assert tables.pages.pages.tolist() == [40, 30, 20]
+    assert (tables.copies.sources.tolist(), tables.copies.targets.tolist()) == ([11, 11], [12, 13])
 
 
 def test_a_prefill_plans_its_chunks_in_the_copy_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

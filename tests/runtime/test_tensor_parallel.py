@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
-from hybridrt.base.errors import ConfigError
+from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache import host_fetches
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.sessions import Sessions
 from hybridrt.engine.core.engine import Engine
 from hybridrt.engine.request.intake import EngineLimits
+from hybridrt.parallel import tasks
 from hybridrt.parallel.rank_start import start_ranks
 from hybridrt.parallel.ranks import Ranks
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.run.model_runner import ModelRunner
+from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
 from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
 from hybridrt.speculative.method import make_drafter
 from tests.models.test_models_parity import prompts, requests
@@ -199,7 +201,7 @@ def test_a_prediction_head_is_split_too(name: str, groups: Groups, tmp_path: Pat
     runner = ModelRunner(drafted)
     alone = outputs(runner, params, make_drafter(runner))
     executor = TensorParallelExecutor(replace(drafted, tp_size=2), ranks=groups[2])
-    together = outputs(executor, params, make_drafter(executor.runner, executor.everywhere))
+    together = outputs(executor, params, make_drafter(executor.runner, executor.draft))
     executor.close()
     for ours, theirs in zip(together, alone, strict=True):
         assert ours.token_ids == theirs.token_ids
@@ -222,6 +224,37 @@ def test_every_kind_of_sampling_draws_alike_on_all_ranks(groups: Groups, checkpo
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
     for ours, theirs in zip(together[-1].logprobs or (), alone[-1].logprobs or (), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_masks_reach_all_ranks(groups: Groups, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several messages. A launch before them, or masks of another shape, are refused before other ranks hear of it;
+    a step that is given up is given up everywhere."""
+    executor = TensorParallelExecutor(config(checkpoints["falcon-split"], tp_size=2), ranks=groups[2])
+    words = -(-executor.runner.model_config.vocab_size // 32)
+    monkeypatch.setattr(tasks, "_MESSAGE_BYTES", 4 * words)  # of one mask
+    params, pages = SamplingParams(temperature=0.0), executor.runner.pools.kv.page_size
+    prompt = StepPlan(
+        [Admission(row, row, [row, 5], 2, params, 0) for row in (1, 2)],
+        [PageWrite(row, 0, int32s([row])) for row in (1, 2)],
+        extend=[ExtendRow(row, 0, [row, 5], 0, True) for row in (1, 2)], constrained=[0, 1],
+    )  # fmt: skip
+    assert pages > 4
+    masks = np.zeros((2, words), np.int32)
+    masks[:, 0] = 1 << 6, 1 << 9
+    step = executor.launch(prompt)
+    with pytest.raises(EngineError, match="has not sampled"):
+        executor.launch(StepPlan(decode=DecodeRows.of([DecodeRow(1, 2, 1)])))
+    with pytest.raises(EngineError, match="2 constrained lines"):
+        step.sample(masks[:1])
+    step.sample(masks)
+    assert step.result().tokens == [[6], [9]] and not step.needs_masks
+    decode = StepPlan(decode=DecodeRows.of([DecodeRow(row, 2, 1) for row in (1, 2)]), constrained=[0])
+    given_up = executor.launch(decode)
+    given_up.drop()
+    again = executor.launch(decode)
+    again.sample(masks[1:])
+    assert again.result().tokens[0] == [9]
+    executor.close()
 
 
 def test_one_model_at_a_time(groups: Groups, checkpoints: CheckpointStore) -> None:

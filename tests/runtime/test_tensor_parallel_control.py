@@ -28,9 +28,10 @@ from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.parallel import rank_start
 from hybridrt.parallel.messages import KINDS, Beat, Failed, Task, decode, encode
 from hybridrt.parallel.ranks import Ranks
+from hybridrt.parallel.tasks import DraftTask, DropTask, MaskTask, PrefixCopy
 from hybridrt.parallel.torchrun import World
 from hybridrt.runtime.load.draft_needs import DraftRow
-from hybridrt.runtime.run.draft_task import DraftTask
+from hybridrt.runtime.run.prefix_copy import PrefixPlaces
 from hybridrt.runtime.step.plan import (
     Admission,
     DecodeRow,
@@ -108,6 +109,9 @@ def test_rules_about_tokens_survive_the_way() -> None:
     [
         EngineConfig("m", tp_size=2, speculative=SpeculativeConfig("mtp", num_draft_tokens=3), max_model_len=7),
         DraftTask([DraftRow(1, 2, 3, 4, PARAMS)], 3, 2),
+        MaskTask(b"\1\0\0\0\2\0\0\0", 2, True),
+        DropTask(),
+        PrefixCopy(PrefixPlaces(5, [1, 2], [(4, 3)]), write=True),
         None,
     ],
     ids=lambda message: type(message).__name__,

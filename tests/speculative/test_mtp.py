@@ -134,7 +134,7 @@ def first_children(draft: Draft) -> tuple[int, ...]:
 
 def watch(rig: Rig, futures: Outputs, drafts: int, topk: int = 1) -> Watched:
     by_seed = {int(i): output.token_ids for (i, _), output in futures.items()}
-    return Watched(MTPDrafter(lambda task: task(rig.runner), drafts, topk), by_seed)
+    return Watched(MTPDrafter(rig.runner.draft, drafts, topk), by_seed)
 
 
 def watched_run(rig: Rig, asks: list[Ask], drafts: int, topk: int = 1, chunk: int = 8192) -> list[Chain]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.request.sample_request import derive_seed
+from hybridrt.kernels.core.packed import map_arrays
 from hybridrt.kernels.sampling.acceptance import accept_chain
 from hybridrt.kernels.sampling.sampling import sample
 from hybridrt.runtime.sampling.sampler import Sampler, Verification, used_parts
@@ -280,6 +281,6 @@ def _table(params: Sequence[SamplingParams], prompts: Sequence[list[int]], vocab
     admissions = [
         Admission.from_prompt(i + 1, 0, p, s, derive_seed(7, i)) for i, (s, p) in enumerate(zip(params, prompts))
     ]
-    sections = {name: torch.from_numpy(part) for name, part in SamplingTable.pack(admissions).items()}
-    table.admit(torch.arange(1, len(params) + 1), sections)
+    arrays = map_arrays(torch.from_numpy, SamplingTable.pack(admissions))
+    table.admit(torch.arange(1, len(params) + 1), arrays)
     return table

@@ -97,8 +97,9 @@ def draft_model(rig: Rig) -> DraftModelDrafter:
 
 def make_mtp(rig: Rig) -> MTPDrafter:
     assert rig.config.speculative is not None
-    everywhere = (lambda task: task(rig.runner)) if rig.split is None else rig.split.everywhere
-    return MTPDrafter(everywhere, rig.config.speculative.num_draft_tokens, rig.config.speculative.topk)
+    return MTPDrafter(
+        (rig.split or rig.runner).draft, rig.config.speculative.num_draft_tokens, rig.config.speculative.topk
+    )
 
 
 def make_drafter(rig: Rig, method: str, futures: dict[int, list[int]]) -> Drafter:

@@ -92,13 +92,30 @@ class MockHandle:
     def ready(self) -> bool:
         return self.answer is not None
 
+    @property
+    def needs_masks(self) -> bool:
+        return self.masks is None
+
+    def sample(self, masks: np.ndarray) -> None:
+        """The steps before it have been read: their tokens decide the masks."""
+        assert self.executor.unread == [self]
+        assert self.masks is None, "a step without grammars, or one that has its masks"
+        if self.executor.fail_sample is not None:
+            raise self.executor.fail_sample
+        counts = (1 + self.plan.decode.num_drafts).tolist() + [1 for row in self.plan.extend if row.sample]
+        lines = [counts[i] if i in self.plan.constrained else 0 for i in range(len(counts))]
+        assert masks.shape == (sum(lines), -(-self.executor.vocab // 32)) and masks.dtype == np.int32
+        self.masks = np.split(masks, np.cumsum(lines)[:-1])
+        self.executor.run_early()
+
     def drop(self) -> None:
         """If it has no masks, it never samples."""
         if self.masks is None:
             self.error, self.masks = EngineError("the step has not sampled"), []
 
     def result(self) -> StepResult:
-        self.drop()
+        if self.masks is None:
+            raise EngineError("the step has not sampled")
         if self.executor.interrupt is not None:
             interrupt, self.executor.interrupt = self.executor.interrupt, None
             raise interrupt
@@ -152,12 +169,12 @@ class MockExecutor:
         self.arena: dict[int, tuple[list[int], int]] = {}  # by offset: tokens that are still seen, and recurrent state
 
     def launch(self, plan: StepPlan) -> "MockHandle":
+        if any(earlier.needs_masks for earlier in self.queue):
+            raise EngineError("a launch before the last step has its masks")
         number = len(self.plans)
         self.plans.append(plan)
         if number in self.fail_launch:
             raise self.fail_launch[number]
-        for earlier in self.queue:
-            earlier.drop()
         handle = MockHandle(self, plan, [])
         handle.error = self.fail_result.get(number)
         for move in plan.moves:
@@ -199,18 +216,6 @@ class MockExecutor:
         self.max_in_flight = max(self.max_in_flight, len(self.unread))
         self.run_early()
         return handle
-
-    def sample(self, masks: np.ndarray) -> None:
-        """Masks of the step launched last. The steps before it have been read: their tokens decide the masks."""
-        (handle,) = self.unread
-        assert handle.masks is None, "a step without grammars, or one that has its masks"
-        if self.fail_sample is not None:
-            raise self.fail_sample
-        counts = (1 + handle.plan.decode.num_drafts).tolist() + [1 for row in handle.plan.extend if row.sample]
-        lines = [counts[i] if i in handle.plan.constrained else 0 for i in range(len(counts))]
-        assert masks.shape == (sum(lines), -(-self.vocab // 32)) and masks.dtype == np.int32
-        handle.masks = np.split(masks, np.cumsum(lines)[:-1])
-        self.run_early()
 
     def run_early(self) -> None:
         while len(self.queue) > self.late and self.queue[0].masks is not None:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from hybridrt.base.config import EngineConfig
+from hybridrt.runtime.load.draft_needs import Everywhere
 from hybridrt.runtime.load.target import RunTarget
-from hybridrt.runtime.run.draft_task import Everywhere
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.method import DraftMethod

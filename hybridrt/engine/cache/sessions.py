@@ -17,7 +17,7 @@ from hybridrt.mem_cache.pools.slots import Slots
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
 from hybridrt.runtime.load.state_identity import Identity, state_identity
 from hybridrt.runtime.run.model_runner import ModelRunner
-from hybridrt.runtime.run.prefix_copy import PrefixCopy, Tensors, prefix_shapes
+from hybridrt.runtime.run.prefix_copy import PrefixPlaces, Tensors, prefix_shapes
 from hybridrt.runtime.step.plan import Executor, StepPlan
 
 
@@ -81,9 +81,10 @@ class Sessions:
             raise SessionError(f"the states of a {type(runner).__name__} cannot be copied")
         return runner
 
-    def _copy(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
-        copy: Callable[..., Any] = self._executor.copy_prefix  # type: ignore[attr-defined]  # `_runner` has checked
-        return copy(task, data)
+    @property
+    def _copier(self) -> Any:
+        """Has `read_prefix` and `write_prefix`; `_runner` checks that."""
+        return self._executor
 
     def _identify(self) -> Identity:
         """What a file must be equal in. The first call reads a part of every weight."""
@@ -110,7 +111,7 @@ class Sessions:
         pages = Slots(match.pages, () if match.tail is None else (match.tail,))
         states = states[-self._most_states(match.length) :]
         copied = [(position, slot.index) for position, slot in states]
-        tensors = self._copy(PrefixCopy(match.length, pages.indices.tolist(), copied, write=False))
+        tensors = self._copier.read_prefix(PrefixPlaces(match.length, pages.indices.tolist(), copied))
         known = tokens[: store.known_at(match.length)].copy()
         return CachedPrefix(known, [position for position, _ in states], tensors)
 
@@ -169,8 +170,8 @@ class Sessions:
             pages, slots = taken
             states = dict(zip(prefix.positions[skipped:], slots, strict=True))
             copied = [(position, slot.index) for position, slot in states.items()]
-            task = PrefixCopy(length, pages.indices.tolist(), copied, write=True)
-            self._copy(task, _without_states(prefix.tensors, skipped))
+            places = PrefixPlaces(length, pages.indices.tolist(), copied)
+            self._copier.write_prefix(places, _without_states(prefix.tensors, skipped))
             store.adopt(prefix.tokens, Slots(), pages, states, salt)
             if store.tier is not None:
                 store.tier.offer(prefix.tokens, pages, states, salt)

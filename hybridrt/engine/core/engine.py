@@ -116,7 +116,7 @@ class Engine:
         chunk = config.chunked_prefill_size
         limits = EngineLimits(model.vocab_size, plan.max_model_len, chunk, model.eos_token_ids, model.image_tokens)
         overlap = config.overlap and runner.device.type == "cuda" if overlap is None else overlap
-        drafter = make_drafter(runner, split.everywhere if split else None) if config.speculative else None
+        drafter = make_drafter(runner, split.draft if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_needs(config).kv_layers(model)))
         coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
@@ -306,8 +306,8 @@ class Engine:
         with self.turns.now:
             if self.target is None or not self.device_is_busy():
                 return 0.0
-            step, _ = self._launched[-1]
-            return self.target.spare_seconds(step.plan, step.launched) if step.sampled else 0.0
+            step, handle = self._launched[-1]
+            return 0.0 if handle.needs_masks else self.target.spare_seconds(step.plan, step.launched)
 
     def counters(self) -> EngineCounters:
         """A snapshot."""
@@ -346,6 +346,7 @@ class Engine:
         while self._launched:
             # Read the result so that no copy to the host is pending. Stream order protects the pages.
             with suppress(Exception):
+                self._launched[0][1].drop()
                 self._launched[0][1].result()
             self._launched.popleft()
         self._scheduler.clear()
@@ -355,15 +356,14 @@ class Engine:
     def _sample_last(self) -> None:
         """If the step launched last waits for masks: reads the steps before it, whose tokens decide the masks, while
         the device computes it. Then launches its sampling."""
-        if not self._launched or self._launched[-1][0].sampled:
+        if not self._launched or not self._launched[-1][1].needs_masks:
             return
         while len(self._launched) > 1:
             self._consume()
-        step, _ = self._launched[0]
-        step.sampled = True
+        step, handle = self._launched[0]
         with self._change:
             try:
-                self.executor.sample(step_masks(step, self.intake.compiler, self._samples.fail))
+                handle.sample(step_masks(step, self.intake.compiler, self._samples.fail))
                 return
             except Exception as e:
                 failure = e
@@ -373,6 +373,8 @@ class Engine:
         """Reads the oldest launched step, also one that failed. An interrupt during the wait leaves it launched."""
         step, handle = self._launched[0]
         try:
+            if failure is not None:
+                handle.drop()
             step.late = len(self._launched) > 1 and handle.ready()  # a lost device raises here already
             result = handle.result()
             if failure is not None:

@@ -25,7 +25,7 @@ _SLICE = 32  # rows whose masks are made in one call
 def step_masks(
     step: ScheduledStep, compiler: GrammarCompiler, fail: Callable[[Request, Exception], None]
 ) -> np.ndarray:
-    """Masks as `Executor.sample` takes them. Calls `fail` for a request whose grammar cannot be followed any further.
+    """Masks as `StepHandle.sample` takes them. Calls `fail` for a request whose grammar cannot be followed any further.
     Rows of ended requests may sample any token: it is dropped."""
     decode, sampling = step.plan.decode, [request for request, max_new in step.rows if max_new]
     ends = np.cumsum(decode.num_drafts)

@@ -20,12 +20,11 @@ from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
 @dataclass(slots=True)
 class ScheduledStep:
     """A plan and the requests of its rows. `rows` has the plan's order, decode rows then extend rows: each request and
-    how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on other chunks). `sampled`: it has the masks that it
-    needs, if any. `launched`: when, by the clock of the scheduler's ItlTarget. `late`: it ended before it was read."""
+    how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on other chunks). `launched`: when, by the clock of
+    the scheduler's ItlTarget. `late`: it ended before it was read."""
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
-    sampled: bool = True
     launched: float = 0.0
     late: bool = False
 
@@ -108,7 +107,6 @@ class Scheduler:
         if self._constrained:
             sampling = (request for request, max_new in step.rows if max_new)
             step.plan.constrained = [i for i, request in enumerate(sampling) if request.matcher is not None]
-            step.sampled = not step.plan.constrained
         self._in_flight += 1
         if self._target is not None:
             step.launched = self._target.clock()

@@ -8,20 +8,16 @@ from typing import Protocol, TypeVar
 from hybridrt.engine.request.outputs import Delta
 
 
-class Sample(Protocol):
-    """What feeds a queue.
-
-    Attributes:
-        queue: the one that it feeds; None for none.
-    """
+class DeltaSource(Protocol):
+    """A sample whose deltas a reader takes. `queue`: the reader's, None without one."""
 
     queue: "weakref.ref[DeltaQueue] | None"
 
     def delta(self) -> Delta:
-        """What is new since the last call."""
+        """What it has gained since the last call."""
 
 
-S = TypeVar("S", bound=Sample)
+S = TypeVar("S", bound=DeltaSource)
 
 
 class DeltaQueue:
@@ -37,15 +33,15 @@ class DeltaQueue:
 
     def __init__(self, *, arrays: bool = False) -> None:
         self._arrays = arrays
-        self._moved: dict[Sample, None] = {}  # in the order of their first gain
+        self._moved: dict[DeltaSource, None] = {}  # in the order of their first gain
 
     def __bool__(self) -> bool:
         """`take` would return deltas."""
         return bool(self._moved)
 
-    def put(self, sample: Sample) -> None:
-        """The sample has something new."""
-        self._moved[sample] = None
+    def put(self, request: DeltaSource) -> None:
+        """The request has something new."""
+        self._moved[request] = None
 
     def take(self) -> list[Delta]:
         """One delta for each sample that has gained something since the last `take`, or has ended."""

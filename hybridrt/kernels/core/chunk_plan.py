@@ -1,14 +1,24 @@
 """How a ragged prefill is cut into chunks that no request shares and that do not move with the prefix."""
 
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK_COLUMNS = ("cu_chunk_seqlens", "seq_idx", "first_chunk", "last_chunk")
+from hybridrt.kernels.core.packed import A, arrays_of, int32_array, map_arrays, pack_arrays, packed_size, unpack
+
+
+class ChunkArrays(NamedTuple, Generic[A]):
+    """The tensors of a ChunkPlan."""
+
+    cu_chunk_seqlens: A
+    seq_idx: A
+    first_chunk: A
+    last_chunk: A
 
 
 @dataclass(frozen=True)
@@ -45,29 +55,26 @@ def plan_chunks(
     computed: Sequence[int], new: Sequence[int], chunk_size: int, device: torch.device | str = "cpu"
 ) -> ChunkPlan:
     """Plans the chunks of requests with `computed` tokens in their state and `new` ones to add (host integers)."""
-    columns = chunk_columns(computed, new, chunk_size)
-    return chunk_plan(dict(zip(columns, _to_device(list(columns.values()), device))), columns, new, chunk_size)
+    on_host: ChunkArrays[np.ndarray] = map_arrays(int32_array, chunk_lists(computed, new, chunk_size))
+    arrays = arrays_of(on_host)
+    packed = np.empty(packed_size(arrays), np.int32)
+    pack_arrays(arrays, packed)
+    on_device = unpack(on_host, torch.from_numpy(packed).to(device, non_blocking=True))
+    return chunk_plan(on_device, on_host, new, chunk_size)
 
 
 def chunk_plan(
-    on_device: Mapping[str, Tensor], columns: Mapping[str, np.ndarray], new: Sequence[int], chunk_size: int
+    on_device: ChunkArrays[Tensor], on_host: ChunkArrays[np.ndarray], new: Sequence[int], chunk_size: int
 ) -> ChunkPlan:
-    """The plan whose `columns` (`chunk_columns`) were copied to a device."""
-    longest = int((columns["last_chunk"] - columns["first_chunk"]).max(initial=-1)) + 1
-    return ChunkPlan(
-        **on_device, max_chunks_per_seq=longest, chunk_size=chunk_size, num_tokens=sum(new), lengths=tuple(new)
-    )
-
-
-def chunk_columns(computed: Sequence[int], new: Sequence[int], chunk_size: int) -> dict[str, np.ndarray]:
-    """The tensors of a ChunkPlan by name, as host arrays of int32."""
-    return {name: np.array(values, np.int32) for name, values in chunk_lists(computed, new, chunk_size).items()}
+    """The plan of `chunk_lists` that were copied to a device."""
+    longest = int((on_host.last_chunk - on_host.first_chunk).max(initial=-1)) + 1
+    return ChunkPlan(*on_device, longest, chunk_size, sum(new), tuple(new))
 
 
 def chunk_lists(
     computed: Sequence[int], new: Sequence[int], chunk_size: int, cuts: Sequence[int] | None = None
-) -> dict[str, list[int]]:
-    """The tensors of a ChunkPlan by name, as lists.
+) -> ChunkArrays[list[int]]:
+    """The tensors of a ChunkPlan, as lists.
 
     Args:
         cuts: for each request a number of its new tokens behind which a chunk ends, too; 0: none.
@@ -84,7 +91,7 @@ def chunk_lists(
         requests += [request] * len(stops)
         last_chunks.append(len(requests) - 1 if stops else -1)
         start = end
-    return dict(zip(CHUNK_COLUMNS, (ends, requests, first_chunks, last_chunks)))
+    return ChunkArrays(ends, requests, first_chunks, last_chunks)
 
 
 def most_chunks(rows: int, tokens: int, chunk_size: int) -> int:
@@ -106,14 +113,3 @@ def chunk_tokens(plan: ChunkPlan, chunk: Tensor) -> tuple[Tensor, Tensor]:
     token = plan.cu_chunk_seqlens[chunk][:, None] + torch.arange(plan.chunk_size, device=chunk.device)
     end = plan.cu_chunk_seqlens[chunk + 1][:, None]
     return token.clamp(max=end - 1), token < end
-
-
-def _to_device(columns: Sequence[np.ndarray], device: torch.device | str) -> Iterator[Tensor]:
-    """int32 tensors of all columns, in one copy. Each starts on 16 bytes: Triton compiles a kernel anew for every
-    combination of aligned and unaligned arguments."""
-    sizes = [len(column) + -len(column) % 4 for column in columns]
-    packed = np.zeros(sum(sizes), np.int32)
-    for part, column in zip(np.split(packed, np.cumsum(sizes)), columns):
-        part[: len(column)] = column
-    parts = torch.from_numpy(packed).to(device, non_blocking=True).split(sizes)
-    return (part[: len(column)] for part, column in zip(parts, columns))

@@ -1,6 +1,6 @@
 """What a way of drafting declares to the runtime: memory, layers of the target, and its part on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -18,7 +18,7 @@ from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.sampling.sampler import Accepted, Sampler
-from hybridrt.runtime.step.pack import Sections
+from hybridrt.runtime.step.pack import PromptArrays
 from hybridrt.runtime.step.plan import StepHandle
 
 
@@ -59,7 +59,7 @@ class DeviceDrafter(Protocol):
         batch: ForwardBatch,
         hidden: torch.Tensor,
         accepted: Accepted | None,
-        sections: Sections | None,
+        prompts: PromptArrays[torch.Tensor] | None,
     ) -> None:
         """After a step that the model has run and whose tokens are drawn (`DraftTarget.last_tokens`). Nothing may wait
         for the host.
@@ -67,7 +67,7 @@ class DeviceDrafter(Protocol):
         Args:
             batch, hidden: the step and the model's hidden states [T, hidden].
             accepted: of a verify step.
-            sections: of a step with extend rows, packed with `following`.
+            prompts: of a step with extend rows, packed with `following`.
         """
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
@@ -76,6 +76,10 @@ class DeviceDrafter(Protocol):
         Returns:
             Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens there.
         """
+
+
+# As DeviceDrafter.draft, on every rank; returns what the first one's call returns.
+Everywhere = Callable[[Sequence[DraftRow], int, int], StepHandle]
 
 
 class DraftNeeds(DraftMethodBase):

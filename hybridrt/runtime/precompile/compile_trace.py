@@ -257,10 +257,10 @@ class _Plans:
         drafts = [0] * (runner.config.num_verify_tokens - 1)
         lines = [DecodeRow(row, _SAVE, 1, drafts) for row in range(1, rows + 1)]
         plan = StepPlan(decode=DecodeRows.of(lines), constrained=[0] if constrained else [])
-        runner.launch(plan)
+        step = runner.launch(plan)
         if constrained:
             words = -(-runner.model_config.vocab_size // 32)
-            runner.sample(np.zeros((1 + len(drafts), words), np.int32))
+            step.sample(np.zeros((1 + len(drafts), words), np.int32))
 
     def _admission(self, row: int, tokens: int, params: SamplingParams) -> Admission:
         rules = make_rules(params, (), (), self.runner.model_config.vocab_size)

@@ -20,11 +20,12 @@ from hybridrt.base.device import GraphCapture, free_device_bytes
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.launch import reserve_counters
+from hybridrt.kernels.core.packed import arrays_of, map_arrays, pack_arrays, packed_size, section_starts, unpack
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.step.batch import fill_decode, make_batch, spec_info_of
-from hybridrt.runtime.step.pack import StagingRing, cut, pack_rows, packed_size
+from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_rows
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, PageWrite, int32s
 
 POISON = -(2**30)  # as an index it is out of every range
@@ -52,9 +53,9 @@ class StaticBuffers:
         keep_hidden: also the final hidden states, `hidden` [max_bs * T, hidden] (else empty).
 
     Attributes:
-        padding: the columns of one padding row.
-        packed: one copy fills it; `sections` are its views (hybridrt.runtime.step.pack.pack_rows).
-        inputs: of all tokens, which the graph derives from `sections`.
+        padding: [packed_size] int32, max_bs padding rows; starts: where the section of each array begins there.
+        packed: one copy fills it; `arrays` are its views (hybridrt.runtime.step.pack.pack_rows).
+        inputs: of all tokens, which the graph derives from `arrays`.
         spec_info: what a verify step says of its drafts, over these buffers; None if T is 1.
     """
 
@@ -63,12 +64,15 @@ class StaticBuffers:
     ) -> None:
         device, dtype = model.device, model.dtype
         scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
-        self.padding = pack_rows(DecodeRows.of([scratch]), (), tokens, tree, int32s([-1]))
-        shapes = {name: (max_bs, *column.shape[1:]) for name, column in self.padding.items()}
-        self.packed = torch.zeros(packed_size(shapes), dtype=torch.int32, device=device)
-        self.sections = cut(self.packed, shapes)
+        row = pack_rows(DecodeRows.of([scratch]), tokens, tree, int32s([-1]))
+        step = map_arrays(lambda array: array.repeat(max_bs, 0), row)
+        arrays = arrays_of(step)
+        self.padding, self.starts = np.empty(packed_size(arrays), np.int32), section_starts(arrays)
+        pack_arrays(arrays, self.padding)
+        self.packed = torch.zeros(len(self.padding), dtype=torch.int32, device=device)
+        self.arrays: StepArrays[torch.Tensor] = unpack(step, self.packed)
         self.inputs = TokenInputs.allocate(max_bs * tokens, device)
-        self.spec_info = spec_info_of(self.sections, tokens, tree)
+        self.spec_info = spec_info_of(self.arrays.drafts, tokens)
         self.logits = torch.zeros(max_bs * tokens, model.config.vocab_size, dtype=dtype, device=device)
         kept = max_bs * tokens if keep_hidden else 0
         self.hidden = torch.zeros(kept, model.config.hidden_size, dtype=dtype, device=device)
@@ -245,8 +249,8 @@ class GraphRunner:
         return rows.logits
 
     def _upload(self, decode: DecodeRows, new_pages: np.ndarray) -> None:
-        columns = pack_rows(decode, (), self.tokens, self.tree, new_pages)
-        self._staging.copy_rows(self.buffers.packed, columns, self.buffers.padding, self.max_bs)
+        arrays = arrays_of(pack_rows(decode, self.tokens, self.tree, new_pages))
+        self._staging.copy_rows(self.buffers.packed, arrays, self.buffers.padding, self.buffers.starts)
 
     def _prepare(self, bs: int, num_real: int, lens: list[int] | None) -> None:
         batch = self.prepared = self.rows(bs).batch
@@ -258,11 +262,11 @@ class GraphRunner:
         if n in self._rows:
             return self._rows[n]
         buffers, total = self.buffers, n * self.tokens
-        lines, lens = buffers.sections["rows"][:n], buffers.sections["seq_lens"][:n]
+        lines, lens = buffers.arrays.rows[:n], buffers.arrays.seq_lens[:n]
         batch = make_batch(
             self.backend, lines, lens, self._starts[: n + 1], buffers.inputs.first(total), n, buffers.spec_info
         )
-        indices = buffers.sections["output_indices"][:n]
+        indices = buffers.arrays.output_indices[:n]
         self._rows[n] = GraphRows(batch, indices, buffers.logits[:total], buffers.hidden[:total])
         return self._rows[n]
 
@@ -274,7 +278,7 @@ class GraphRunner:
 
         def step() -> None:
             inputs = buffers.inputs.first(total)
-            fill_decode(inputs, buffers.sections, bs, buffers.spec_info, last_tokens, pool)
+            fill_decode(inputs, buffers.arrays, bs, buffers.spec_info, last_tokens, pool)
             hidden = model(batch)
             if buffers.hidden.numel():
                 buffers.hidden[:total].copy_(hidden)

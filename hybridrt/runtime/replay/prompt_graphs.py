@@ -1,6 +1,6 @@
 """Prefill and mixed steps of few tokens as graphs, because launching their kernels takes longer than running them.
 
-A graph has a fixed number of decode rows, prompts and tokens, its bucket; `prompt_columns` pads a step to it. What
+A graph has a fixed number of decode rows, prompts and tokens, its bucket; `PaddedStep` pads a step to it. What
 differs from step to step stands in tensors on the device: which rows, how many tokens of each, where they begin, their
 chunks, the states that they start from and leave. Kernels get it from there. On the host they see bounds alone, because
 a graph is captured with one padding row that has all of the bucket's tokens: grids are large enough for whatever step
@@ -21,36 +21,36 @@ from tqdm.auto import tqdm
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.base.device import free_device_bytes
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.packed import unpack
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.replay.graph_runner import POISON, Recorder, make_recorder
 from hybridrt.runtime.sampling.sampler import SampledLines
 from hybridrt.runtime.step.batch import fill_decode, make_batch
-from hybridrt.runtime.step.pack import Sections, StagingRing, chunk_plans, cut
+from hybridrt.runtime.step.pack import StagingRing, StepArrays, TableChanges
 from hybridrt.runtime.step.pack_padded import (
     DECODE_ROWS,
     PROMPT_ROWS,
     PROMPT_TOKENS,
     Bucket,
-    PaddedColumns,
+    PaddedStep,
     StateSaves,
     make_buckets,
 )
 from hybridrt.runtime.step.plan import StepPlan
-from hybridrt.runtime.step.saved_states import saved_states
-from hybridrt.runtime.step.step_passes import extend_passes
+from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 
 
 @dataclass
 class PromptGraph:
-    """One bucket: what a replay fills on the host (`host`) and on the device (`packed`, by name in `sections`), the
+    """One bucket: what a replay fills on the host (`host`) and on the device (`packed`, whose views are `arrays`), the
     tokens that the graph derives from it, its batch over these tensors, its part of the logits, and the replay."""
 
     bucket: Bucket
-    host: PaddedColumns
+    host: PaddedStep
     packed: torch.Tensor
-    sections: Sections
+    arrays: StepArrays[torch.Tensor]
     inputs: TokenInputs
     batch: ForwardBatch
     logits: torch.Tensor
@@ -65,7 +65,7 @@ class PromptGraphs:
         max_bs: most decode rows of a bucket; capped by the request rows.
         max_tokens: most prompt tokens of a step: larger buckets are left out.
         saves: steps may save states within their prompts.
-        enter_tables: changes the tables as the sections of `pack_bookkeeping` say; recorded at the head of each graph.
+        enter_tables: changes the tables; recorded at the head of each graph.
         recorder: how a step is recorded; by the device's kind if None.
         sizes: of the buckets: decode rows and prompt tokens.
     """
@@ -80,7 +80,7 @@ class PromptGraphs:
         max_bs: int,
         max_tokens: int,
         saves: bool,
-        enter_tables: Callable[[Sections], None],
+        enter_tables: Callable[[TableChanges[torch.Tensor]], None],
         recorder: Recorder | None = None,
         sizes: tuple[Sequence[int], Sequence[int]] = (DECODE_ROWS, PROMPT_TOKENS),
     ) -> None:
@@ -140,22 +140,20 @@ class PromptGraphs:
         self.backend.prepare(graph.batch, graph=self._view)
         graph.replay()
         m = len(plan.decode) + sum(row.sample for row in plan.extend)
-        sections, columns = graph.sections, graph.host.columns
-        on_host = columns["sample_rows"][:m], columns["output_indices"][:m]
-        return SampledLines(sections["sample_rows"][:m], sections["output_indices"][:m], on_host, graph.logits[:m])
+        on_device, on_host = graph.arrays, graph.host.arrays
+        indices, known = on_device.output_indices[:m], (on_host.sample_rows[:m], on_host.output_indices[:m])
+        return SampledLines(on_device.sample_rows[:m], indices, known, graph.logits[:m])
 
     def _allocate(self, bucket: Bucket) -> PromptGraph:
         """The buffers of a bucket."""
         (rows, tokens), device = bucket, self.model.device
-        host = PaddedColumns(bucket, self.backend.chunk_sizes, self.saves, self.backend.seq_len_fill)
+        host = PaddedStep(bucket, self.backend.chunk_sizes, self.saves, self.backend.seq_len_fill)
         packed = torch.zeros(len(host.flat), dtype=torch.int32, device=device)
-        sections, inputs = cut(packed, host.shapes), TokenInputs.allocate(rows + tokens, device)
-        batch = make_batch(
-            self.backend, sections["rows"], sections["seq_lens"], sections["query_start_loc"], inputs, rows, None, 0,
-            read_state_slots=sections.get("read_state_slots"),
-            saved_states=saved_states(sections, self.backend.chunk_sizes),
-        )  # fmt: skip
-        return PromptGraph(bucket, host, packed, sections, inputs, batch, self._logits[: rows + bucket.prompts])
+        arrays: StepArrays[torch.Tensor] = unpack(host.arrays, packed)
+        assert arrays.prompts is not None
+        inputs, starts = TokenInputs.allocate(rows + tokens, device), arrays.prompts.query_start_loc
+        batch = make_batch(self.backend, arrays.rows, arrays.seq_lens, starts, inputs, rows, None, 0)
+        return PromptGraph(bucket, host, packed, arrays, inputs, batch, self._logits[: rows + bucket.prompts])
 
     def _fill(self, graph: PromptGraph, plan: StepPlan) -> None:
         """Copies a step to the device."""
@@ -165,13 +163,11 @@ class PromptGraphs:
 
     def _set_bounds(self, graph: PromptGraph) -> None:
         """What the host knows of a step. A capture has one row with all tokens: these are bounds for all replays."""
-        batch, columns, sizes = graph.batch, graph.host.columns, self.backend.chunk_sizes
-        batch.query_lens_cpu = np.diff(columns["query_start_loc"]).tolist()
-        batch.seq_lens_cpu = columns["seq_lens"].tolist() if self.exact else None
-        if self.saves is StateSaves.SECOND_PASS:
-            batch.extend_passes = extend_passes(columns, graph.sections, sizes)
-        else:
-            batch.chunk_plans = chunk_plans(columns, graph.sections, batch.extend_seq_lens_cpu, sizes)
+        batch, arrays, prompts = graph.batch, graph.host.arrays, graph.host.arrays.prompts
+        assert prompts is not None and graph.arrays.prompts is not None
+        batch.query_lens_cpu = np.diff(prompts.query_start_loc).tolist()
+        batch.seq_lens_cpu = arrays.seq_lens.tolist() if self.exact else None
+        set_recurrent(batch, prompts.recurrent, graph.arrays.prompts.recurrent, self.backend.chunk_sizes)
 
     @staticmethod
     def _poison(graph: PromptGraph) -> None:
@@ -183,22 +179,23 @@ class PromptGraphs:
     def _bind(self, graph: PromptGraph) -> Callable[[], None]:
         """The step that is recorded, over the buffers of a bucket. It refers neither to this object nor to the graph,
         which keep it: a cycle would keep the pools until the garbage collector runs."""
-        sections, batch, decoded = graph.sections, graph.batch, graph.bucket.decode_rows
+        arrays, batch, decoded = graph.arrays, graph.batch, graph.bucket.decode_rows
+        extend, changes = arrays.prompts, arrays.tables
+        assert extend is not None and changes is not None
         prompts = TokenInputs(*(part[decoded:] for part in graph.inputs))
         decoding, logits, enter_tables = graph.inputs.first(decoded), graph.logits, self.enter_tables
         model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
 
         def step() -> None:
-            enter_tables(sections)
+            enter_tables(changes)
             if decoded:
-                fill_decode(decoding, sections, decoded, None, last_tokens, pool)
-            rows, positions = sections["extend_rows"], sections["extend_positions"]
-            found = sections["input_ids"], positions, pool.token_slots(rows, positions)
+                fill_decode(decoding, arrays, decoded, None, last_tokens, pool)
+            found = extend.input_ids, extend.positions, pool.token_slots(extend.rows, extend.positions)
             for into, values in zip(prompts, found, strict=True):
                 into.copy_(values)
             backend.prepare_in_graph(batch)
             hidden = model(batch)
-            model.logits_into(logits, hidden.index_select(0, sections["sample_at"]))
+            model.logits_into(logits, hidden.index_select(0, extend.sample_at))
             if decoded:
                 backend.commit(batch)
 

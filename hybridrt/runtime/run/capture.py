@@ -1,67 +1,95 @@
 """Which steps of a runner become graphs, and their capture."""
 
 import logging
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from hybridrt.attention.base import AttentionBackend
 from hybridrt.runtime.load.build import keeps_prefixes, step_widths
+from hybridrt.runtime.load.draft_needs import DeviceDrafter, DraftTarget
 from hybridrt.runtime.replay.graph_runner import GraphRunner, Recorder, make_recorder
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
 from hybridrt.runtime.step.batch import enter_tables
-
-if TYPE_CHECKING:
-    from hybridrt.runtime.run.step_runner import StepRunner
+from hybridrt.runtime.step.sampling_table import SamplingTable
 
 logger = logging.getLogger(__name__)
 
 
-def capture_graphs(runner: "StepRunner", progress: bool = False) -> None:
-    """Records steps with prompts, then decode and verify steps of every width that occurs, then those of the drafter.
-    One pool of memory serves the model's graphs: no two of them run at a time, and each leaves its results in buffers
-    outside of the pool."""
-    asked, rows = runner.config.cuda_graph_max_bs, runner.memory_plan.num_rows
+class GraphParts(DraftTarget, Protocol):
+    """What graphs are recorded over: attributes of `StepRunner`."""
+
+    backend: AttentionBackend
+    sampling_table: SamplingTable
+    drafter: DeviceDrafter | None
+    trees: bool
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """What was recorded: decode and verify steps by tokens of a row, and steps with prompts, None without."""
+
+    decode: dict[int, GraphRunner]
+    prompts: PromptGraphs | None
+
+    @property
+    def captured_bytes(self) -> int:
+        """Bytes on the device."""
+        decode = sum(graphs.captured_bytes for graphs in self.decode.values())
+        return decode + (self.prompts.captured_bytes if self.prompts else 0)
+
+
+def capture_graphs(parts: GraphParts, progress: bool = False) -> Graphs:
+    """Records steps with prompts, then decode and verify steps of every width that occurs, then has the drafter record
+    its own. One pool of memory serves the model's graphs: no two of them run at a time, and each leaves its results in
+    buffers outside of the pool."""
+    asked, rows = parts.config.cuda_graph_max_bs, parts.memory_plan.num_rows
     if asked is not None and asked > rows:
         logger.warning("graphs end at batch %d, not at cuda_graph_max_bs=%d: no more requests have state", rows, asked)
-    recorder = make_recorder(runner.device)
-    runner.prompt_graphs = _capture_prompts(runner, progress, recorder)
-    for tokens in step_widths(runner.config):
-        graphs = GraphRunner(
-            model=runner.model,
-            backend=runner.backend,
-            req_to_token_pool=runner.pools.req_to_token,
-            last_tokens=runner.last_tokens,
-            max_bs=asked or rows,
-            tokens=tokens,
-            tree=runner.trees and tokens > 1,
-            keep_hidden=runner.drafter is not None,
-            recorder=recorder,
-        )
-        graphs.capture(progress)
-        runner.graphs[tokens] = graphs
-    if runner.drafter is not None:
-        runner.drafter.capture(asked or rows, progress)
-    taken = sum(graphs.captured_bytes for graphs in runner.graphs.values())
-    taken += runner.prompt_graphs.captured_bytes if runner.prompt_graphs else 0
+    recorder = make_recorder(parts.device)
+    prompts = _capture_prompts(parts, progress, recorder)
+    made = Graphs({n: _capture_decode(parts, n, progress, recorder) for n in step_widths(parts.config)}, prompts)
+    if parts.drafter is not None:
+        parts.drafter.capture(asked or rows, progress)
+    taken = made.captured_bytes
+    taken += sum(graphs.captured_bytes for tokens, graphs in parts.graphs.items() if tokens not in made.decode)
     logger.info("graphs of up to %d rows take %.2f GiB", min(asked or rows, rows), taken / 2**30)
+    return made
 
 
-def _capture_prompts(runner: "StepRunner", progress: bool, recorder: Recorder) -> PromptGraphs | None:
+def _capture_decode(parts: GraphParts, tokens: int, progress: bool, recorder: Recorder) -> GraphRunner:
+    graphs = GraphRunner(
+        model=parts.model,
+        backend=parts.backend,
+        req_to_token_pool=parts.pools.req_to_token,
+        last_tokens=parts.last_tokens,
+        max_bs=parts.config.cuda_graph_max_bs or parts.memory_plan.num_rows,
+        tokens=tokens,
+        tree=parts.trees and tokens > 1,
+        keep_hidden=parts.drafter is not None,
+        recorder=recorder,
+    )
+    graphs.capture(progress)
+    return graphs
+
+
+def _capture_prompts(parts: GraphParts, progress: bool, recorder: Recorder) -> PromptGraphs | None:
     """None if the configuration does not want them, or the backend cannot."""
-    config = runner.config
+    config = parts.config
     if not config.cuda_graph_prompts:
         return None
-    if not runner.backend.captures_prompts:
+    if not parts.backend.captures_prompts:
         logger.info("steps with prompts run without graphs: their backends need lengths on the host")
         return None
     graphs = PromptGraphs(
-        model=runner.model,
-        backend=runner.backend,
-        req_to_token_pool=runner.pools.req_to_token,
-        last_tokens=runner.last_tokens,
-        max_bs=config.cuda_graph_max_bs or runner.memory_plan.num_rows,
+        model=parts.model,
+        backend=parts.backend,
+        req_to_token_pool=parts.pools.req_to_token,
+        last_tokens=parts.last_tokens,
+        max_bs=config.cuda_graph_max_bs or parts.memory_plan.num_rows,
         max_tokens=config.chunked_prefill_size,
-        saves=keeps_prefixes(config, runner.model_config) and bool(runner.backend.chunk_sizes),
-        enter_tables=partial(enter_tables, runner.pools, runner.sampling_table),
+        saves=keeps_prefixes(config, parts.model_config) and bool(parts.backend.chunk_sizes),
+        enter_tables=partial(enter_tables, parts.pools, parts.sampling_table),
         recorder=recorder,
     )
     graphs.capture(progress)

@@ -1,88 +1,89 @@
 """Copies KV and states of a cached prefix between the pools of all ranks and named tensors in main memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.mamba_pool import Shapes
-
-if TYPE_CHECKING:
-    from hybridrt.mem_cache.pools.pools import Pools
-    from hybridrt.runtime.run.step_runner import StepRunner
+from hybridrt.mem_cache.pools.pools import Pools
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def prefix_shapes(pools: "Pools", tp_size: int, length: int, num_states: int) -> Shapes:
-    """Shape and dtype of every tensor that `PrefixCopy` reads or writes, by name, in order. The first dimension is the
+def prefix_shapes(pools: Pools, tp_size: int, length: int, num_states: int) -> Shapes:
+    """Shape and dtype of every tensor that is read or written, by name, in order. The first dimension is the
     rank; of keys and values the second one is the token."""
     kv = {name: ((tp_size, length, *t.shape[2:]), t.dtype) for name, t in _kv_tensors(pools)}
     parts = {name: ((tp_size, *shape[1:]), dtype) for name, shape, dtype in _state_parts(pools, num_states)}
     return kv | parts
 
 
-class PrefixCopy(msgspec.Struct, frozen=True):
-    """A task for every rank: copies a prefix out of the pools, or into them. It queues behind the launched steps.
+class PrefixPlaces(msgspec.Struct, frozen=True, array_like=True):
+    """Where the pools hold a prefix.
 
     Attributes:
         length: tokens whose keys and values are copied.
         pages: the KV pages that hold them, in order; none for a model without attention layers.
         states: (number of tokens, slot) of each recurrent state.
-        write: into the pools.
     """
 
     length: int
     pages: Sequence[int]
     states: Sequence[tuple[int, int]]
-    write: bool
-
-    def __call__(self, runner: "StepRunner") -> None:
-        self.run(runner, None)
-
-    @torch.inference_mode()
-    def run(self, runner: "StepRunner", data: Tensors | None) -> dict[str, torch.Tensor]:
-        """This rank's part. On rank 0 `data` has what is written, and the result is what was read: `prefix_shapes`, in
-        main memory. On other ranks `data` is None."""
-        pools, tp = runner.pools, runner.target.tp
-        pages = torch.tensor(self.pages, dtype=torch.int64, device=runner.device)
-        places = (pages[:, None] * pools.kv.page_size + torch.arange(pools.kv.page_size, device=runner.device)).view(-1)
-        places = places[: self.length]
-        if self.write:
-            self._write(pools, tp, places, data)
-            return {}
-        found = {name: _gather(tp, t.flatten(0, 1).index_select(0, places)) for name, t in _kv_tensors(pools)}
-        names = iter(_state_parts(pools, len(self.states)))
-        for length, slot in self.states:
-            assert pools.req_to_token.mamba_pool is not None
-            for part in pools.req_to_token.mamba_pool.read_slot(slot, length):
-                found[next(names)[0]] = _gather(tp, part[0])
-        return found
-
-    def _write(self, pools: "Pools", tp: TPGroup, places: torch.Tensor, data: Tensors | None) -> None:
-        for name, tensor in _kv_tensors(pools):
-            shape = len(places), *tensor.shape[2:]
-            part = _scatter(tp, None if data is None else data[name], shape, tensor.dtype, tensor.device)
-            tensor.flatten(0, 1).index_copy_(0, places, part)
-        parts = (
-            _scatter(tp, None if data is None else data[name], shape, dtype, places.device)
-            for name, shape, dtype in _state_parts(pools, len(self.states))
-        )
-        for length, slot in self.states:
-            assert pools.req_to_token.mamba_pool is not None
-            pools.req_to_token.mamba_pool.write_slot(slot, length, parts)
 
 
-def _kv_tensors(pools: "Pools") -> Iterator[tuple[str, torch.Tensor]]:
+@torch.inference_mode()
+def read_prefix(pools: Pools, tp: TPGroup, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:
+    """This rank's part of copying a prefix out of the pools, after the launched steps. The result is `prefix_shapes`,
+    in main memory; only rank 0 reads it."""
+    places = _token_places(pools, prefix)
+    found = {name: _gather(tp, t.flatten(0, 1).index_select(0, places)) for name, t in _kv_tensors(pools)}
+    names = iter(_state_parts(pools, len(prefix.states)))
+    for length, slot in prefix.states:
+        assert pools.req_to_token.mamba_pool is not None
+        for part in pools.req_to_token.mamba_pool.read_slot(slot, length):
+            found[next(names)[0]] = _gather(tp, part[0])
+    return found
+
+
+@torch.inference_mode()
+def write_prefix(pools: Pools, tp: TPGroup, prefix: PrefixPlaces, data: Tensors | None) -> None:
+    """This rank's part of copying a prefix into the pools, after the launched steps.
+
+    Args:
+        data: on rank 0 `prefix_shapes`; None on other ranks.
+    """
+    places = _token_places(pools, prefix)
+    for name, tensor in _kv_tensors(pools):
+        shape = len(places), *tensor.shape[2:]
+        part = _scatter(tp, None if data is None else data[name], shape, tensor.dtype, tensor.device)
+        tensor.flatten(0, 1).index_copy_(0, places, part)
+    parts = (
+        _scatter(tp, None if data is None else data[name], shape, dtype, places.device)
+        for name, shape, dtype in _state_parts(pools, len(prefix.states))
+    )
+    for length, slot in prefix.states:
+        assert pools.req_to_token.mamba_pool is not None
+        pools.req_to_token.mamba_pool.write_slot(slot, length, parts)
+
+
+def _token_places(pools: Pools, prefix: PrefixPlaces) -> torch.Tensor:
+    """[length] int64: the prefix's tokens in the pools' pages."""
+    size, device = pools.kv.page_size, pools.req_to_token.req_to_token.device
+    pages = torch.tensor(prefix.pages, dtype=torch.int64, device=device)
+    return (pages[:, None] * size + torch.arange(size, device=device)).view(-1)[: prefix.length]
+
+
+def _kv_tensors(pools: Pools) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor [pages, page_size, ...] of all that attention keeps, in the layers of prediction heads too."""
     for layer_id in pools.kv.specs:
         for what, tensor in zip(("keys", "values"), pools.kv.held(layer_id)):
             yield f"layers.{layer_id}.{what}", tensor
 
 
-def _state_parts(pools: "Pools", num_states: int) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+def _state_parts(pools: Pools, num_states: int) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
     """Name, shape and dtype of every part of the states, in the state pool's order."""
     if pools.req_to_token.mamba_pool is None:
         return

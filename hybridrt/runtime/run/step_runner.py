@@ -1,48 +1,45 @@
 """Runs steps: turns a StepPlan into tokens, over a model, its pools and its backend."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
 
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.packed import int32_array
 from hybridrt.kernels.core.records import TokenInputs
-from hybridrt.kernels.state.row_tables import enter_tokens
 from hybridrt.mem_cache.pools.bounds import DEBUG
 from hybridrt.mem_cache.pools.state_moves import When
 from hybridrt.runtime.load.build import Runtime
-from hybridrt.runtime.load.draft_needs import DeviceDrafter, draft_needs
+from hybridrt.runtime.load.draft_needs import DeviceDrafter, DraftRow, draft_needs
 from hybridrt.runtime.load.start_kernels import StartAhead
 from hybridrt.runtime.replay.cpu_decode import CPUDecode
 from hybridrt.runtime.replay.graph_runner import GraphRunner, split_page_writes
 from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
 from hybridrt.runtime.replay.recordings import Recordings
 from hybridrt.runtime.run.capture import capture_graphs
-from hybridrt.runtime.run.constrained_step import ConstrainedStep, LaunchSampling
 from hybridrt.runtime.run.host_copies import HostCopies
-from hybridrt.runtime.run.prefix_copy import PrefixCopy, Tensors
+from hybridrt.runtime.run.launched_step import ForwardPart, LaunchedStep, MaskedLines
+from hybridrt.runtime.run.prefix_copy import PrefixPlaces, Tensors, read_prefix, write_prefix
 from hybridrt.runtime.run.state_arena import StateArena
-from hybridrt.runtime.sampling.sampler import Accepted, RowRequirements, SampledLines, Sampler, Verification
+from hybridrt.runtime.sampling.sampler import RowRequirements, SampledLines, Sampler
 from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch, spec_info_of
-from hybridrt.runtime.step.launched_step import JoinedSteps, LaunchedStep
-from hybridrt.runtime.step.pack import Columns, Sections, StagingRing, chunk_plans, pack_batch, pack_bookkeeping
+from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_step, pack_tables
 from hybridrt.runtime.step.pack_padded import Bucket
-from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageCopy, PageWrite, StepHandle, StepPlan, int32s
-from hybridrt.runtime.step.prompt_logprobs import PromptRequirements, ScoredStep
+from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageCopy, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step.prompt_logprobs import PromptRequirements
+from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 from hybridrt.runtime.step.sampling_table import SamplingTable
-from hybridrt.runtime.step.saved_states import pack_saves, saved_states
-from hybridrt.runtime.step.step_passes import extend_passes
-
-Bitmask = torch.Tensor | None  # of a step's lines of logits; None: all tokens are allowed
 
 
 class StepRunner:
     """Launches steps over a Runtime, whose parts are attributes here too. Captures nothing unless told (`capture`).
 
     Attributes:
+        required: which parts of sampling the requests of all rows use.
+        staging: copies integers of the host to the device.
         last_tokens: [R + 1] int32, the next input of every row: sampled here, read by the next step, never waited for
             by the host.
         graphs: of decode and verify steps, by tokens of a row.
@@ -66,13 +63,13 @@ class StepRunner:
         self.sampling_table = SamplingTable(self.memory_plan.num_rows, self.model_config.vocab_size, self.device)
         self.sampler = Sampler(self.sampling_table)
         self.last_tokens = torch.zeros(self.memory_plan.num_rows + 1, dtype=torch.int32, device=self.device)
-        self._staging = StagingRing(self.device)
-        self._required = RowRequirements(self.memory_plan.num_rows)
+        self.staging = StagingRing(self.device)
+        self.required = RowRequirements(self.memory_plan.num_rows)
         self._prompt_scores = PromptRequirements()
+        self._last_masked: LaunchedStep | None = None  # the step launched last, if it needed masks then
         self.arena: StateArena | None = None
         self.host: HostCopies | None = None
         self.drafter: DeviceDrafter | None = draft_needs(self.config).device_drafter(self)
-        self._unsampled: ConstrainedStep | None = None
         self._chunk_sizes = self.backend.chunk_sizes
         # With HYBRIDRT_DEBUG=1 the backends look at all numbers of a step: then it is eager.
         kept = self.device.type == "cpu" and not DEBUG and self.drafter is None
@@ -82,7 +79,9 @@ class StepRunner:
 
     def capture(self, progress: bool = False) -> None:
         """Records steps as graphs (hybridrt.runtime.run.capture)."""
-        capture_graphs(self, progress)
+        captured = capture_graphs(self, progress)
+        self.graphs |= captured.decode
+        self.prompt_graphs = captured.prompts
 
     def drop_graphs(self) -> None:
         """Destroys all graphs."""
@@ -90,78 +89,129 @@ class StepRunner:
         self.prompt_graphs = None
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> StepHandle:
-        """Queues one step on the device and returns at once; see hybridrt.runtime.step.plan.Executor."""
-        decode = plan.decode
-        self._check(plan)
-        self._required.admit(plan.admissions)
-        self._prompt_scores.admit(plan.admissions)
-        # `step_widths` has all widths; where no row has drafts, a plain step serves.
-        tokens = self.config.num_verify_tokens if len(decode.drafts) else 1
-        if self._unsampled is not None:
-            self._drop_step()
-        try:
-            self._move_at(plan, When.FIRST)
-            if plan.kept_pages:
-                self._keep_pages(plan.kept_pages)
-            if self.host is not None:
-                self.host.launch(plan.host_copies)
-                self.host.wait(plan.after_copies)
-            self._move_at(plan, When.BEFORE_ROWS)
-            sampling = self._choose_launch(plan, tokens)()
-            if not plan.constrained:
-                return sampling(None)
-            self._unsampled = ConstrainedStep(plan, tokens, sampling)
-            return self._unsampled
-        except BaseException:
-            self._drop_step()
-            raise
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """As hybridrt.runtime.step.plan.Executor.launch. Without `constrained` rows it samples, too.
 
-    def copy_prefix(self, task: PrefixCopy, data: Tensors | None = None) -> dict[str, torch.Tensor]:
-        """`PrefixCopy.run` on all ranks; `data` is what is written."""
-        return task.run(self, data)
+        Raises:
+            ConfigError: the plan is not for this runner. Nothing has changed.
+        """
+        if self._last_masked is not None:
+            self.check_sampled()
+        self._check(plan)
+        if plan.admissions:
+            self.required.admit(plan.admissions)
+            self._prompt_scores.admit(plan.admissions)
+        # `step_widths` has all widths; where no row has drafts, a plain step serves.
+        tokens = self.config.num_verify_tokens if len(plan.decode.drafts) else 1
+        step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
+        try:
+            self._move_states(plan)
+            self._run_model(plan, tokens, step)
+        except BaseException:
+            self.backend.drop_step()  # it is never committed; without this, later steps would raise
+            raise
+        self._last_masked = step if step.needs_masks else None
+        return step
+
+    def check_sampled(self) -> None:
+        """EngineError if the step launched last still needs masks. Changes nothing."""
+        if self._last_masked is not None and self._last_masked.needs_masks:
+            raise EngineError(
+                "the step launched last has not sampled: give its handle the masks (sample) or give it up (drop) first"
+            )
 
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended, on this rank."""
         return self.host is None or self.host.copied(ticket)
 
-    @torch.inference_mode()
-    def sample(self, masks: np.ndarray) -> None:
-        """As `Executor.sample`. Masks may come in several calls, in order."""
-        if self._unsampled is None:
-            raise EngineError("masks for no step: the last one that was launched has sampled")
-        try:
-            if self._unsampled.take(masks, self._staging):
-                self._unsampled = None
-        except BaseException:
-            self._drop_step()
-            raise
+    def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
+        """As DeviceDrafter.draft. ConfigError without a device drafter."""
+        if self.drafter is None:
+            raise ConfigError("drafts are asked of a runner without a device drafter")
+        return self.drafter.draft(rows, steps, topk)
 
-    def _drop_step(self) -> None:
-        """The step is never committed; without this, later steps would raise."""
-        self._unsampled = None
-        self.backend.drop_step()
+    def read_prefix(self, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:
+        """hybridrt.runtime.run.prefix_copy.read_prefix, over this runner's pools. All ranks call this."""
+        return read_prefix(self.pools, self.target.tp, prefix)
+
+    def write_prefix(self, prefix: PrefixPlaces, data: Tensors | None = None) -> None:
+        """hybridrt.runtime.run.prefix_copy.write_prefix, over this runner's pools. All ranks call this."""
+        write_prefix(self.pools, self.target.tp, prefix, data)
+
+    def _move_states(self, plan: StepPlan) -> None:
+        """What a plan copies and folds before its rows are computed."""
+        self._move_at(plan, When.FIRST)
+        if plan.kept_pages:
+            self._keep_pages(plan.kept_pages)
+        if self.host is not None:
+            self.host.launch(plan.host_copies)
+            self.host.wait(plan.after_copies)
+        self._move_at(plan, When.BEFORE_ROWS)
 
     def _move_at(self, plan: StepPlan, when: When) -> None:
         """Carries out the moves of one moment."""
         pool = self.pools.req_to_token.mamba_pool
         if plan.moves and pool is not None:
-            moves = [move for move in plan.moves if move.when is when]
-            pool.move(moves, lambda arrays: [*self._staging.upload(dict(zip(("rows", "slots"), arrays))).values()])
+            pool.move([move for move in plan.moves if move.when is when], self.staging.upload)
 
-    def _choose_launch(self, plan: StepPlan, tokens: int) -> Callable[[], LaunchSampling]:
-        """What launches a step up to its sampling: one graph for all rows, a graph for the decode rows and the chunks
-        behind it, or the model itself, over tensors that are kept for plain decode on a CPU, else over new ones."""
-        bucket = self._prompt_bucket(plan, tokens)
-        if bucket is not None:
-            return partial(self._launch_prompts, plan, bucket)
-        found = self._graph_of(plan, tokens)
-        if found is not None:
-            return partial(self._launch_graph, plan, *found)
-        plain = plan.decode and not (plan.extend or plan.imports or plan.exports)
-        if self._cpu_decode is not None and tokens == 1 and plain:
-            return partial(self._launch_cpu_decode, plan, self._cpu_decode)
-        return partial(self._launch_eager, plan, tokens)
+    def _keep_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Fills pages of the prefix cache, in all KV layers."""
+        pages = int32_array([copy.source for copy in copies]), int32_array([copy.target for copy in copies])
+        sources, targets = self.staging.upload(pages)
+        self.pools.kv.copy_pages(sources.long(), targets.long())
+
+    def _run_model(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
+        """Runs a plan's rows and adds what they leave to `step`: by one graph for all rows, by a graph for the decode
+        rows and then the chunks, or by the model itself, over tensors that are kept for plain decode on a CPU, else
+        over new ones."""
+        plain = tokens == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
+        if self.prompt_graphs is not None and (bucket := self._prompt_bucket(plan, tokens)) is not None:
+            self._replay_prompts(plan, bucket, step)
+        elif self.graphs and (found := self._graph_of(plan, tokens)) is not None:
+            self._replay_decode(plan, *found, step)
+        elif self._cpu_decode is not None and plain:
+            self._run_cpu_decode(plan, self._cpu_decode, step)
+        else:
+            self._run_eager(plan, tokens, step)
+
+    def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
+        scored, places = self._prompt_scores.of(plan.extend, len(plan.decode) * tokens)
+        on_host = pack_step(
+            plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places
+        )
+        arrays: StepArrays[torch.Tensor] = self.staging.upload(on_host)
+        if arrays.tables is not None:
+            enter_tables(self.pools, self.sampling_table, arrays.tables)
+        for arrival in plan.imports:
+            self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
+        if not plan.decode and not plan.extend:
+            return
+        batch = self._make_batch(plan, on_host, arrays, tokens)
+        self.backend.prepare(batch)
+        hidden = self.model(batch)
+        if plan.decode and tokens == 1:
+            self.backend.commit(batch)
+        for departure in plan.exports:
+            self.arena.export_state(departure)  # type: ignore[union-attr]
+        kept = hidden if arrays.prompts is None else hidden.index_select(0, arrays.prompts.sample_at)
+        logits = self.model.logits(kept) if len(kept) else kept
+        known = on_host.sample_rows, on_host.output_indices
+        lines = SampledLines(arrays.sample_rows, arrays.output_indices, known, logits)
+        step.add_part(self, ForwardPart(lines, batch, arrays, hidden, scored))
+
+    def _run_cpu_decode(self, plan: StepPlan, steps: CPUDecode, step: LaunchedStep) -> None:
+        if plan.admissions or plan.page_writes or plan.page_copies:
+            self._enter_tables(plan)
+        batch, indices = steps.prepare(plan.decode)
+        key = steps.key(batch)
+        logits = self.recordings.repeat(key)
+        if logits is None:
+            with self.recordings.around(key) as results:
+                logits = self.model.logits(self.model(batch))
+                results.append(logits)
+        self.backend.commit(batch)
+        on_host = plan.decode.rows, plan.decode.output_indices
+        step.add_part(self, ForwardPart(SampledLines(batch.req_pool_indices, indices, on_host, logits)))
 
     def _prompt_bucket(self, plan: StepPlan, tokens: int) -> Bucket | None:
         """The graph of a step with prompts; None if it runs without."""
@@ -172,34 +222,12 @@ class StepRunner:
         # States of other workers are copied between the changes of the tables and the model.
         return None if scored or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
-    def _launch_prompts(self, plan: StepPlan, bucket: Bucket) -> LaunchSampling:
+    def _replay_prompts(self, plan: StepPlan, bucket: Bucket, step: LaunchedStep) -> None:
         if not bucket.enters(plan):
-            self._apply_bookkeeping(plan)
+            self._enter_tables(plan)
             plan = replace(plan, admissions=[], page_writes=[], page_copies=[])
         assert self.prompt_graphs is not None
-        lines = self.prompt_graphs.replay(plan, bucket)
-        if not len(lines.rows):
-            return lambda _: LaunchedStep(None)
-        return partial(self._sample, lines)
-
-    def _launch_cpu_decode(self, plan: StepPlan, steps: CPUDecode) -> LaunchSampling:
-        self._apply_bookkeeping(plan)
-        batch, indices = steps.prepare(plan.decode)
-        key = steps.key(batch)
-        logits = self.recordings.repeat(key)
-        if logits is None:
-            with self.recordings.around(key) as results:
-                logits = self.model.logits(self.model(batch))
-                results.append(logits)
-        self.backend.commit(batch)
-        on_host = plan.decode.rows, plan.decode.output_indices
-        return partial(self._sample, SampledLines(batch.req_pool_indices, indices, on_host, logits))
-
-    def _keep_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Fills pages of the prefix cache, in all KV layers."""
-        sources, targets = int32s(copy.source for copy in copies), int32s(copy.target for copy in copies)
-        sections = self._staging.upload({"sources": sources, "targets": targets})
-        self.pools.kv.copy_pages(sections["sources"].long(), sections["targets"].long())
+        step.add_part(self, ForwardPart(self.prompt_graphs.replay(plan, bucket)))
 
     def _graph_of(self, plan: StepPlan, tokens: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
         """The graph of a step's decode rows, the pages that it enters (`split_page_writes`), and the other page writes.
@@ -214,79 +242,18 @@ class StepRunner:
         split = split_page_writes(decode, plan.page_writes, self.memory_plan)
         return None if split is None else (graphs, *split)
 
-    def _launch_graph(
-        self, plan: StepPlan, graphs: GraphRunner, new_pages: np.ndarray, rest: list[PageWrite]
-    ) -> LaunchSampling:
-        """Replays the decode rows. Then launches the chunks, with the page writes `rest`."""
-        decode, n = plan.decode, len(plan.decode)
+    def _replay_decode(
+        self, plan: StepPlan, graphs: GraphRunner, new_pages: np.ndarray, rest: list[PageWrite], step: LaunchedStep
+    ) -> None:
+        """Replays the decode rows. Then runs the chunks, with the page writes `rest`."""
+        decode = plan.decode
         graphs.replay(decode, new_pages)
-        batch, indices, logits, hidden = graphs.rows(n)
+        batch, indices, logits, hidden = graphs.rows(len(decode))
         lines = SampledLines(batch.req_pool_indices, indices, (decode.rows, decode.output_indices), logits)
-        decoded = partial(self._sample_or_verify, batch, graphs.buffers.sections, lines, hidden)
-        if not plan.extend:
-            return decoded
-        # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
-        chunks = replace(plan, page_writes=rest, decode=NO_ROWS)
-        if not plan.constrained:
-            first = decoded(None)
-            return lambda _: JoinedSteps(first, self._choose_launch(chunks, 1)()(None))
-        extended = self._choose_launch(chunks, 1)()
-        return lambda mask: JoinedSteps(decoded(mask[:n]), extended(mask[n:]))  # type: ignore[index]
-
-    def _launch_eager(self, plan: StepPlan, tokens: int) -> LaunchSampling:
-        scored, scored_columns = self._prompt_scores.of(plan.extend, len(plan.decode) * tokens)
-        columns = pack_bookkeeping(plan) | scored_columns
-        columns |= pack_batch(plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes)
-        columns |= pack_saves(plan.extend, self._chunk_sizes, self.backend.saves_at_chunks)
-        sections = self._staging.upload(columns)
-        enter_tables(self.pools, self.sampling_table, sections)
-        for arrival in plan.imports:
-            self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
-        if not plan.decode and not plan.extend:
-            return lambda _: LaunchedStep(None)
-        batch = self._batch(plan, columns, sections, tokens)
-        self.backend.prepare(batch)
-        hidden = self.model(batch)
-        if plan.decode and tokens == 1:
-            self.backend.commit(batch)
-        for departure in plan.exports:
-            self.arena.export_state(departure)  # type: ignore[union-attr]
-
-        def sampling(bitmask: Bitmask) -> StepHandle:
-            on_host = columns["sample_rows"], columns["output_indices"]
-            kept = hidden.index_select(0, sections["sample_at"])
-            logits = self.model.logits(kept) if len(kept) else kept
-            lines = SampledLines(sections["sample_rows"], sections["output_indices"], on_host, logits)
-            launched = self._sample_or_verify(batch, sections, lines, hidden, bitmask)
-            if not scored:
-                return launched
-            on_device = sections["scored_at"], sections["scored_tokens"]
-            return ScoredStep(launched, scored, hidden, *on_device, self.model.logits)
-
-        return sampling
-
-    def _sample_or_verify(
-        self, batch: ForwardBatch, sections: Sections, lines: SampledLines, hidden: torch.Tensor, bitmask: Bitmask
-    ) -> StepHandle:
-        """Tokens of the rows that gain some, of which `lines` has the decode rows first. Then the drafter follows."""
-        launched: StepHandle
-        accepted, (rows, indices, on_host, logits) = None, lines
-        if batch.spec_info is not None:
-            n, split = batch.num_decode_rows, batch.num_decode_tokens
-            of_drafts, of_chunks = (None, None) if bitmask is None else (bitmask[:split], bitmask[split:])
-            if n < len(rows):
-                lines = SampledLines(rows[:n], indices[:n], (on_host[0][:n], on_host[1][:n]), logits[:split])
-            launched, accepted = self._verify(batch, sections, lines, of_drafts)
-            if n < len(rows):
-                chunks = SampledLines(rows[n:], indices[n:], (on_host[0][n:], on_host[1][n:]), logits[split:])
-                launched = JoinedSteps(launched, self._sample(chunks, of_chunks))
-        elif len(rows):
-            launched = self._sample(lines, bitmask)
-        else:
-            launched = LaunchedStep(None)
-        if self.drafter is not None:
-            self.drafter.follow(batch, hidden, accepted, sections if batch.num_extend_rows else None)
-        return launched
+        step.add_part(self, ForwardPart(lines, batch, graphs.buffers.arrays, hidden))
+        if plan.extend:
+            # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
+            self._run_model(replace(plan, page_writes=rest, decode=NO_ROWS), 1, step)
 
     def _check(self, plan: StepPlan) -> None:
         """Raises ConfigError for a plan that this runner was not made for."""
@@ -299,61 +266,37 @@ class StepRunner:
         if not self.trees and plan.decode.parents is not None:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
-    def _apply_bookkeeping(self, plan: StepPlan) -> None:
-        """`enter_tables` of a step whose columns hold nothing of them."""
-        if plan.admissions or plan.page_writes or plan.page_copies:
-            enter_tables(self.pools, self.sampling_table, self._staging.upload(pack_bookkeeping(plan)))
+    def _enter_tables(self, plan: StepPlan) -> None:
+        """`enter_tables` of a step whose own copy holds nothing of them."""
+        if (changes := pack_tables(plan)) is not None:
+            enter_tables(self.pools, self.sampling_table, self.staging.upload(changes))
 
-    def _batch(self, plan: StepPlan, columns: Columns, sections: Sections, tokens: int) -> ForwardBatch:
-        n, table = len(plan.decode), self.pools.req_to_token
-        new = [len(r.tokens) for r in plan.extend]
-        decoded, chunks, spec = None, None, None
+    def _make_batch(
+        self, plan: StepPlan, on_host: StepArrays[np.ndarray], arrays: StepArrays[torch.Tensor], tokens: int
+    ) -> ForwardBatch:
+        n, table, prompts = len(plan.decode), self.pools.req_to_token, arrays.prompts
+        decoded, chunks, spec = None, None, spec_info_of(arrays.drafts, tokens) if n else None
         if n:
-            decoded, spec = TokenInputs.allocate(n * tokens, self.device), spec_info_of(sections, tokens, self.trees)
-            fill_decode(decoded, sections, n, spec, self.last_tokens, table)
-        if new:
-            positions = sections["extend_positions"]
-            kv_places = table.token_slots(sections["extend_rows"], positions)
-            chunks = TokenInputs(sections["input_ids"], positions, kv_places)
-        sizes = self._chunk_sizes
-        passes = extend_passes(columns, sections, sizes)
+            decoded = TokenInputs.allocate(n * tokens, self.device)
+            fill_decode(decoded, arrays, n, spec, self.last_tokens, table)
+        if prompts is None:
+            starts = torch.arange(0, n * tokens + 1, tokens, dtype=torch.int32, device=self.device)
+        else:
+            starts, kv_places = prompts.query_start_loc, table.token_slots(prompts.rows, prompts.positions)
+            chunks = TokenInputs(prompts.input_ids, prompts.positions, kv_places)
         inputs = decoded.then(chunks) if decoded and chunks else decoded or chunks
         assert inputs is not None, "a step has rows"
-        return make_batch(
+        batch = make_batch(
             self.backend,
-            sections["rows"],
-            sections["seq_lens"],
-            sections["query_start_loc"],
+            arrays.rows,
+            arrays.seq_lens,
+            starts,
             inputs,
             n,
             spec,
-            seq_lens_cpu=columns["seq_lens"].tolist(),
-            query_lens_cpu=[tokens] * n + new,
-            read_state_slots=sections.get("read_state_slots"),
-            chunk_plans=None if passes else chunk_plans(columns, sections, new, sizes),
-            extend_passes=passes,
-            saved_states=saved_states(sections, sizes),
+            seq_lens_cpu=on_host.seq_lens.tolist(),
+            query_lens_cpu=[tokens] * n + [len(r.tokens) for r in plan.extend],
         )
-
-    def _sample(self, lines: SampledLines, bitmask: Bitmask) -> LaunchedStep:
-        parts, wanted = self._required.of(*lines.on_host)
-        tokens = self.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
-        enter_tokens(lines.rows, tokens, self.last_tokens)
-        return LaunchedStep(tokens[:, None], None, lines.logits, wanted)
-
-    def _verify(
-        self, batch: ForwardBatch, sections: Sections, lines: SampledLines, bitmask: Bitmask
-    ) -> tuple[LaunchedStep, Accepted]:
-        """Acceptance for a step's decode rows [n], which have n * T lines of logits, then the commit of the state that
-        it keeps. `sections` may hold further rows."""
-        n, spec, logits = len(lines.rows), batch.spec_info, lines.logits
-        assert spec is not None
-        tree = () if spec.parents is None or spec.tree_mask is None else (spec.parents[:n], spec.tree_mask[:n])
-        step = Verification(
-            lines.rows, lines.output_indices, batch.positions[: batch.num_decode_tokens].view(n, -1),
-            sections["drafts"][:n], sections["num_drafts"][:n], self.last_tokens, *tree,
-        )  # fmt: skip
-        parts, wanted = self._required.of(*lines.on_host)
-        kept = self.sampler.verify(logits, step, parts, bitmask)
-        self.backend.commit(batch, kept.counts, kept.path)
-        return LaunchedStep(kept.tokens, kept.counts, logits, wanted, kept.path), kept
+        if prompts is not None and on_host.prompts is not None:
+            set_recurrent(batch, on_host.prompts.recurrent, prompts.recurrent, self._chunk_sizes)
+        return batch

@@ -1,4 +1,4 @@
-"""What the runtime makes of device views of what `step_inputs` packed: changes of tables, and each ForwardBatch."""
+"""What the runtime makes of a step's arrays on the device: changes of tables, and each ForwardBatch."""
 
 from typing import Any
 
@@ -11,38 +11,41 @@ from hybridrt.kernels.sampling.draft_tree import tree_mask, tree_positions
 from hybridrt.kernels.state.decode_inputs import decode_inputs
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step.pack import Sections
+from hybridrt.runtime.step.pack import DraftArrays, StepArrays, TableChanges
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
 
-def enter_tables(pools: Pools, sampling_table: SamplingTable, sections: Sections) -> None:
-    """Writes the admissions and page writes of `pack_bookkeeping` to the device tables, zeroes the admitted state
-    slots, and copies the pages that it names."""
+def enter_tables(pools: Pools, sampling_table: SamplingTable, changes: TableChanges[torch.Tensor]) -> None:
+    """Writes admissions and page-table entries to the device tables, zeroes the admitted state slots, copies pages."""
     table = pools.req_to_token
-    if sections["admit_rows"].numel():
-        table.admit(sections["admit_rows"], sections["admit_state_slots"], sections["admit_phases"])
-        sampling_table.admit(sections["admit_rows"].long(), sections)
-    if sections["pages"].numel():
-        table.write_pages(sections["page_rows"], sections["page_indices"], sections["pages"])
-    if sections["copy_sources"].numel():
-        pools.kv.copy_pages(*(sections[name].long() for name in ("copy_sources", "copy_targets")))
+    if (admissions := changes.admissions) is not None:
+        table.admit(admissions.rows, admissions.state_slots, admissions.phases)
+        sampling_table.admit(admissions.rows.long(), admissions.sampling)
+    if (entries := changes.pages) is not None:
+        table.write_pages(entries.rows, entries.indices, entries.pages)
+    if (copies := changes.copies) is not None:
+        pools.kv.copy_pages(copies.sources.long(), copies.targets.long())
 
 
 def fill_decode(
     inputs: TokenInputs,
-    sections: Sections,
+    arrays: StepArrays[torch.Tensor],
     bs: int,
     spec: SpecInfo | None,
     last_tokens: torch.Tensor,
     table: HybridReqToTokenPool,
 ) -> None:
-    """The inputs of the first `bs` rows of `pack_rows`; of draft trees, their masks in `spec` too."""
-    names = ("rows", "seq_lens", "new_pages") + (() if spec is None else ("drafts", "num_drafts"))
-    step = DecodeRowInputs(*(sections[name][:bs] for name in names))
+    """The inputs of the first `bs` rows; of draft trees, their masks in `spec` too."""
+    drafts = arrays.drafts
+    step = DecodeRowInputs(
+        arrays.rows[:bs], arrays.seq_lens[:bs], arrays.new_pages[:bs],
+        *(() if drafts is None else (drafts.tokens[:bs], drafts.counts[:bs])),
+    )  # fmt: skip
     decode_inputs(inputs, step, last_tokens, table.req_to_token, table.page_size)
     if spec is not None and spec.tree_mask is not None:
+        assert drafts is not None and drafts.ancestors is not None
         mask = spec.tree_mask[:bs]
-        mask.copy_(tree_mask(sections["ancestors"][:bs]))
+        mask.copy_(tree_mask(drafts.ancestors[:bs]))
         inputs.positions.copy_(tree_positions(inputs.positions, mask))
 
 
@@ -68,13 +71,13 @@ def make_batch(
     )  # fmt: skip
 
 
-def spec_info_of(sections: Sections, tokens: int, tree: bool) -> SpecInfo | None:
-    """What a step of T `tokens` a row says of its drafts; None if T is 1. The masks of trees are filled by
+def spec_info_of(drafts: DraftArrays[torch.Tensor] | None, tokens: int) -> SpecInfo | None:
+    """What a step of T `tokens` a row says of its drafts; None without. The masks of trees are filled by
     `fill_decode`."""
-    if tokens == 1:
+    if drafts is None:
         return None
-    num_drafts = sections["num_drafts"]
-    if not tree:
-        return SpecInfo(tokens, num_drafts=num_drafts)
-    mask = torch.zeros(len(num_drafts), tokens, tokens, dtype=torch.bool, device=num_drafts.device)
-    return SpecInfo(tokens, sections["parents"], mask, num_drafts)
+    if drafts.parents is None:
+        return SpecInfo(tokens, num_drafts=drafts.counts)
+    counts = drafts.counts
+    mask = torch.zeros(len(counts), tokens, tokens, dtype=torch.bool, device=counts.device)
+    return SpecInfo(tokens, drafts.parents, mask, counts)

@@ -1,159 +1,235 @@
-"""Packs a StepPlan into one host buffer, moved to the device in one copy, and cuts it into named views there.
+"""Packs a StepPlan into one record of int32 arrays, which goes to the device in one copy.
 
-Eager steps and graphs share the columns of `pack_rows`. A graph's buffers hold nothing else, and its rows are padded to
-their size. An eager step adds its chunks and the host's bookkeeping.
+The record has the same type on the host and on the device, for eager steps and for graphs. A graph's rows and prompts
+are padded to its size.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
 
 from hybridrt.base.device import PAST, Event, pinned_empty, record_event
-from hybridrt.kernels.core.chunk_plan import CHUNK_COLUMNS, ChunkPlan, chunk_columns, chunk_plan
-from hybridrt.runtime.step.plan import NO_INTEGERS, DecodeRows, ExtendRow, StepPlan, int32s
-from hybridrt.runtime.step.sampling_table import SamplingTable
+from hybridrt.kernels.core.packed import (
+    A,
+    Record,
+    arrays_of,
+    int32_array,
+    map_arrays,
+    pack_arrays,
+    packed_size,
+    unpack,
+)
+from hybridrt.runtime.step.plan import DecodeRows, PageWrite, StepPlan
+from hybridrt.runtime.step.recurrent_arrays import RecurrentArrays, recurrent_lists
+from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
-# Each section starts on 16 bytes: Triton compiles a kernel anew for every combination of aligned and unaligned
-# arguments.
-_ALIGNED = 4
-_GAPS = [np.zeros(size, np.int32) for size in range(_ALIGNED)]  # behind columns
-Columns = dict[str, np.ndarray]
-Sections = dict[str, torch.Tensor]
+
+class AdmissionArrays(NamedTuple, Generic[A]):
+    """Admitted requests, [n] each."""
+
+    rows: A
+    state_slots: A
+    phases: A
+    sampling: SamplingArrays[A]
 
 
-def pack_batch(
-    plan: StepPlan, tokens: int, tree: bool = False, following: bool = False, chunk_sizes: Sequence[int] = ()
-) -> Columns:
-    """What a step computes, as int32 sections: `pack_rows`, and
+class PageEntries(NamedTuple, Generic[A]):
+    """Entries of page tables, [n] each: page `indices[i]` of request row `rows[i]` is `pages[i]`."""
 
-    query_start_loc [B + 1]; sample_at and sample_rows, the tokens to sample from and their rows; of the extend rows'
-    tokens input_ids, extend_rows, extend_positions and, with `following`, following_ids behind each (0 where it is
-    sampled); where a chunk follows a cached prefix, read_state_slots of all chunks; chunk plans.
+    rows: A
+    indices: A
+    pages: A
+
+
+class PageCopies(NamedTuple, Generic[A]):
+    """Pages [n] whose KV goes to the pages [n] `targets` too."""
+
+    sources: A
+    targets: A
+
+
+class TableChanges(NamedTuple, Generic[A]):
+    """What changes in the tables before a step computes; None for what does not."""
+
+    admissions: AdmissionArrays[A] | None
+    pages: PageEntries[A] | None
+    copies: PageCopies[A] | None
+
+
+class DraftArrays(NamedTuple, Generic[A]):
+    """The drafts of n decode rows of T > 1 tokens.
+
+    Attributes:
+        counts: [n], drafts of each row; tokens: [n, T - 1].
+        parents, ancestors: [n, T] of all nodes of trees (`_tree_nodes`); None for chains.
+    """
+
+    counts: A
+    tokens: A
+    parents: A | None = None
+    ancestors: A | None = None
+
+
+class PromptArrays(NamedTuple, Generic[A]):
+    """What a step with extend rows has besides.
+
+    Attributes:
+        query_start_loc: [B + 1] of all rows of the step.
+        sample_at, sample_rows: the tokens to sample from and their request rows, those of decode rows first.
+        input_ids, rows, positions: [t], of the extend rows' tokens.
+        following_ids: [t], the token after each of them, 0 where it is sampled; None: no prediction head needs them.
+    """
+
+    query_start_loc: A
+    sample_at: A
+    sample_rows: A
+    input_ids: A
+    rows: A
+    positions: A
+    following_ids: A | None
+    recurrent: RecurrentArrays[A]
+
+
+class ScoredTokens(NamedTuple, Generic[A]):
+    """Tokens of prompts [n] whose log-probabilities are asked for, and their places in the batch [n]."""
+
+    places: A
+    tokens: A
+
+
+class StepArrays(NamedTuple, Generic[A]):
+    """What a step computes.
+
+    Attributes:
+        rows, seq_lens: [B] request rows, decode rows first, and their lengths, which count the step's tokens.
+        output_indices: of the rows that sample.
+        new_pages: [n], of each decode row the KV page of its last draft if the step's graph enters it, else -1.
+        drafts: None where decode rows have one token; prompts: None without extend rows.
+    """
+
+    rows: A
+    seq_lens: A
+    output_indices: A
+    new_pages: A
+    drafts: DraftArrays[A] | None = None
+    prompts: PromptArrays[A] | None = None
+    tables: TableChanges[A] | None = None
+    scored: ScoredTokens[A] | None = None
+
+    @property
+    def sample_rows(self) -> A:
+        """Request rows of the lines of `output_indices`."""
+        return self.rows if self.prompts is None else self.prompts.sample_rows
+
+
+def pack_step(
+    plan: StepPlan,
+    tokens: int,
+    tree: bool = False,
+    following: bool = False,
+    chunk_sizes: Sequence[int] = (),
+    at_chunks: bool = False,
+    scored: ScoredTokens[np.ndarray] | None = None,
+) -> StepArrays[np.ndarray]:
+    """An eager step, whose decode rows have T `tokens`.
 
     Args:
-        tree: drafts are trees: `parents` and `ancestors` are packed.
-        following: the token behind each prompt token is packed too, for a prediction head.
-        chunk_sizes: of the recurrent layers' prefill (`ChunkPlan`).
+        tree: drafts are trees.
+        following: the token after each prompt token is packed too, for a prediction head.
+        chunk_sizes, at_chunks: as for `recurrent_lists`.
     """
-    extend, decoded = plan.extend, len(plan.decode) * tokens
-    read_state_slots = int32s(r.read_state_slot for r in extend)
-    new = int32s(len(r.tokens) for r in extend)
-    computed = int32s(r.computed for r in extend)
+    none = np.full(len(plan.decode), -1, np.int32)
+    step, tables = pack_rows(plan.decode, tokens, tree, none), pack_tables(plan)
+    if not plan.extend:
+        return StepArrays(step.rows, step.seq_lens, step.output_indices, none, step.drafts, None, tables, scored)
+    # Of the extend rows. numpy takes longer for several short arrays than for one.
+    row, computed, new, indices, sample = int32_array(
+        [(r.row, r.computed, len(r.tokens), r.output_index, r.sample) for r in plan.extend]
+    ).T
+    sampling, decoded = sample.nonzero()[0], len(plan.decode) * tokens
     ends = decoded + np.cumsum(new, dtype=np.int32)
-    sampling = np.fromiter((r.sample for r in extend), bool)
-    rows = pack_rows(plan.decode, extend, tokens, tree, np.full(len(plan.decode), -1, np.int32))
-    extend_rows = rows["rows"][len(plan.decode) :]
     starts = np.repeat(computed + new - ends, new)  # a token's position less its place in the batch
-    return {
-        **rows,
-        "query_start_loc": np.concatenate((np.arange(0, decoded + 1, tokens, dtype=np.int32), ends)),
-        "sample_at": np.concatenate((np.arange(decoded, dtype=np.int32), ends[sampling] - 1)),
-        "sample_rows": np.concatenate((plan.decode.rows, extend_rows[sampling])),
-        "input_ids": _flat([r.tokens for r in extend]),
-        "extend_rows": np.repeat(extend_rows, new),
-        "extend_positions": np.arange(decoded, decoded + new.sum(), dtype=np.int32) + starts,
-        **({"following_ids": _flat([[*r.tokens[1:], r.following] for r in extend])} if following else {}),
-        **({"read_state_slots": read_state_slots} if read_state_slots.any() else {}),
-        **pack_chunks(computed.tolist(), new.tolist(), chunk_sizes),
-    }
+    following_ids = _flat([[*r.tokens[1:], r.following] for r in plan.extend]) if following else None
+    prompts = PromptArrays(
+        np.concatenate((np.arange(0, decoded + 1, tokens, dtype=np.int32), ends)),
+        np.concatenate((np.arange(decoded, dtype=np.int32), ends[sampling] - 1)),
+        np.concatenate((plan.decode.rows, row[sampling])),
+        _flat([r.tokens for r in plan.extend]),
+        np.repeat(row, new),
+        np.arange(decoded, decoded + len(starts), dtype=np.int32) + starts,
+        following_ids,
+        map_arrays(int32_array, recurrent_lists(plan.extend, chunk_sizes, at_chunks)),
+    )
+    return StepArrays(
+        np.concatenate((step.rows, row)),
+        np.concatenate((step.seq_lens, computed + new)),
+        np.concatenate((step.output_indices, indices[sampling])),
+        none,
+        step.drafts,
+        prompts,
+        tables,
+        scored,
+    )
 
 
-def pack_rows(
-    decode: DecodeRows, extend: Sequence[ExtendRow], tokens: int, tree: bool, new_pages: np.ndarray
-) -> Columns:
-    """The columns of a step's rows, decode rows of T `tokens` first.
-
-    rows and seq_lens [B], which count the step's tokens; output_indices of those that sample; of the decode rows alone
-    `new_pages` [n], the KV page of the last draft if the step's graph enters it, else -1. Where T > 1 also num_drafts,
-    drafts [n, T - 1] and, with `tree`, parents and ancestors [n, T] of all nodes (`tree_nodes`).
-    """
-    n = len(decode)
-    rows, lens, indices = decode.rows, decode.computed + tokens, decode.output_indices
-    if extend:
-        rows = np.concatenate((rows, int32s(r.row for r in extend)))
-        lens = np.concatenate((lens, int32s(r.computed + len(r.tokens) for r in extend)))
-        indices = np.concatenate((indices, int32s(r.output_index for r in extend if r.sample)))
-    columns = {"rows": rows, "seq_lens": lens, "output_indices": indices, "new_pages": new_pages}
-    if tokens > 1:
-        columns["num_drafts"] = decode.num_drafts
-        columns["drafts"] = drafts = np.zeros((n, tokens - 1), np.int32)
-        drafts[np.arange(tokens - 1) < decode.num_drafts[:, None]] = decode.drafts
-        columns |= tree_nodes(decode, tokens) if tree else {}
-    return columns
+def pack_rows(decode: DecodeRows, tokens: int, tree: bool, new_pages: np.ndarray) -> StepArrays[np.ndarray]:
+    """Decode rows of T `tokens`, which is all that a graph of them needs. With `tree` their drafts are trees."""
+    drafts = _pack_drafts(decode, tokens, tree) if tokens > 1 else None
+    return StepArrays(decode.rows, decode.computed + tokens, decode.output_indices, new_pages, drafts)
 
 
-def tree_nodes(decode: DecodeRows, width: int) -> Columns:
-    """`parents` (-1 for the root) and `ancestors` (as bits, the node's own among them) of the `width` nodes of each
-    row, [n, width] int32 each. Chains are trees too; padding continues a row as a chain."""
-    n = len(decode)
-    parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (n, 1))
+def pack_tables(plan: StepPlan) -> TableChanges[np.ndarray] | None:
+    """What a step changes in the tables; None for nothing."""
+    admissions = pages = copies = None
+    if plan.admissions:
+        columns = int32_array([(a.row, a.state_slot, a.phase) for a in plan.admissions]).T
+        admissions = AdmissionArrays(columns[0], columns[1], columns[2], SamplingTable.pack(plan.admissions))
+    if plan.page_writes:
+        pages = _page_entries(plan.page_writes)
+    if plan.page_copies:
+        copies = PageCopies(*int32_array([(copy.source, copy.target) for copy in plan.page_copies]).T)
+    return TableChanges(admissions, pages, copies) if admissions or pages or copies else None
+
+
+def _page_entries(writes: Sequence[PageWrite]) -> PageEntries[np.ndarray] | None:
+    """None without pages: a model without attention has none."""
+    rows, counts, indices, pages = list[int](), list[int](), list[np.ndarray](), list[np.ndarray]()
+    for write in writes:
+        rows.append(write.row)
+        counts.append(count := len(write.pages))
+        indices.append(np.arange(write.first_page, write.first_page + count, dtype=np.int32))
+        pages.append(write.pages)
+    if not any(counts):
+        return None
+    return PageEntries(np.repeat(int32_array(rows), counts), np.concatenate(indices), np.concatenate(pages))
+
+
+def _pack_drafts(decode: DecodeRows, width: int, tree: bool) -> DraftArrays[np.ndarray]:
+    real = np.arange(width - 1) < decode.num_drafts[:, None]
+    tokens = np.zeros((len(decode), width - 1), np.int32)
+    tokens[real] = decode.drafts
+    if not tree:
+        return DraftArrays(decode.num_drafts, tokens)
+    parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (len(decode), 1))
     if decode.parents is not None:
-        real = np.arange(width - 1) < decode.num_drafts[:, None]
         parents[:, 1:][real] = decode.parents
+    return DraftArrays(decode.num_drafts, tokens, parents, _ancestors(parents))
+
+
+def _ancestors(parents: np.ndarray) -> np.ndarray:
+    """The ancestors of nodes as bits, the node's own among them; [n, width] int32, as `parents` (-1 for the root).
+    Chains are trees too; padding continues a row as a chain."""
+    n, width = parents.shape
     ancestors = np.ones((n, width), np.int32)
     for node in range(1, width):
         ancestors[:, node] = ancestors[np.arange(n), parents[:, node]] | 1 << node
-    return {"parents": parents, "ancestors": ancestors}
-
-
-def chunk_names(size: int) -> dict[str, str]:
-    """The tensors of a ChunkPlan of a chunk size, and the names that they are packed under."""
-    return {name: f"{name} of {size}" for name in CHUNK_COLUMNS}
-
-
-def pack_chunks(computed: Sequence[int], new: Sequence[int], sizes: Iterable[int]) -> Columns:
-    """The tensors of the chunk plans of each of `sizes`, for rows with `computed` tokens and `new` ones."""
-    plans = {size: chunk_columns(computed, new, size) for size in sizes}
-    return {packed: plans[size][name] for size in plans for name, packed in chunk_names(size).items()}
-
-
-def chunk_plans(columns: Columns, sections: Sections, new: Sequence[int], sizes: Iterable[int]) -> dict[int, ChunkPlan]:
-    """By chunk size, the plans that `pack_chunks` packed into `columns`, which are on the device as `sections`."""
-    plans = {}
-    for size in sizes:
-        names = chunk_names(size)
-        on_host = {name: columns[packed] for name, packed in names.items()}
-        plans[size] = chunk_plan({name: sections[packed] for name, packed in names.items()}, on_host, new, size)
-    return plans
-
-
-def pack_bookkeeping(plan: StepPlan) -> Columns:
-    """What changes in the tables before a step computes, as int32 sections (floats and int64 as their bits): the
-    constants of admitted requests; admit_rows, admit_state_slots and admit_phases; page-table entries (page_rows,
-    page_indices, pages); copies of pages (copy_sources, copy_targets)."""
-    return {
-        **SamplingTable.pack(plan.admissions),
-        "admit_rows": int32s(a.row for a in plan.admissions),
-        "admit_state_slots": int32s(a.state_slot for a in plan.admissions),
-        "admit_phases": int32s(a.phase for a in plan.admissions),
-        "page_rows": _flat([np.full(len(w.pages), w.row, np.int32) for w in plan.page_writes]),
-        "page_indices": _flat([np.arange(w.first_page, w.first_page + len(w.pages)) for w in plan.page_writes]),
-        "pages": _flat([w.pages for w in plan.page_writes]),
-        "copy_sources": int32s(copy.source for copy in plan.page_copies),
-        "copy_targets": int32s(copy.target for copy in plan.page_copies),
-    }
+    return ancestors
 
 
 def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.asarray(p, np.int32) for p in parts]) if parts else NO_INTEGERS
-
-
-def cut(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Sections:
-    """Views of `flat` [packed_size] int32, one behind the other."""
-    sizes = [prod(shape) for shape in shapes.values()]
-    parts = flat.split([length for size in sizes for length in (size, -size % _ALIGNED)])[::2]
-    return {name: part if len(shape) == 1 else part.view(shape) for (name, shape), part in zip(shapes.items(), parts)}
-
-
-def packed_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Integers of a buffer that `cut` cuts."""
-    return sum(_aligned(prod(shape)) for shape in shapes.values())
-
-
-def _aligned(size: int) -> int:
-    return size + -size % _ALIGNED
+    return np.concatenate([np.asarray(p, np.int32) for p in parts])
 
 
 class StagingRing:
@@ -167,19 +243,17 @@ class StagingRing:
         self._events: list[Event] = [PAST] * 3
         self._next = 0
 
-    def upload(self, columns: Columns) -> Sections:
-        """One copy for all columns, into fresh device memory."""
-        shapes = {name: column.shape for name, column in columns.items()}
-        into = torch.empty(packed_size(shapes), dtype=torch.int32, device=self.device)
-        self.copy(into, columns)
-        return cut(into, shapes)
+    def upload(self, record: Record) -> Any:
+        """The same record over fresh device memory. One copy for all of its arrays."""
+        arrays = arrays_of(record)
+        into = torch.empty(packed_size(arrays), dtype=torch.int32, device=self.device)
+        self.copy(into, arrays)
+        return unpack(record, into)
 
-    def copy(self, into: torch.Tensor, columns: Columns) -> None:
-        """One copy of all columns into [packed_size] int32."""
-        (staging, flat), parts = self._staging(into), list[np.ndarray]()
-        for column in columns.values():
-            parts += column.reshape(-1), _GAPS[-column.size % _ALIGNED]
-        np.concatenate(parts, out=flat)
+    def copy(self, into: torch.Tensor, arrays: Sequence[np.ndarray]) -> None:
+        """One copy of all arrays into [packed_size] int32."""
+        staging, flat = self._staging(into)
+        pack_arrays(arrays, flat)
         self._copy(into, staging)
 
     def copy_packed(self, into: torch.Tensor, packed: np.ndarray) -> None:
@@ -188,20 +262,15 @@ class StagingRing:
         flat[:] = packed
         self._copy(into, staging)
 
-    def copy_rows(self, into: torch.Tensor, columns: Columns, padding: Columns, size: int) -> None:
-        """One copy of all columns into [packed_size] int32, each continued to `size` rows with its row of `padding`. A
-        column may be shorter than the others, or empty."""
-        (staging, flat), start = self._staging(into), 0
-        for name, column in columns.items():
-            fill, n = padding[name], len(column)
-            count = fill.size * size
-            section = flat[start : start + count]
-            if column.ndim > 1:
-                section = section.reshape(size, -1)
-            section[:n] = column
-            if n < size:
-                section[n:] = fill
-            start += _aligned(count)
+    def copy_rows(
+        self, into: torch.Tensor, arrays: Sequence[np.ndarray], padding: np.ndarray, starts: Sequence[int]
+    ) -> None:
+        """One copy of `padding` [packed_size] int32, in which each section, from `starts[i]` on, begins with an array's
+        rows instead. An array may be shorter than the others, or empty."""
+        staging, flat = self._staging(into)
+        flat[:] = padding
+        for array, start in zip(arrays, starts):
+            flat[start : start + array.size] = array if array.ndim == 1 else array.reshape(-1)
         self._copy(into, staging)
 
     def _staging(self, into: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:

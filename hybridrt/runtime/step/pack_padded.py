@@ -12,12 +12,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hybridrt.kernels.core.chunk_plan import most_chunks
-from hybridrt.runtime.step.pack import chunk_names, cut, packed_size
+from hybridrt.kernels.core.chunk_plan import ChunkArrays, most_chunks
+from hybridrt.kernels.core.packed import Record, arrays_of, map_arrays, pack_arrays, packed_size, unpack
+from hybridrt.runtime.step.pack import AdmissionArrays, PageEntries, PromptArrays, StepArrays, TableChanges
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StepPlan
-from hybridrt.runtime.step.sampling_table import SamplingTable
-from hybridrt.runtime.step.saved_states import saved_state_lists
-from hybridrt.runtime.step.step_passes import RUN_COLUMNS, Run, in_pass, run_lists, runs_of
+from hybridrt.runtime.step.recurrent_arrays import (
+    PassArrays,
+    RecurrentArrays,
+    Run,
+    SavedArrays,
+    one_pass_lists,
+    pass_lists,
+    runs_of,
+)
+from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
 # Of a step; larger ones keep a device busy without graphs. Padding costs what tokens cost, unless there are fewer than
 # 200 or so: then the weights take longer to read.
@@ -90,9 +98,9 @@ class StateSaves(Enum):
     SECOND_PASS = auto()  # a first pass ends there, a second one computes the tokens behind
 
 
-class PaddedColumns:
-    """The columns of a bucket's steps, padded: views of one array that is made once and filled anew for each step. A
-    first token waits for it, so what pads is copied in one go, and a step writes its own numbers alone.
+class PaddedStep:
+    """A bucket's steps, padded: a record over one buffer that is made once and filled anew for each step. A first token
+    waits for it, so what pads is copied in one go, and a step writes its own numbers alone.
 
     Args:
         sizes: of chunks.
@@ -100,142 +108,165 @@ class PaddedColumns:
 
     Attributes:
         flat: [packed_size] int32, what is copied to the device.
-        shapes: of the sections of `flat`.
-        columns: by name, views of `flat`: what `pack_bookkeeping` and `pack_batch` pack, `sample_at`, `sample_rows` and
-            `output_indices` without gaps, and the chunk plans, saved states or passes.
+        arrays: views of `flat`. `sample_at`, `sample_rows` and `output_indices` have their padding at the end. Of
+            the tables there is what a graph enters.
     """
 
     def __init__(self, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> None:
         self._bucket, self._sizes, self._saves = bucket, sizes, saves
-        self.shapes = _shapes(bucket) | _recurrent_shapes(bucket, sizes, saves)
-        self.flat = np.zeros(packed_size(self.shapes), np.int32)
-        sections = cut(torch.from_numpy(self.flat), self.shapes)
-        self.columns = {name: section.numpy() for name, section in sections.items()}
-        self._fill_padding(seq_len_fill)
+        padding = _padding(bucket, sizes, saves, seq_len_fill)
+        arrays = arrays_of(padding)
+        self.flat = np.zeros(packed_size(arrays), np.int32)
+        pack_arrays(arrays, self.flat)
+        self.arrays: StepArrays[np.ndarray] = map_arrays(
+            torch.Tensor.numpy, unpack(padding, torch.from_numpy(self.flat))
+        )
         self._padding = self.flat.copy()
 
     def pack(self, plan: StepPlan) -> None:
-        """Fills the columns with a step that the bucket holds. Of what changes in tables it has what a graph enters."""
+        """Fills the record with a step that the bucket holds and whose changes of tables a graph enters."""
         self.flat[:] = self._padding
-        self._pack_bookkeeping(plan)
+        self._pack_tables(plan)
         self._pack_decode(plan.decode)
         self._pack_prompts(plan.extend, len(plan.decode))
-        for name, values in self._recurrent(plan.extend).items():
-            if name in self.columns:
-                self.columns[name][: len(values)] = values
 
-    def _fill_padding(self, seq_len_fill: int) -> None:
-        """What differs from 0 where a step has nothing. Positions are 0: rotary tables end with the longest request."""
-        columns, (rows, tokens) = self.columns, self._bucket
-        columns["seq_lens"][:rows] = seq_len_fill
-        columns["new_pages"][:] = -1
-        columns["query_start_loc"][:] = np.minimum(np.arange(len(columns["query_start_loc"])), rows)
-        columns["query_start_loc"][rows + 1 :] += tokens
-        for name, column in columns.items():
-            if name.startswith("cu_chunk_seqlens"):  # all chunks of a pass have as many tokens as its runs
-                column[1:] = self._bucket.tail if name.endswith(in_pass("", 1)) else tokens
-            elif name.startswith("last_chunk"):
-                column[:] = -1
-
-    def _pack_bookkeeping(self, plan: StepPlan) -> None:
-        columns, admissions, start = self.columns, plan.admissions, 0
+    def _pack_tables(self, plan: StepPlan) -> None:
+        tables, admissions, start = self.arrays.tables, plan.admissions, 0
+        assert tables is not None and tables.admissions is not None and tables.pages is not None
+        into, entries = tables.admissions, tables.pages
         if n := len(admissions):
             constants = SamplingTable.pack_constants(admissions)
-            columns["seeds"][:n], columns["constants"][:n] = constants[:, :2], constants[:, 2:]
-            columns["admit_rows"][:n] = [a.row for a in admissions]
-            columns["admit_state_slots"][:n] = [a.state_slot for a in admissions]
-            columns["admit_phases"][:n] = [a.phase for a in admissions]
+            into.sampling.seeds[:n], into.sampling.constants[:n] = constants[:, :2], constants[:, 2:]
+            into.rows[:n] = [a.row for a in admissions]
+            into.state_slots[:n] = [a.state_slot for a in admissions]
+            into.phases[:n] = [a.phase for a in admissions]
         for write in plan.page_writes:
             end = start + len(write.pages)
-            columns["page_rows"][start:end] = write.row
-            columns["page_indices"][start:end] = np.arange(write.first_page, write.first_page + end - start)
-            columns["pages"][start:end] = write.pages
+            entries.rows[start:end] = write.row
+            entries.indices[start:end] = np.arange(write.first_page, write.first_page + end - start)
+            entries.pages[start:end] = write.pages
             start = end
 
     def _pack_decode(self, decode: DecodeRows) -> None:
         if n := len(decode):
-            columns = self.columns
-            columns["rows"][:n] = columns["sample_rows"][:n] = decode.rows
-            columns["output_indices"][:n] = decode.output_indices
-            columns["sample_at"][:n] = np.arange(n)
-            np.add(decode.computed, 1, out=columns["seq_lens"][:n])
+            arrays, prompts = self.arrays, self._prompts
+            arrays.rows[:n] = prompts.sample_rows[:n] = decode.rows
+            arrays.output_indices[:n] = decode.output_indices
+            prompts.sample_at[:n] = np.arange(n)
+            np.add(decode.computed, 1, out=arrays.seq_lens[:n])
 
     def _pack_prompts(self, extend: Sequence[ExtendRow], decoding: int) -> None:
-        columns, first, count, start = self.columns, self._bucket.decode_rows, len(extend), 0
-        ends = list[int]()
+        arrays, into, first, count = self.arrays, self._prompts, self._bucket.decode_rows, len(extend)
+        ends, start = list[int](), 0
         for row in extend:
             end = start + len(row.tokens)
-            columns["input_ids"][start:end] = row.tokens
-            columns["extend_rows"][start:end] = row.row
-            columns["extend_positions"][start:end] = np.arange(row.computed, row.computed + end - start)
+            into.input_ids[start:end] = row.tokens
+            into.rows[start:end] = row.row
+            into.positions[start:end] = np.arange(row.computed, row.computed + end - start)
             ends.append(first + end)
             start = end
-        prompts, lens = slice(first, first + count), [row.computed + len(row.tokens) for row in extend]
-        columns["rows"][prompts] = [row.row for row in extend]
-        columns["seq_lens"][first : first + count + 1] = [*lens, self._bucket.tokens - start]
-        columns["query_start_loc"][first + 1 : first + 1 + count] = ends
-        sampling = [(end - 1, row.row, row.output_index) for row, end in zip(extend, ends) if row.sample]
-        for name, values in zip(("sample_at", "sample_rows", "output_indices"), zip(*sampling)):
-            columns[name][decoding : decoding + len(values)] = values
+        lens, left = [row.computed + len(row.tokens) for row in extend], self._bucket.tokens - start
+        arrays.rows[first : first + count] = [row.row for row in extend]
+        arrays.seq_lens[first : first + count + 1] = [*lens, left]
+        into.query_start_loc[first + 1 : first + 1 + count] = ends
+        if sampling := [(end, row) for row, end in zip(extend, ends) if row.sample]:
+            lines = slice(decoding, decoding + len(sampling))
+            into.sample_at[lines] = [end - 1 for end, _ in sampling]
+            into.sample_rows[lines] = [row.row for _, row in sampling]
+            arrays.output_indices[lines] = [row.output_index for _, row in sampling]
+        _fill(into.recurrent, self._recurrent([*extend, ExtendRow(0, 0, range(left), 0, False)]))
 
-    def _recurrent(self, extend: Sequence[ExtendRow]) -> dict[str, list[int]]:
-        """What the recurrent layers need of the prompts: the first values of columns."""
-        left = self._bucket.tokens - sum(len(row.tokens) for row in extend)
-        padded = [*extend, ExtendRow(0, 0, range(left), 0, False)]
+    @property
+    def _prompts(self) -> PromptArrays[np.ndarray]:
+        assert self.arrays.prompts is not None
+        return self.arrays.prompts
+
+    def _recurrent(self, extend: Sequence[ExtendRow]) -> RecurrentArrays[list[int]]:
+        """What the recurrent layers need of the prompts and the padding row: the first values of the arrays."""
         if self._saves is StateSaves.SECOND_PASS:
-            return _pass_lists(padded, self._bucket, self._sizes)
-        return saved_state_lists(padded, self._sizes) | {"read_state_slots": [row.read_state_slot for row in extend]}
+            return RecurrentArrays(passes=_pass_lists(extend, self._bucket, self._sizes))
+        return one_pass_lists(extend, self._sizes)
 
 
-def _shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
-    """Of the sections that every graph has."""
-    rows, prompts, tokens, none = bucket.decode_rows, bucket.prompts, bucket.tokens, (0,)
-    sampled, batch = (rows + prompts,), (rows + prompts + 1,)
-    return {
-        "seeds": (prompts, 2), "constants": (prompts, SamplingTable.CONSTANTS),
-        "penalty_rows": none, "output_tokens": none, "prompt_tokens": none,
-        **dict.fromkeys(("admit_rows", "admit_state_slots", "admit_phases"), (prompts,)),
-        **dict.fromkeys(("page_rows", "page_indices", "pages"), (bucket.entries,)),
-        "copy_sources": none, "copy_targets": none,
-        "rows": batch, "seq_lens": batch, "output_indices": sampled, "new_pages": (rows,),
-        "query_start_loc": (rows + prompts + 2,), "sample_at": sampled, "sample_rows": sampled,
-        **dict.fromkeys(("input_ids", "extend_rows", "extend_positions"), (tokens,)),
-    }  # fmt: skip
+def _fill(into: Record, values: Record) -> None:
+    """Writes a record of lists to the heads of a record of arrays. What is None in `values` stays padding."""
+    for part, value in zip(into, values):
+        if isinstance(value, tuple):
+            _fill(part, value)
+        elif value is not None:
+            part[: len(value)] = value
 
 
-def _recurrent_shapes(bucket: Bucket, sizes: Sequence[int], saves: StateSaves) -> dict[str, tuple[int, ...]]:
-    """Of the sections that recurrent layers need."""
-    rows, lengths = bucket.prompts + 1, dict[str, int]()
-    if saves is StateSaves.SECOND_PASS:
-        for number, (runs, tokens) in enumerate(((2 * rows - 1, bucket.tokens), (rows, bucket.tail))):
-            of_pass = dict.fromkeys(RUN_COLUMNS, runs) | {"query_start_loc": runs + 1, "tokens": number * tokens}
-            for size in sizes:
-                of_pass |= _chunk_lengths(size, runs, most_chunks(runs, tokens, size))
-            lengths |= {in_pass(name, number): length for name, length in of_pass.items()}
-        return {name: (length,) for name, length in lengths.items()}
-    at_chunks = saves is StateSaves.AT_CHUNKS
-    lengths |= dict.fromkeys(("read_state_slots", *(("row_slots", "row_lengths") if at_chunks else ())), rows)
-    for size in sizes:
-        count = most_chunks(rows, bucket.tokens, size) + bucket.prompts  # a saved state divides a chunk
-        lengths |= _chunk_lengths(size, rows, count) | ({f"saves of {size}": count} if at_chunks else {})
-    return {name: (length,) for name, length in lengths.items()}
+def _padding(bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> StepArrays[np.ndarray]:
+    """A step of a bucket that has nothing. Positions are 0: rotary tables end with the longest request."""
+    (rows, tokens), prompts = bucket, bucket.prompts
+    sampled, batch = rows + prompts, rows + prompts + 1
+    sampling = SamplingArrays(_zeros(prompts, 2), _zeros(prompts, SamplingTable.CONSTANTS))
+    admissions = AdmissionArrays(_zeros(prompts), _zeros(prompts), _zeros(prompts), sampling)
+    pages = PageEntries(_zeros(bucket.entries), _zeros(bucket.entries), _zeros(bucket.entries))
+    starts = np.minimum(np.arange(batch + 1, dtype=np.int32), rows)
+    starts[rows + 1 :] += tokens
+    recurrent = (
+        _padding_passes(bucket, sizes) if saves is StateSaves.SECOND_PASS else _padding_rows(bucket, sizes, saves)
+    )
+    return StepArrays(
+        _zeros(batch),
+        np.where(np.arange(batch) < rows, seq_len_fill, 0).astype(np.int32),
+        _zeros(sampled),
+        np.full(rows, -1, np.int32),
+        prompts=PromptArrays(
+            starts, _zeros(sampled), _zeros(sampled), _zeros(tokens), _zeros(tokens), _zeros(tokens), None, recurrent
+        ),
+        tables=TableChanges(admissions, pages, None),
+    )
 
 
-def _chunk_lengths(size: int, rows: int, count: int) -> dict[str, int]:
-    """Of the columns of a plan of `count` chunks. Those behind a step's last chunk have no tokens."""
-    return dict(zip(chunk_names(size).values(), (count + 1, count, rows, rows)))
+def _padding_rows(bucket: Bucket, sizes: Sequence[int], saves: StateSaves) -> RecurrentArrays[np.ndarray]:
+    """What recurrent layers need of rows that are computed in one pass."""
+    rows = bucket.prompts + 1
+    counts = [most_chunks(rows, bucket.tokens, size) + bucket.prompts for size in sizes]  # a saved state divides one
+    saved = None
+    if saves is StateSaves.AT_CHUNKS:
+        saved = SavedArrays(_zeros(rows), _zeros(rows), tuple(_zeros(count) for count in counts))
+    return RecurrentArrays(_zeros(rows), tuple(_padding_chunks(rows, n, bucket.tokens) for n in counts), saved)
 
 
-def _pass_lists(extend: Sequence[ExtendRow], bucket: Bucket, sizes: Iterable[int]) -> dict[str, list[int]]:
-    """The two passes over a bucket's prompts and the padding row behind them, with runs without tokens up to the
+def _padding_passes(bucket: Bucket, sizes: Sequence[int]) -> RecurrentArrays[np.ndarray]:
+    """What recurrent layers need of rows that are computed in two passes."""
+    rows, passes = bucket.prompts + 1, []
+    for number, (runs, tokens) in enumerate(((2 * rows - 1, bucket.tokens), (rows, bucket.tail))):
+        chunks = tuple(_padding_chunks(runs, most_chunks(runs, tokens, size), tokens) for size in sizes)
+        places = _zeros(tokens) if number else None
+        passes.append(
+            PassArrays(_zeros(runs), _zeros(runs), _zeros(runs), _zeros(runs + 1), _zeros(runs), places, chunks)
+        )
+    return RecurrentArrays(passes=tuple(passes))
+
+
+def _padding_chunks(rows: int, count: int, tokens: int) -> ChunkArrays[np.ndarray]:
+    """A plan of `count` chunks, none of which has any of the rows' `tokens`."""
+    ends = np.full(count + 1, tokens, np.int32)
+    ends[0] = 0
+    return ChunkArrays(ends, _zeros(count), _zeros(rows), np.full(rows, -1, np.int32))
+
+
+def _zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.int32)
+
+
+def _pass_lists(
+    extend: Sequence[ExtendRow], bucket: Bucket, sizes: Sequence[int]
+) -> tuple[PassArrays[list[int]], PassArrays[list[int]]]:
+    """The two passes over a bucket's prompts and the padding row after them, with runs without tokens up to the
     bucket's number. A prompt that saves a state has two runs in the first pass."""
-    last, (first, second) = bucket.prompts, (runs_of(extend, number) for number in (0, 1))
-    behind = sum(run.length for run in second)
+    last, first, second = bucket.prompts, runs_of(extend, 0), runs_of(extend, 1)
+    behind = sum([run.length for run in second])
     first += [Run(row, 0, 0, 0, bucket.tokens, 0) for row in range(len(extend), bucket.prompts + 1)]
     first += [Run(last, -1, -1, 0, bucket.tokens, 0)] * (2 * bucket.prompts + 1 - len(first))
     second.append(Run(last, -1, -1, 0, 0, bucket.tail - behind))
     second += [Run(last, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second))
-    lists = run_lists(first, 0, sizes) | run_lists(second, 1, sizes)
+    later = pass_lists(second, 1, sizes)
+    assert later.tokens is not None
     # What pads the second pass stands for token 0, which is never behind a saved state.
-    del lists[in_pass("tokens", 1)][behind:]
-    return lists
+    del later.tokens[behind:]
+    return pass_lists(first, 0, sizes), later

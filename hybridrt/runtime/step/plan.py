@@ -229,7 +229,7 @@ class StepPlan:
             step writes to.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
         constrained: the rows that sample under a bitmask, by their numbers in the step's result. If there
-            are any, `launch` launches all but the sampling, and `Executor.sample` launches the sampling.
+            are any, `launch` launches all but the sampling, and `StepHandle.sample` launches the sampling.
     """
 
     admissions: list[Admission] = field(default_factory=list)
@@ -269,26 +269,46 @@ class StepResult:
 class StepHandle(Protocol):
     """A launched step whose result may not have been copied to the host yet."""
 
+    @property
+    def needs_masks(self) -> bool:
+        """The plan has `constrained` rows, and the step has not sampled. Then no other step can be launched before
+        `sample` or `drop`."""
+
+    def sample(self, masks: np.ndarray) -> None:
+        """Launches the sampling of a step that needs masks.
+
+        Args:
+            masks: [lines, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set where token i is allowed: of each
+                constrained row in order one line for its last token, then one for each of its drafts.
+
+        Raises:
+            EngineError: the step needs no masks, or these have another shape. Nothing has changed.
+        """
+
+    def drop(self) -> None:
+        """Gives up a step that needs masks: it never samples. Does nothing to another step."""
+
     def ready(self) -> bool:
         """True if `result` would not wait."""
 
     def result(self) -> StepResult:
         """Returns the step's tokens; waits for them if the step samples any. A step that samples nothing is not waited
-        for: later work is safe because it is queued on the same stream. Call this in launch order."""
+        for: later work is safe because it is queued on the same stream. Call this in launch order.
+
+        Raises:
+            EngineError: the step needs masks, or was dropped.
+        """
 
 
 class Executor(Protocol):
-    """Runs steps in launch order. `launch` returns at once; a later step may be launched before the result is read."""
+    """Runs steps in launch order. A later step may be launched before the result of an earlier one is read."""
 
-    def launch(self, plan: StepPlan) -> StepHandle: ...
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Returns at once.
+
+        Raises:
+            EngineError: the step launched before needs masks: sample or drop it first. Nothing has changed.
+        """
 
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended."""
-
-    def sample(self, masks: np.ndarray) -> None:
-        """Launches the sampling of the step that was launched last, whose plan has `constrained` rows.
-
-        Args:
-            masks: [lines, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set where token i is allowed: of each
-                constrained row in order one line for its last token, then one for each of its drafts.
-        """

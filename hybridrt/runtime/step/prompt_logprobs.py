@@ -1,17 +1,13 @@
-"""Log-probabilities of prompts: computed behind a step's chunks, a few hundred lines of logits at a time."""
+"""Which prompts get log-probabilities, and what they take on the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from hybridrt.base.device import record_event
 from hybridrt.base.sampling_params import MAX_LOGPROBS
-from hybridrt.kernels.sampling.sampling import token_logprobs
-from hybridrt.runtime.step.launched_step import to_host
-from hybridrt.runtime.step.plan import Admission, ExtendRow, StepHandle, StepResult
-from hybridrt.runtime.step.token_scores import TokenScores
+from hybridrt.runtime.step.pack import ScoredTokens
+from hybridrt.runtime.step.plan import Admission, ExtendRow
 
 # Prompt tokens whose logits are there at a time: enough that reading the head's weights does not decide how long they
 # take, and few enough that their logits are small beside the activations of a step.
@@ -43,10 +39,10 @@ class PromptRequirements:
             if a.params.prompt_logprobs is not None:
                 self._rows[a.row] = a.params.prompt_logprobs, a.prompt_len
 
-    def of(self, extend: Sequence[ExtendRow], decoded: int) -> tuple[list[Wanted], dict[str, np.ndarray]]:
-        """What a step's chunks give, behind `decoded` tokens of decode rows, and int32 sections for its packed copy:
-        the places in the batch, and the tokens that follow there."""
-        wanted, places = list[Wanted](), [np.empty(0, np.int32)]
+    def of(self, extend: Sequence[ExtendRow], decoded: int) -> tuple[list[Wanted], ScoredTokens[np.ndarray] | None]:
+        """What a step's chunks give, after `decoded` tokens of decode rows, and what the step packs for it: the places
+        in the batch, and the tokens that follow there. None where they give nothing."""
+        wanted, places = list[Wanted](), list[np.ndarray]()
         for chunk in extend if self._rows else ():
             top, prompt_len = self._rows.get(chunk.row, (0, 0))
             count = min(len(chunk.tokens), prompt_len - 1 - chunk.computed)
@@ -55,50 +51,6 @@ class PromptRequirements:
                 places.append(np.arange(decoded, decoded + count, dtype=np.int32))
             decoded += len(chunk.tokens)
         if not wanted:
-            return [], {}
+            return [], None
         tokens = np.array([token for each in wanted for token in each.tokens], np.int32)
-        return wanted, {"scored_at": np.concatenate(places), "scored_tokens": tokens}
-
-
-class ScoredStep:
-    """A launched step, and the log-probabilities of prompts behind it.
-
-    Args:
-        step: what the step gives besides.
-        wanted: whose log-probabilities they are, in order.
-        hidden: [T, hidden] of the step; places, tokens: [N] int32, as `PromptRequirements.of` packs them.
-        logits: from hidden states to logits.
-    """
-
-    def __init__(
-        self,
-        step: StepHandle,
-        wanted: Sequence[Wanted],
-        hidden: torch.Tensor,
-        places: torch.Tensor,
-        tokens: torch.Tensor,
-        logits: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        self._step, self._wanted = step, wanted
-        top = max(w.top for w in wanted)
-        # Each part leaves the device before the next is computed: the memory plan counts the results of one.
-        self._found = [
-            tuple(map(to_host, token_logprobs(logits(hidden.index_select(0, at)), following.long(), top)))
-            for at, following in zip(places.split(LINES), tokens.split(LINES))
-        ]
-        self._event = record_event(hidden.device)
-
-    def ready(self) -> bool:
-        return self._step.ready() and self._event.query()
-
-    def result(self) -> StepResult:
-        self._event.synchronize()
-        result, end = self._step.result(), 0
-        own, ids, best = (torch.cat(parts).numpy() for parts in zip(*self._found))
-        for row, tokens, top in self._wanted:
-            at, end = slice(end, end + len(tokens)), end + len(tokens)
-            # Copies: a request keeps these for longer than the step's pinned memory should be taken.
-            result.prompt_logprobs[row] = TokenScores(
-                np.array(tokens, np.int32), own[at].copy(), ids[at, :top].astype(np.int32), best[at, :top].copy()
-            )
-        return result
+        return wanted, ScoredTokens(np.concatenate(places), tokens)

@@ -3,20 +3,39 @@
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from struct import Struct
-from typing import ClassVar
+from typing import ClassVar, Generic, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.core.packed import A
 from hybridrt.kernels.sampling.token_rules import TokenRules
-from hybridrt.runtime.step.plan import NO_INTEGERS, Admission
-from hybridrt.runtime.step.token_rules import admit_rules, allocate_rules, pack_rules, rule_row_bytes
+from hybridrt.runtime.step.plan import Admission
+from hybridrt.runtime.step.token_rules import RuleArrays, admit_rules, allocate_rules, pack_rules, rule_row_bytes
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NUMBERS = attrgetter(*FLOATS, "top_k")
 _CONSTANTS = Struct(f"=q{len(FLOATS)}f2i")
+
+
+class PenaltyArrays(NamedTuple, Generic[A]):
+    """Rows whose tokens penalties count [n], and (row, token) [m, 2] of their outputs and of their prompts."""
+
+    rows: A
+    outputs: A
+    prompts: A
+
+
+class SamplingArrays(NamedTuple, Generic[A]):
+    """What the table stores for n admitted requests: `SamplingTable.constants` as bits, the seeds [n, 2] apart; the
+    tokens that penalties count, and rules; None where no request has any."""
+
+    seeds: A
+    constants: A
+    penalties: PenaltyArrays[A] | None = None
+    rules: RuleArrays[A] | None = None
 
 
 class SamplingTable:
@@ -57,37 +76,30 @@ class SamplingTable:
     @classmethod
     def pack_constants(cls, admissions: Sequence[Admission]) -> np.ndarray:
         """[n, 2 + CONSTANTS] int32: the seed of each request and the rest of its `constants`, as bits."""
-        rows = bytearray().join(cls.constants(a.params, a.seed, a.rules) for a in admissions)
+        rows = bytearray().join([cls.constants(a.params, a.seed, a.rules) for a in admissions])
         return np.frombuffer(rows, np.int32).reshape(-1, 2 + cls.CONSTANTS)
 
     @classmethod
-    def pack(cls, admissions: Sequence[Admission]) -> dict[str, np.ndarray]:
-        """int32 sections of the step's packed copy: constants as bits, the tokens that penalties count, and rules."""
-        counted = [a for a in admissions if a.params.uses_penalties]
+    def pack(cls, admissions: Sequence[Admission]) -> SamplingArrays[np.ndarray]:
+        """What the table stores for these requests, as int32."""
         constants = cls.pack_constants(admissions)
-        return {
-            "seeds": constants[:, :2],
-            "constants": constants[:, 2:],
-            "penalty_rows": np.array([a.row for a in counted], np.int32),
-            "output_tokens": _with_rows((a.row, a.output) for a in counted),
-            "prompt_tokens": _with_rows((a.row, a.counted) for a in counted),
-            **pack_rules(admissions),
-        }
+        counted = [a for a in admissions if a.params.uses_penalties]
+        penalties = _pack_penalties(counted) if counted else None
+        return SamplingArrays(constants[:, :2], constants[:, 2:], penalties, pack_rules(admissions))
 
-    def admit(self, rows: Tensor, sections: dict[str, Tensor]) -> None:
+    def admit(self, rows: Tensor, arrays: SamplingArrays[Tensor]) -> None:
         """Stores what `pack` packed, for request rows `rows` [n]."""
-        self._constants[:, rows] = sections["constants"].t()
-        self.seeds[rows] = sections["seeds"].view(torch.int64).squeeze(1)
-        if "rules" in sections:
-            admit_rules(self.rules, sections)
-        counted = sections["penalty_rows"].long()
-        if counted.numel():
+        self._constants[:, rows] = arrays.constants.t()
+        self.seeds[rows] = arrays.seeds.view(torch.int64).squeeze(1)
+        if arrays.rules is not None:
+            admit_rules(self.rules, arrays.rules)
+        if (penalties := arrays.penalties) is not None:
+            counted, prompts = penalties.rows.long(), penalties.prompts
             # Filled, not assigned: a Python number behind `[...] =` is copied to the device, which the host waits for.
             self.output_counts.index_fill_(0, counted, 0)
             self.prompt_mask.index_fill_(0, counted, False)
-            prompt = sections["prompt_tokens"].view(-1, 2)
-            self.prompt_mask[prompt[:, 0], prompt[:, 1]] = torch.ones((), dtype=torch.bool, device=prompt.device)
-            self.count(*sections["output_tokens"].view(-1, 2).unbind(1))
+            self.prompt_mask[prompts[:, 0], prompts[:, 1]] = torch.ones((), dtype=torch.bool, device=rows.device)
+            self.count(*penalties.outputs.unbind(1))
 
     def count(self, rows: Tensor, tokens: Tensor) -> None:
         """Counts `tokens` [n] as output of `rows` [n]; a pair may come more than once. A request whose token is -1
@@ -101,7 +113,14 @@ class SamplingTable:
         history[rows, output_indices % history.shape[1]] = tokens.int()
 
 
+def _pack_penalties(counted: Sequence[Admission]) -> PenaltyArrays[np.ndarray]:
+    return PenaltyArrays(
+        np.array([a.row for a in counted], np.int32),
+        _with_rows((a.row, a.output) for a in counted),
+        _with_rows((a.row, a.counted) for a in counted),
+    )
+
+
 def _with_rows(tokens: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
-    """[2 n] int32: of each token its row, then itself."""
-    pairs = [np.stack((np.full(len(column), row, np.int32), column), 1).ravel() for row, column in tokens]
-    return np.concatenate((NO_INTEGERS, *pairs))
+    """[n, 2] int32: of each token its row, then itself."""
+    return np.concatenate([np.stack((np.full(len(column), row, np.int32), column), 1) for row, column in tokens])

@@ -3,13 +3,14 @@ its admission into a table on the device."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import numpy as np
 import torch
 
 from hybridrt.base.errors import RequestError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.kernels.core.packed import A
 from hybridrt.kernels.sampling.token_rules import RULE_COLUMNS, TokenRules, TokenRuleTable
 
 if TYPE_CHECKING:
@@ -18,6 +19,29 @@ if TYPE_CHECKING:
 MAX_RULES = 2048  # of a row, and tokens of all its prefixes
 HISTORY = 64  # output tokens that are kept of a row: bad words have at most one token more
 _ALWAYS = 2**31 - 1
+
+
+class AllowedArrays(NamedTuple, Generic[A]):
+    """Rows with a list of allowed tokens [n], and the lists as bits [n, ceil(vocab / 32)]."""
+
+    rows: A
+    words: A
+
+
+class RuleArrays(NamedTuple, Generic[A]):
+    """The rules of admitted requests. The first two lines of a matrix are the rows and the places of its columns.
+
+    Attributes:
+        rows: [n], those with rules.
+        rules: [2 + RULE_COLUMNS, rules of all]; prefixes, history: [3, tokens of all].
+        allowed: None where all tokens are allowed to all.
+    """
+
+    rows: A
+    rules: A
+    prefixes: A
+    history: A
+    allowed: AllowedArrays[A] | None
 
 
 def make_rules(
@@ -122,27 +146,28 @@ def rule_row_bytes(vocab_size: int) -> int:
     return 4 * ((RULE_COLUMNS + 1) * MAX_RULES + -(-vocab_size // 32) + HISTORY)
 
 
-def pack_rules(admissions: Sequence["Admission"]) -> dict[str, np.ndarray]:
-    """int32 sections of the step's packed copy; nothing where no admission has rules."""
+def pack_rules(admissions: Sequence["Admission"]) -> RuleArrays[np.ndarray] | None:
+    """What the table stores for these requests, as int32; None where no admission has rules."""
     ruled = [(a, a.rules) for a in admissions if a.rules is not None]
     if not ruled:
-        return {}
+        return None
     columns = [np.frombuffer(rules.columns, np.int32).reshape(RULE_COLUMNS, -1) for _, rules in ruled]
     prefixes = [np.frombuffer(rules.prefixes, np.int32) for _, rules in ruled]
     restricted = [(a.row, np.frombuffer(rules.allowed, np.int32)) for a, rules in ruled if rules.allowed]
     outputs = [a.output[-HISTORY:] for a, _ in ruled]
     starts = [max(len(a.output) - HISTORY, 0) for a, _ in ruled]
     rows = [a.row for a, _ in ruled]
-    sections = {
-        "rule_rows": np.array(rows, np.int32),
-        "rules": np.concatenate((_places(rows, [c.shape[1] for c in columns]), np.concatenate(columns, 1))),
-        "rule_prefixes": np.concatenate((_places(rows, list(map(len, prefixes))), np.concatenate(prefixes)[None])),
-        "history": np.concatenate((_places(rows, list(map(len, outputs)), starts), np.concatenate(outputs)[None])),
-    }
+    allowed = None
     if restricted:
-        sections["allowed_rows"] = np.array([row for row, _ in restricted], np.int32)
-        sections["allowed"] = np.stack([words for _, words in restricted])
-    return sections
+        allowed_rows = np.array([row for row, _ in restricted], np.int32)
+        allowed = AllowedArrays(allowed_rows, np.stack([words for _, words in restricted]))
+    return RuleArrays(
+        np.array(rows, np.int32),
+        np.concatenate((_places(rows, [c.shape[1] for c in columns]), np.concatenate(columns, 1))),
+        np.concatenate((_places(rows, list(map(len, prefixes))), np.concatenate(prefixes)[None])),
+        np.concatenate((_places(rows, list(map(len, outputs)), starts), np.concatenate(outputs)[None])),
+        allowed,
+    )
 
 
 def _places(rows: Sequence[int], lengths: Sequence[int], starts: Sequence[int] | None = None) -> np.ndarray:
@@ -152,14 +177,13 @@ def _places(rows: Sequence[int], lengths: Sequence[int], starts: Sequence[int] |
     return np.stack((np.repeat(np.array(rows, np.int32), lengths), np.concatenate(places)))
 
 
-def admit_rules(table: TokenRuleTable, sections: dict[str, torch.Tensor]) -> None:
+def admit_rules(table: TokenRuleTable, arrays: RuleArrays[torch.Tensor]) -> None:
     """Stores what `pack_rules` packed; the rows' counts apart."""
     # Filled, not assigned: a Python number behind `[...] =` is copied to the device, which the host waits for.
-    table.allowed.index_fill_(0, sections["rule_rows"].long(), -1)
-    if "allowed" in sections:
-        table.allowed[sections["allowed_rows"]] = sections["allowed"]
-    rules = sections["rules"]
+    table.allowed.index_fill_(0, arrays.rows.long(), -1)
+    if (allowed := arrays.allowed) is not None:
+        table.allowed[allowed.rows] = allowed.words
+    rules = arrays.rules
     table.columns[:, rules[0], rules[1]] = rules[2:]
-    for into, name in ((table.prefixes, "rule_prefixes"), (table.history, "history")):
-        rows, places, tokens = sections[name]
-        into[rows, places % into.shape[1]] = tokens
+    for into, tokens in ((table.prefixes, arrays.prefixes), (table.history, arrays.history)):
+        into[tokens[0], tokens[1] % into.shape[1]] = tokens[2]

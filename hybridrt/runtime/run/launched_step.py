@@ -1,0 +1,309 @@
+"""The handle of a launched step: it samples, verifies drafts, and copies what the step gives to the host.
+
+Which tokens a grammar allows depends on the tokens before, which the host reads while the device computes the step. So
+a step with constrained rows samples when `sample` gets its masks; every other step samples within its launch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from hybridrt.attention.base import AttentionBackend
+from hybridrt.base.device import PAST, Event, record_event
+from hybridrt.base.errors import EngineError
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.sampling.sampling import token_logprobs
+from hybridrt.kernels.state.row_tables import enter_tokens
+from hybridrt.models.base import CausalLM
+from hybridrt.runtime.load.draft_needs import DeviceDrafter
+from hybridrt.runtime.sampling.sampler import Accepted, RowRequirements, SampledLines, Sampler, Verification
+from hybridrt.runtime.step.pack import StagingRing, StepArrays
+from hybridrt.runtime.step.plan import StepPlan, StepResult, TokenLogprobs, int32s
+from hybridrt.runtime.step.prompt_logprobs import LINES, Wanted
+from hybridrt.runtime.step.token_scores import TokenScores
+
+
+class SamplingRunner(Protocol):
+    """What a launched step sees of its runner: attributes of `StepRunner`."""
+
+    model: CausalLM
+    backend: AttentionBackend
+    sampler: Sampler
+    required: RowRequirements
+    last_tokens: torch.Tensor
+    staging: StagingRing
+    drafter: DeviceDrafter | None
+
+
+class ForwardPart(NamedTuple):
+    """What one forward pass leaves to sample from.
+
+    Attributes:
+        lines: of the decode rows, then of the prompts that end.
+        batch, arrays, hidden: the step, its packed arrays and the hidden states [T, hidden]. None where no drafts
+            are verified, no drafter follows and no prompt is scored.
+        scored: whose prompts get log-probabilities; their places and tokens are in `arrays`.
+    """
+
+    lines: SampledLines
+    batch: ForwardBatch | None = None
+    arrays: StepArrays[torch.Tensor] | None = None
+    hidden: torch.Tensor | None = None
+    scored: Sequence[Wanted] = ()
+
+
+class _Drawn(NamedTuple):
+    """The tokens of some rows on their way to the host.
+
+    Attributes:
+        tokens: [n, T]; accepted: [n], how many of a row's tokens count, None for all.
+        logprobs: of each token [n * T], then ids and log-probabilities of the likeliest [n * T, k]; or empty.
+        wanted: how many alternatives each row gets, None for no log-probabilities; empty if no row gets any.
+    """
+
+    tokens: torch.Tensor
+    accepted: torch.Tensor | None = None
+    logprobs: Sequence[torch.Tensor] = ()
+    wanted: Sequence[int | None] = ()
+
+
+class MaskedLines(NamedTuple):
+    """Which of a step's `total` lines of logits have masks: `lines` [m] int32, in the masks' order."""
+
+    lines: np.ndarray
+    total: int
+
+    @classmethod
+    def from_plan(cls, plan: StepPlan, tokens: int) -> "MaskedLines":
+        """A decode row has `tokens` lines, of which its input and its drafts have masks; an extend row that samples has
+        one."""
+        n, drafts = len(plan.decode), plan.decode.num_drafts.tolist()
+        lines = list[int]()
+        for i in plan.constrained:
+            first = i * tokens if i < n else n * tokens + i - n
+            lines += range(first, first + 1 + (drafts[i] if i < n else 0))
+        return cls(int32s(lines), n * tokens + sum(row.sample for row in plan.extend))
+
+
+class LaunchedStep:
+    """A launched step. Its results are copied to pinned memory after it, so that reading them waits for this step alone
+    and not for the one launched after it.
+
+    Args:
+        masked: the lines that wait for masks; None for a step that samples within its launch.
+
+    Attributes:
+        needs_masks: the next launch comes after `sample` or `drop`.
+    """
+
+    def __init__(self, masked: MaskedLines | None = None) -> None:
+        self.needs_masks, self._masked = masked is not None, masked
+        self._runner: SamplingRunner | None = None  # while the parts wait for masks
+        self._waiting: list[ForwardPart] = []
+        self._drawn: list[_Drawn] = []
+        self._scored: Sequence[Wanted] = ()
+        self._scores: list[Sequence[torch.Tensor]] = []
+        self._event: Event = PAST
+        self._problem = "" if masked is None else "give it its masks first"  # why there is no result
+
+    @classmethod
+    def from_tokens(cls, tokens: torch.Tensor) -> "LaunchedStep":
+        """A step that gives these tokens, [n, T]."""
+        step = cls()
+        step._copy_drawn(_Drawn(tokens))
+        return step
+
+    def add_part(self, runner: SamplingRunner, part: ForwardPart) -> None:
+        """Samples from a part, at once or when the masks are there. Parts come in the order of the step's rows."""
+        if self.needs_masks:
+            self._runner = runner
+            self._waiting.append(part)
+        else:
+            self._sample_part(runner, part, None)
+
+    def check_masks(self, masks: np.ndarray) -> None:
+        """EngineError if `sample` would not take these masks. Changes nothing."""
+        if not self.needs_masks or self._masked is None:
+            raise EngineError("masks for a step that waits for none: it has sampled, or was dropped")
+        vocab = max(part.lines.logits.shape[-1] for part in self._waiting)
+        wanted = len(self._masked.lines), -(-vocab // 32)
+        if masks.shape != wanted or masks.dtype != np.int32:
+            raise EngineError(
+                f"masks of {masks.dtype} {masks.shape} for a step with {wanted[0]} constrained lines: give int32 masks "
+                f"{wanted}"
+            )
+
+    @torch.inference_mode()
+    def sample(self, masks: np.ndarray) -> None:
+        """As StepHandle.sample."""
+        self.check_masks(masks)
+        runner, masked, waiting = self._runner, self._masked, self._waiting
+        assert runner is not None and masked is not None
+        self._end_waiting("its sampling failed")
+        try:
+            bitmask, start = _upload(masks, masked, runner.staging), 0
+            for part in waiting:
+                end = start + len(part.lines.logits)
+                self._sample_part(runner, part, bitmask[start:end])
+                start = end
+        except BaseException:
+            runner.backend.drop_step()
+            raise
+        self._problem = ""
+
+    def drop(self) -> None:
+        """As StepHandle.drop."""
+        if self.needs_masks:
+            if self._runner is not None:
+                self._runner.backend.drop_step()  # it is never committed; without this, later steps would raise
+            self._end_waiting("it was dropped without its masks")
+
+    def _end_waiting(self, problem: str) -> None:
+        """The step waits for nothing any more, and lets go of its runner, which may hold it."""
+        self.needs_masks, self._problem = False, problem
+        self._runner, self._masked, self._waiting = None, None, []
+
+    def ready(self) -> bool:
+        """As StepHandle.ready; also True before the step has its masks, when `result` raises."""
+        return self._event.query()
+
+    def result(self) -> StepResult:
+        """As StepHandle.result. EngineError if the step has not sampled."""
+        if self._problem:
+            raise EngineError(f"the step has not sampled: {self._problem}")
+        self._event.synchronize()
+        result = StepResult([], [])
+        for drawn in self._drawn:
+            _read_drawn(drawn, result)
+        if self._scored:
+            result.prompt_logprobs = _read_scores(self._scored, self._scores)
+        return result
+
+    def _sample_part(self, runner: SamplingRunner, part: ForwardPart, bitmask: torch.Tensor | None) -> None:
+        """Tokens of the rows that gain some. Then the drafter follows, and prompts are scored."""
+        batch, accepted = part.batch, None
+        lines: SampledLines | None = part.lines
+        if batch is not None and batch.spec_info is not None:
+            split = batch.num_decode_tokens
+            of_drafts, bitmask = (None, None) if bitmask is None else (bitmask[:split], bitmask[split:])
+            decode, lines = _split_lines(part.lines, batch.num_decode_rows, split)
+            accepted = self._verify(runner, part, decode, of_drafts)
+        if lines is not None and len(lines.rows):
+            parts, wanted = runner.required.of(*lines.on_host)
+            tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
+            enter_tokens(lines.rows, tokens, runner.last_tokens)
+            logprobs = _logprobs(lines.logits, tokens, wanted) if wanted else ()
+            self._copy_drawn(_Drawn(tokens[:, None], None, logprobs, wanted))
+        if runner.drafter is not None:
+            assert batch is not None and part.arrays is not None and part.hidden is not None
+            runner.drafter.follow(batch, part.hidden, accepted, part.arrays.prompts)
+        if part.scored:
+            self._score_prompts(runner, part)
+
+    def _verify(
+        self, runner: SamplingRunner, part: ForwardPart, lines: SampledLines, bitmask: torch.Tensor | None
+    ) -> Accepted:
+        """Acceptance for the decode rows [n], which have n * T lines of logits, then the commit of the state that it
+        keeps."""
+        n, batch, arrays = len(lines.rows), part.batch, part.arrays
+        assert batch is not None and batch.spec_info is not None and arrays is not None and arrays.drafts is not None
+        spec, drafts = batch.spec_info, arrays.drafts
+        tree = () if spec.parents is None or spec.tree_mask is None else (spec.parents[:n], spec.tree_mask[:n])
+        step = Verification(
+            lines.rows, lines.output_indices, batch.positions[: batch.num_decode_tokens].view(n, -1),
+            drafts.tokens[:n], drafts.counts[:n], runner.last_tokens, *tree,
+        )  # fmt: skip
+        parts, wanted = runner.required.of(*lines.on_host)
+        kept = runner.sampler.verify(lines.logits, step, parts, bitmask)
+        runner.backend.commit(batch, kept.counts, kept.path)
+        logprobs = _logprobs(lines.logits, kept.tokens, wanted, kept.path) if wanted else ()
+        self._copy_drawn(_Drawn(kept.tokens, kept.counts, logprobs, wanted))
+        return kept
+
+    def _copy_drawn(self, drawn: _Drawn) -> None:
+        if drawn.tokens.is_cuda:
+            tokens, accepted = _to_host(drawn.tokens), None if drawn.accepted is None else _to_host(drawn.accepted)
+            logprobs = [_to_host(t) for t in drawn.logprobs]
+            self._event = record_event(drawn.tokens.device, self._event)
+            drawn = _Drawn(tokens, accepted, logprobs, drawn.wanted)
+        self._drawn.append(drawn)
+
+    def _score_prompts(self, runner: SamplingRunner, part: ForwardPart) -> None:
+        """Log-probabilities of prompts, a few hundred lines of logits at a time."""
+        hidden, arrays, top = part.hidden, part.arrays, max(w.top for w in part.scored)
+        assert hidden is not None and arrays is not None and arrays.scored is not None
+        # Each part leaves the device before the next is computed: the memory plan counts the results of one.
+        for at, following in zip(arrays.scored.places.split(LINES), arrays.scored.tokens.split(LINES)):
+            logits = runner.model.logits(hidden.index_select(0, at))
+            self._scores.append([_to_host(t) for t in token_logprobs(logits, following.long(), top)])
+        self._scored = part.scored
+        self._event = record_event(hidden.device, self._event)
+
+
+def _upload(masks: np.ndarray, masked: MaskedLines, staging: StagingRing) -> torch.Tensor:
+    """A bitmask of all lines of logits, in one copy; a line without a mask allows all tokens."""
+    if len(masked.lines) == masked.total:
+        (whole,) = staging.upload((masks,))
+        return torch.as_tensor(whole)
+    lines, words = staging.upload((masked.lines, masks))
+    bitmask = torch.full((masked.total, masks.shape[1]), -1, dtype=torch.int32, device=staging.device)
+    return bitmask.index_copy_(0, lines.long(), words)
+
+
+def _split_lines(lines: SampledLines, n: int, split: int) -> tuple[SampledLines, SampledLines | None]:
+    """The lines of n decode rows, which have `split` lines of logits, and those after them, None if there are none."""
+    if len(lines.rows) == n:
+        return lines, None
+    rows, indices = lines.on_host
+    decode = SampledLines(lines.rows[:n], lines.output_indices[:n], (rows[:n], indices[:n]), lines.logits[:split])
+    others = SampledLines(lines.rows[n:], lines.output_indices[n:], (rows[n:], indices[n:]), lines.logits[split:])
+    return decode, others
+
+
+def _logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None], path: torch.Tensor | None = None
+) -> Sequence[torch.Tensor]:
+    """What `_Drawn.logprobs` holds of tokens [n * T] or [n, T] and their logits; path: as `Accepted.path`."""
+    if path is not None:
+        logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
+    return token_logprobs(logits, tokens.flatten(), max(n for n in wanted if n is not None))
+
+
+def _read_drawn(drawn: _Drawn, result: StepResult) -> None:
+    """Adds rows to a result, on the host."""
+    rows = drawn.tokens.tolist()
+    if drawn.accepted is not None:
+        rows = [row[:count] for row, count in zip(rows, drawn.accepted.tolist())]
+    result.tokens += rows
+    if not drawn.logprobs:
+        result.logprobs += [None] * len(rows)
+        return
+    (own, top_ids, top), width = (t.tolist() for t in drawn.logprobs), drawn.tokens.shape[1]
+
+    def entries(row: int, n: int) -> list[TokenLogprobs]:
+        lines = enumerate(rows[row], row * width)
+        return [{token: own[i], **dict(zip(top_ids[i][:n], top[i][:n]))} for i, token in lines]
+
+    result.logprobs += [None if n is None else entries(i, n) for i, n in enumerate(drawn.wanted)]
+
+
+def _read_scores(scored: Sequence[Wanted], found: Sequence[Sequence[torch.Tensor]]) -> dict[int, TokenScores]:
+    """By request row, the log-probabilities of its prompt tokens."""
+    (own, ids, best), end = (torch.cat(parts).numpy() for parts in zip(*found)), 0
+    scores = {}
+    for row, tokens, top in scored:
+        at, end = slice(end, end + len(tokens)), end + len(tokens)
+        # Copies: a request keeps these for longer than the step's pinned memory should be taken.
+        scores[row] = TokenScores(
+            np.array(tokens, np.int32), own[at].copy(), ids[at, :top].astype(np.int32), best[at, :top].copy()
+        )
+    return scores
+
+
+def _to_host(t: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, which is there once the stream has come so far; on a CPU the tensor itself."""
+    if not t.is_cuda:
+        return t
+    return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
