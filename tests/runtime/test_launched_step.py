@@ -111,15 +111,15 @@ def test_a_step_that_is_given_up_is_followed_by_others(path: Path) -> None:
 
 
 def test_a_sampling_that_fails_leaves_no_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = prefilled(path)
-    step = runner.launch(decode((0,)))
+    runner = prefilled(path, drafts=2)
+    step = runner.launch(decode((0,), drafts=2))
     with monkeypatch.context() as broken:
-        broken.setattr(runner, "sampler", lambda *_: 1 / 0)
+        broken.setattr(type(runner.sampler), "verify", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            step.sample(masks_for(runner, 1))
+            step.sample(masks_for(runner, 3))
     with pytest.raises(EngineError, match="its sampling failed"):
         step.result()
-    assert len(runner.launch(decode(())).result().tokens) == 3
+    assert len(runner.launch(decode((), drafts=2)).result().tokens) == 3
 
 
 def test_which_lines_have_masks() -> None:
