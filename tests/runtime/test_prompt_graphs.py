@@ -209,13 +209,13 @@ def test_graphs_change_the_tables(checkpoints: CheckpointStore, monkeypatch: pyt
     session = Session(checkpoint.path, page_size=1, cache_slots=6)
     runner = session.runner
     capture_prompts(runner, ((3,), (16,)), saves=True)
-    apply = runner._apply_bookkeeping
+    apply = runner._enter_tables
 
     def noted(plan: StepPlan) -> None:
         before.extend([len(plan.admissions)] * bool(plan.extend))
         apply(plan)
 
-    monkeypatch.setattr(runner, "_apply_bookkeeping", noted)
+    monkeypatch.setattr(runner, "_enter_tables", noted)
     engine, (text,) = session.engine(chunk=16, prefix_cache=True, grid=4), prompts(40)
     turns = ((text[:9], {}), (text[:12], {"frequency_penalty": 1e-6}), (text, {}), ([*text[:36], 7], {}))
     for i, (tokens, more) in enumerate(turns):
