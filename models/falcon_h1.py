@@ -22,7 +22,7 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import Rope
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.stack import ResidualPart
@@ -120,7 +120,7 @@ class ParallelMixer(nn.Module):
         self.sizes = (sum(of_mamba), q, k, v)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         for_attn, for_ssm = self.out_proj.places(projected)
         for_mamba, q, k, v = projected.split_with_sizes(self.sizes, dim=-1)
         with self.branch.beside():

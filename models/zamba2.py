@@ -31,7 +31,7 @@ from hybridrt.base.config_json import FLAG, NULL, FieldType, either, list_of, nu
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.mamba2 import Mamba2Config
-from hybridrt.layers.linear import ColumnLinear, Segment, Summands, norm_linear
+from hybridrt.layers.linear import ColumnLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.shared_block import SharedBlock
 from hybridrt.layers.stack import ResidualPart, ResidualStack
@@ -140,7 +140,7 @@ class HybridPart(nn.Module):
         """Mamba-2 of norm(x + residual + what the block makes of it), and x + residual."""
         x = x if residual is None else x + residual
         seen = self.linear(self.block(self.i, x, embedded, batch)).add_(x)
-        projected, _ = norm_linear(norm, self.mamba.in_proj, seen, None)
+        projected, _ = self.mamba.in_proj.method.apply_normed(norm, seen, None, self.mamba.in_proj.bias)
         return self.mamba.out_proj.onto(x, self.mamba.mixer(projected, batch))
 
     def targets(self, key: str) -> CheckpointMap:

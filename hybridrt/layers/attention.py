@@ -9,7 +9,7 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.records import Rope
 from hybridrt.kernels.dense.activation import sigmoid_mul
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, unchanged
 
@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Attention over norm(x + residual), and x + residual."""
-        projected, residual = norm_linear(norm, self.qkv, x, residual)
+        projected, residual = self.qkv.method.apply_normed(norm, x, residual, self.qkv.bias)
         return self.o_proj.onto(residual, self._attend(projected, batch))
 
     def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -14,7 +14,6 @@ from torch import nn
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.skinny_linear import Activation
 from hybridrt.layers.methods import Part, make_linear
-from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter, unchanged
 
 # What a block adds and what it is to be added to, [T, hidden] each; None where the first has been added already.
@@ -125,16 +124,17 @@ class RowLinear(_SegmentedLinear):
         # One rank adds the bias: the sum over ranks must hold it once.
         bias = self.bias if self.tp.rank == 0 else None
         y = self.method.apply(x, bias, tail=tail)
-        return self.tp.all_reduce(y) if reduce else y
+        return self.tp.all_reduce(y) if reduce and self.tp.size > 1 else y
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
         """`forward` and the residual that it is to be added to: how a block ends. May overwrite `residual`."""
-        if self.bias is not None or not self.method.adds(residual, x):
-            return self(x, tail), residual
-        # One rank adds the residual, as it would a bias: the sum over ranks must hold it once.
-        onto = self.tp.rank == 0
-        total = self.method.apply_onto(residual, x, tail) if onto else self.method.apply(x, None, tail=tail)
-        return self.tp.all_reduce(total), None
+        adds = self.bias is None and x.shape[0] >= self.method.adds_from and residual.dtype == x.dtype
+        # One rank adds the residual, or the bias: the sum over ranks must hold it once.
+        if adds and self.tp.rank == 0:
+            y = self.method.apply_onto(residual, x, tail)
+        else:
+            y = self.method.apply(x, self.bias if self.tp.rank == 0 else None, tail=tail)
+        return y if self.tp.size == 1 else self.tp.all_reduce(y), None if adds else residual
 
     def places(self, like: torch.Tensor) -> list[torch.Tensor]:
         """[T, size] for each segment, T and dtype as `like`: neighbouring columns of one tensor. What branches leave
@@ -148,14 +148,3 @@ class RowLinear(_SegmentedLinear):
             piece = Piece(f"{self.name}.{name}.bias", self.bias.data, unchanged, scale, accumulate=True)
             found[f"{key}.bias"] = (piece,)
         return found
-
-
-def norm_linear(
-    norm: RMSNorm,
-    linear: ColumnLinear,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    activation: Activation | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(act(linear(norm(x + residual))), x + residual) for x, residual [T, in]: how a block begins."""
-    return linear.method.apply_normed(norm, x, residual, linear.bias, activation)

@@ -8,22 +8,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
+from math import inf
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.base.errors import BackendError
 from hybridrt.base.plugins import Plugins
-from hybridrt.kernels.dense.linear import add_linear, linear, stands_by_columns
+from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear, stands_by_columns
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter
 
 if TYPE_CHECKING:
     from hybridrt.layers.norm import RMSNorm
-
-ADDS_FROM = 1024  # tokens: of fewer, the bytes that it saves are too few to be seen in a step
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,12 @@ class LinearMethod(Method, ABC):
         experts: the class for stacks of experts, None if there is none.
         merges_inputs: whether one weight may hold several matrices of the checkpoint side by side along its input. Not
             where a scale serves a whole row: each matrix has scales of its own.
+        adds_from: tokens from which a product ends with the addition of a residual of its dtype (`apply_onto`).
     """
 
     experts: ClassVar[type[ExpertsMethod] | None] = None
     merges_inputs: ClassVar[bool] = False
+    adds_from: ClassVar[float] = inf
 
     @abstractmethod
     def __init__(self, out_features: int, in_features: int, build: Build) -> None: ...
@@ -125,10 +127,6 @@ class LinearMethod(Method, ABC):
     def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         """x W^T + b into `out` [T, out], which may be columns of a wider tensor."""
         out.copy_(self.apply(x, bias))
-
-    def adds(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
-        """Whether the product should end with the addition of a residual (`apply_onto`)."""
-        return False
 
     def apply_onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + residual, in the place of `residual`."""
@@ -174,6 +172,7 @@ class DenseMethod(LinearMethod):
 
     experts = DenseExperts
     merges_inputs = True
+    adds_from = 1024  # the norm behind it then moves half the bytes; of fewer tokens, this is not seen in a step
 
     def __init__(self, out_features: int, in_features: int, build: Build) -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
@@ -194,7 +193,9 @@ class DenseMethod(LinearMethod):
     ) -> torch.Tensor:  # fmt: skip
         if x.is_cuda and is_skinny(x, self.weight, activation):
             return skinny_linear(x, self.weight, bias, tail=tail, activation=activation)[0]
-        y = linear(x if tail is None else side_by_side(x, tail), self.weight, bias)
+        x = x if tail is None else side_by_side(x, tail)
+        multiply = linear if x.shape[0] * self.weight.numel() >= ONEDNN_FROM else F.linear
+        y = multiply(x, self.weight, bias)
         return y if activation is None else ACTIVATIONS[activation](y)
 
     def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -203,10 +204,6 @@ class DenseMethod(LinearMethod):
             return
         weight = self.weight.t()
         torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
-
-    def adds(self, residual: torch.Tensor, x: torch.Tensor) -> bool:
-        """Of many tokens: the norm behind it then moves half the bytes."""
-        return x.shape[0] >= ADDS_FROM and residual.dtype == x.dtype
 
     def apply_onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
         return add_linear(residual, x if tail is None else side_by_side(x, tail), self.weight)

@@ -8,7 +8,7 @@ from hybridrt.base.config import AttentionConfig, LatentConfig
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import LatentWeights, Rope
 from hybridrt.layers.attention import attention_spec
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter
 
@@ -64,10 +64,10 @@ class LatentAttention(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Attention over norm(x + residual) [T, hidden], and x + residual."""
-        projected, residual = norm_linear(norm, self.into, x, residual)
+        projected, residual = self.into.method.apply_normed(norm, x, residual, self.into.bias)
         q, k, *gate = projected.split(self.sizes, dim=-1)
         if self.q_norm is not None and self.q_up is not None:
-            q = norm_linear(self.q_norm, self.q_up, q, None)[0]
+            q = self.q_up.method.apply_normed(self.q_norm, q, None, self.q_up.bias)[0]
         out = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, rope=self.rope))
         if gate:
             heads = out.unflatten(1, (gate[0].shape[1], -1))

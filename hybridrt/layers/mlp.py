@@ -6,7 +6,7 @@ from torch import nn
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.dense.activation import clamped_silu_and_mul
 from hybridrt.kernels.dense.skinny_linear import Activation
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget
 
@@ -34,7 +34,7 @@ class MLP(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """MLP of norm(x + residual), and x + residual. Only experts use the batch."""
-        h, residual = norm_linear(norm, self.up, x, residual, self.activation)
+        h, residual = self.up.method.apply_normed(norm, x, residual, self.up.bias, self.activation)
         return self.down.onto(residual, h if self.limit is None else clamped_silu_and_mul(h, self.limit))
 
     def summand(self, x: torch.Tensor, reduce: bool = False) -> torch.Tensor:

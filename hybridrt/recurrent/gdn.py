@@ -15,7 +15,7 @@ from hybridrt.kernels.delta_rule.delta_rule import chunk_gated_delta_rule
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter, sharded, unchanged, whole
 from hybridrt.recurrent.backend import MambaAttnBackendBase, RecurrentLayer
@@ -95,7 +95,7 @@ class GDNMixer(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mixer of norm(x + residual), and x + residual."""
-        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         mixed_qkv, z, b, a = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         y = batch.attn_backend.run(self, batch, GDNInputs(mixed_qkv, a, b))
         return self.out_proj.onto(residual, self.norm(y, z))

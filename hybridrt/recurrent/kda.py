@@ -8,7 +8,7 @@ from hybridrt.kernels.core.records import ConvWeights, GateWeights
 from hybridrt.kernels.core.views import by_head
 from hybridrt.kinds.kda import KDAConfig
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, parameter, whole
 from hybridrt.recurrent.gdn import GDNAttnBackend, GDNInputs
@@ -52,7 +52,7 @@ class KDAMixer(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mixer of norm(x + residual), and x + residual."""
-        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         mixed_qkv, decay, gate, b = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         if self.gate_projs is not None:
             decay, gate = self.gate_projs.method.apply_each((decay, gate))

@@ -13,7 +13,7 @@ from hybridrt.kernels.mamba.selective_scan import selective_scan
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_conv1d_varlen
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded
 from hybridrt.recurrent.backend import MambaAttnBackendBase
@@ -86,7 +86,7 @@ class Mamba1Mixer(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mixer of norm(x + residual), and x + residual."""
-        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         return self.out_proj.onto(residual, self._mix(projected, batch))
 
     def summand(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -16,7 +16,7 @@ from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded, whole
 from hybridrt.recurrent.backend import MambaAttnBackendBase, RecurrentLayer
@@ -155,7 +155,7 @@ class Mamba2Block(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mamba-2 of norm(x + residual), and x + residual."""
-        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         return self.out_proj.onto(residual, self.mixer(projected, batch))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:

@@ -11,7 +11,7 @@ from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update, causal_co
 from hybridrt.kernels.state.short_conv import short_conv_update
 from hybridrt.kinds.registry import state_shape
 from hybridrt.kinds.short_conv import ShortConvConfig
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, parameter, sharded
 from hybridrt.recurrent.backend import MambaAttnBackendBase
@@ -49,7 +49,7 @@ class ShortConvMixer(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mixer of norm(x + residual), and x + residual."""
-        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         y = batch.attn_backend.run(self, batch, ShortConvInputs(projected))
         return self.out_proj.onto(residual, y)
 

@@ -14,7 +14,7 @@ from hybridrt.kernels.mamba.selective_state_update import selective_state_update
 from hybridrt.kinds.base import check_divides
 from hybridrt.kinds.registry import state_shape
 from hybridrt.kinds.simple_gla import SimpleGLAConfig
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import GatedRMSNorm, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, sharded
 from hybridrt.recurrent.backend import MambaAttnBackendBase
@@ -74,7 +74,7 @@ class SimpleGLAMixer(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         """Mixer of norm(x + residual), and x + residual."""
-        projected, residual = norm_linear(norm, self.in_proj, x, residual)
+        projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         *parts, gate = projected.split(self.width, dim=-1)
         q, k, v = (by_head(part, self.heads, self.head_dim) for part in parts)
         q, k = qk_norm_rotary(q, k, batch.positions, self.rope)

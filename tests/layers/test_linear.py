@@ -50,7 +50,7 @@ def test_a_product_ends_with_the_residual(
 ) -> None:
     """Not with a bias, nor onto a residual of another dtype, nor of few tokens: the next norm adds it then."""
     torch.manual_seed(0)
-    monkeypatch.setattr(methods, "ADDS_FROM", adds_from)
+    monkeypatch.setattr(methods.DenseMethod, "adds_from", adds_from)
     linear, residual, (attn, ssm) = make(bias), torch.randn(3, 5, dtype=dtype), (torch.randn(3, 4), torch.randn(3, 6))
     want = linear(attn, ssm) + residual
     added, rest = linear.onto(residual, attn, ssm)
@@ -61,7 +61,7 @@ def test_a_product_ends_with_the_residual(
 def test_one_rank_alone_adds_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     """The summands of two ranks hold it once."""
     torch.manual_seed(0)
-    monkeypatch.setattr(methods, "ADDS_FROM", 1)
+    monkeypatch.setattr(methods.DenseMethod, "adds_from", 1)
     residual, x, parts = torch.randn(3, 5), torch.randn(3, 10), []
     linears = [make(tp=TPGroup(rank, 2)) for rank in range(2)]
     monkeypatch.setattr(TPGroup, "all_reduce", lambda group, y: parts.append(y) or y)

@@ -1,6 +1,7 @@
 """Methods of linear layers: one from another package, alone and beside dense in one merged weight."""
 
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from hybridrt.base import plugins
 from hybridrt.base.errors import BackendError, CheckpointError
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, norm_linear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
 from hybridrt.layers.methods import DenseMethod, LinearMethod, MixedMethod, linear_method
 from hybridrt.layers.moe import Experts
 from hybridrt.layers.norm import RMSNorm
@@ -97,7 +98,7 @@ def test_segments_of_one_output_may_differ(int8: tuple[str, ...], rank: int, bia
     torch.testing.assert_close(linear(x, "relu2"), expected.relu().square())
     norm = RMSNorm("norm", 6, 1e-5, device=torch.device("cpu"))
     norm.weight.data.fill_(1.0)
-    normed, total = norm_linear(norm, linear, x, residual.clone())
+    normed, total = linear.method.apply_normed(norm, x, residual.clone(), linear.bias)
     torch.testing.assert_close(total, x + residual)
     torch.testing.assert_close(normed, linear(norm(x, residual.clone())[0]))
 
@@ -106,7 +107,7 @@ def test_segments_of_one_output_may_differ(int8: tuple[str, ...], rank: int, bia
 @pytest.mark.parametrize("adds", [False, True])
 def test_segments_of_one_input_may_differ(int8: tuple[str, ...], adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
-    monkeypatch.setattr(LinearMethod, "adds", lambda *_: adds)
+    monkeypatch.setattr(LinearMethod, "adds_from", 0 if adds else inf)
     sizes = {"attn": 4, "ssm": 6}
     build = build_with(BUILD, *(("out", name) for name in int8))
     linear = RowLinear("out", [Segment(*item) for item in sizes.items()], 5, build=build)

@@ -58,7 +58,7 @@ def requests(*lengths: int, steps: int = STEPS) -> list[tuple[list[int], int]]:
 def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompts of several lengths in one step, whose products end with the residual, then decode steps, whose
     products do not."""
-    monkeypatch.setattr(methods, "ADDS_FROM", sum(LENGTHS))
+    monkeypatch.setattr(methods.DenseMethod, "adds_from", sum(LENGTHS))
     checkpoint = checkpoints[name]
     session = Session(checkpoint.path, max_model_len=128)
     for sample in session.run(requests(*LENGTHS, steps=24)):

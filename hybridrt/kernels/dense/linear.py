@@ -24,8 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     PyTorch gives float32 products on a CPU to MKL, which leaves the wide vector units of AMD's processors idle. Large
     ones go to oneDNN, which uses them, through tensors of PyTorch's mkldnn layout.
     """
-    small = x.shape[0] * weight.numel() < ONEDNN_FROM
-    if small or not _is_for_onednn(x, weight):
+    if not _is_for_onednn(x, weight):
         return F.linear(x, weight, bias)
     return live(lambda: F.linear(x.to_mkldnn(), weight, bias).to_dense())
 
