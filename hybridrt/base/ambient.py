@@ -6,7 +6,7 @@ change. Instead every tensor of hybridrt is made with a dtype of its own.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from threading import Lock
 from typing import ParamSpec, TypeVar
@@ -46,13 +46,23 @@ class _Nondeterministic:
 _NONDETERMINISTIC = _Nondeterministic()
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed() -> AbstractContextManager[None]:
     """A context in which this thread has torch's state as a new process has it, whatever its caller has set. Afterwards
     everything is as it was."""
-    if _is_usual():
-        yield
-        return
+    # Takes a microsecond. A default device is a mode on this thread's stack; `torch.get_default_device` takes four.
+    usual = (
+        torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled("cuda")
+        and not (torch.are_deterministic_algorithms_enabled() and gpu_started())
+        and not torch._C._len_torch_function_stack()
+    )
+    return nullcontext() if usual else _as_usual()
+
+
+@contextmanager
+def _as_usual() -> Iterator[None]:
     with ExitStack() as stack:
         # Leaving inference mode comes first: it sets grad mode. Tensors that are made here are used outside of it, too.
         stack.enter_context(torch.inference_mode(False))
@@ -63,18 +73,6 @@ def undisturbed() -> Iterator[None]:
         if gpu_started():
             stack.enter_context(_NONDETERMINISTIC)
         yield
-
-
-def _is_usual() -> bool:
-    """Takes a microsecond. A default device is a mode on this thread's stack; `torch.get_default_device` takes four."""
-    return (
-        torch.is_grad_enabled()
-        and not torch.is_inference_mode_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.is_autocast_enabled("cuda")
-        and not (torch.are_deterministic_algorithms_enabled() and gpu_started())
-        and not torch._C._len_torch_function_stack()
-    )
 
 
 def in_undisturbed(function: Callable[P, R]) -> Callable[P, R]:

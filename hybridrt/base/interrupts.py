@@ -31,10 +31,8 @@ class Interrupts:
     """
 
     _outermost: "weakref.ref[Interrupts] | None" = None
-
-    def __init__(self) -> None:
-        self.waiting = False
-        self._note: _Note | None = None
+    _note: _Note | None = None
+    waiting = False
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is not threading.main_thread():
@@ -53,7 +51,8 @@ class Interrupts:
             Interrupts._outermost = None
             if signal.getsignal(signal.SIGINT) is self._note:  # else it was changed meanwhile
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.check()
+        if self.waiting:
+            self.check()
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if SIGINT has come."""

@@ -3,7 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock, RLock, get_ident
 from types import TracebackType
 from weakref import WeakMethod
@@ -11,6 +11,8 @@ from weakref import WeakMethod
 from hybridrt.base.ambient import undisturbed
 from hybridrt.base.errors import EngineError, UnavailableError
 from hybridrt.base.interrupts import Interrupts
+
+_HELD = nullcontext()  # a turn of the thread that has its turn
 
 
 class Turns:
@@ -31,7 +33,7 @@ class Turns:
         self._entered: list[AbstractContextManager[None]] = []  # by the owner, with `with turns`
 
     def __enter__(self) -> None:
-        turn = self._turn(wait=True)
+        turn = _HELD if self._owner == get_ident() else self._turn(wait=True)
         turn.__enter__()
         self._entered.append(turn)
 
@@ -46,7 +48,7 @@ class Turns:
     def check_process(self) -> None:
         """Raises UnavailableError in a forked process. Torch's threads, which a step waits for, are not there, nor is
         the thread whose turn it was."""
-        if not self.here:
+        if os.getpid() != self._process:
             raise UnavailableError(
                 f"this engine belongs to process {self._process}, from which this one was forked, and its threads do "
                 'not survive a fork: build a new LLM here, or start processes with the method "spawn"'
@@ -55,13 +57,10 @@ class Turns:
     @property
     def now(self) -> AbstractContextManager[None]:
         """A turn that begins at once: EngineError if it is another thread's."""
-        return self._turn(wait=False)
+        return _HELD if self._owner == get_ident() else self._turn(wait=False)
 
     @contextmanager
     def _turn(self, wait: bool) -> Iterator[None]:
-        if self._owner == get_ident():
-            yield
-            return
         with Interrupts():
             self._take(wait)
             try:
@@ -133,8 +132,9 @@ class Change:
     def begin(self) -> None:
         """At the head of a turn, where no change is under way. Recovers from one that was broken off, if there was."""
         self._inside = False
-        with self:
-            pass
+        if self._broken:
+            with self:
+                pass
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:
