@@ -90,6 +90,8 @@ class Mamba2Mixer(nn.Module):
         self.A = parameter(self.heads, dtype=torch.float32, device=device, dummy="decay")
         self.D = parameter(self.heads, dtype=torch.float32, device=device, dummy="ones")
         self.dt_bias = parameter(self.heads, dtype=torch.float32, device=device, dummy="dt_bias")
+        self.conv_weights = ConvWeights(self.conv_weight, self.conv_bias)
+        self.weights = SSMWeights(self.A, self.D, self.dt_bias, config.dt_limit)
         self.norm, self.gates = None, gated_norm is None
         if gated_norm is not None:
             (eps, before), group = gated_norm, config.intermediate_size // config.n_groups
@@ -102,14 +104,6 @@ class Mamba2Mixer(nn.Module):
         place = out if self.norm is None else z.new_empty(z.shape)
         y: torch.Tensor = batch.attn_backend.run(self, batch, Mamba2Inputs(xBC, dt, z), place)
         return y if self.norm is None else self.norm(y, z)
-
-    @property
-    def conv_weights(self) -> ConvWeights:
-        return ConvWeights(self.conv_weight, self.conv_bias)
-
-    @property
-    def weights(self) -> SSMWeights:
-        return SSMWeights(self.A, self.D, self.dt_bias, self.config.dt_limit)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         """Targets of the conv, A_log, D, dt_bias and the norm under `key`; the projections are the block's."""

@@ -1,6 +1,6 @@
 """Keys and values of the softmax-attention layers, in pages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -24,6 +24,8 @@ class KVPool:
         tensors: keys of a group, values of that group, then those of the next:
             [A, num_pages + 1, page_size, kv_heads, dim], A layers in the order of the group. Groups of variant "mla"
             have one tensor.
+        layer: keys and values of a layer by its id: [num_pages + 1, page_size, kv_heads, dim] each. The values of a
+            latent cache are the first numbers of its keys.
     """
 
     def __init__(self, groups: KVGroups, *, num_pages: int, page_size: int, device: torch.device | str) -> None:
@@ -37,16 +39,12 @@ class KVPool:
             held = [torch.zeros(*shape, dim, dtype=spec.dtype, device=device) for dim in spec.cache_dims]
             self.tensors += held
             self._layers |= {layer_id: tuple(t[i] for t in held) for i, layer_id in enumerate(layer_ids)}
+        pairs = {i: (held[0], held[-1][..., : self.specs[i].v_head_dim]) for i, held in self._layers.items()}
+        self.layer: Callable[[int], tuple[torch.Tensor, torch.Tensor]] = pairs.__getitem__
 
     def held(self, layer_id: int) -> tuple[torch.Tensor, ...]:
         """What is kept of one layer: [num_pages + 1, page_size, kv_heads, dim] for each of its spec's cache_dims."""
         return self._layers[layer_id]
-
-    def layer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer: [num_pages + 1, page_size, kv_heads, dim] each. The values of a latent cache
-        are the first numbers of its keys."""
-        keys, *values = self._layers[layer_id]
-        return keys, values[0] if values else keys[..., : self.specs[layer_id].v_head_dim]
 
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """What pages `sources` hold, in all layers, goes to pages `targets` too. [n] int64 each, on the pool's device;

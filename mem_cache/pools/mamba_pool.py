@@ -178,6 +178,7 @@ class MambaPool:
         self.req_to_state_slot, self.ring_start, self.ring_length = self.tables
         self.stacks: list[tuple[Sequence[int], LayerCache]] = []
         self._caches: dict[int, LayerCache] = {}
+        self.layer_cache: Callable[[int], LayerCache] = self._caches.__getitem__
         self._shapes: dict[int, StateShape] = {}
         self._layer_decays: dict[int, Callable[[], torch.Tensor | None]] = {}
         self._decays: list[torch.Tensor | None] | None = None
@@ -195,9 +196,6 @@ class MambaPool:
     @property
     def layer_ids(self) -> list[int]:
         return sorted(self._caches)
-
-    def layer_cache(self, layer_id: int) -> LayerCache:
-        return self._caches[layer_id]
 
     def conv_window(self, layer_id: int, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The K - 1 raw conv inputs before `positions`, oldest first: [n, conv_dim, K - 1]."""

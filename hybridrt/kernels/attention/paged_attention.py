@@ -95,7 +95,7 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
         if query_len > 0:
             first = 0 if sliding_window is None else max(seq_len - query_len - sliding_window + 1, 0)
             slots = req_to_token[:, first:seq_len].index_select(0, rows[row : row + 1]).view(-1)
-            keys, values = _by_head(k_cache, slots, 1, q.dtype), _by_head(v_cache, slots, 1, q.dtype)
+            keys, values = _by_head((k_cache, v_cache), slots, 1, q.dtype)
             query = q[start:end].transpose(0, 1).unsqueeze(0)
             out[start:end] = _causal_attention(query, keys, values, scale, sliding_window)[0].transpose(0, 1)
         start = end
@@ -145,7 +145,7 @@ def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = Non
         visible = visible.unsqueeze(1)
         if tokens > 1:
             visible = visible.expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * tokens, -1)
-    keys, values = _by_head(k_cache, slots, num_rows, q.dtype), _by_head(v_cache, slots, num_rows, q.dtype)
+    keys, values = _by_head((k_cache, v_cache), slots, num_rows, q.dtype)
     # The query heads that share a key head become extra query positions of that head: nothing is repeated.
     if tokens == 1:
         query = q.view(num_rows, kv_heads, groups, head_dim)
@@ -175,15 +175,19 @@ def _all_reach(seq_lens: Tensor, context: int) -> bool:
     return not seq_lens.is_cuda and seq_lens.tolist() == [context] * len(seq_lens)
 
 
-def _by_head(cache: Tensor, slots: Tensor | slice, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """[B, Hkv, L, D]: what B rows find at slots [B * L] of a cache. Adjacent slots are a view."""
-    heads, dim = cache.shape[2:]
-    if isinstance(slots, slice):
-        (_, token, head, element), length = cache.stride(), (slots.stop - slots.start) // num_rows
-        shape, strides = (num_rows, heads, length, dim), (length * token, head, token, element)
-        return cache.as_strided(shape, strides, cache.storage_offset() + slots.start * token).to(dtype)
-    cells = cache.view(-1, heads * dim).index_select(0, slots)
-    return cells.view(num_rows, -1, heads, dim).transpose(1, 2).to(dtype)
+def _by_head(caches: Iterable[Tensor], slots: Tensor | slice, num_rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """[B, Hkv, L, D] of each cache: what B rows find at slots [B * L]. Adjacent slots are a view."""
+    found = []
+    for cache in caches:
+        heads, dim = cache.shape[2:]
+        if isinstance(slots, slice):
+            (_, token, head, element), length = cache.stride(), (slots.stop - slots.start) // num_rows
+            shape, strides = (num_rows, heads, length, dim), (length * token, head, token, element)
+            cells = cache.as_strided(shape, strides, cache.storage_offset() + slots.start * token)
+        else:
+            cells = cache.view(-1, heads * dim).index_select(0, slots).view(num_rows, -1, heads, dim).transpose(1, 2)
+        found.append(cells.to(dtype))
+    return found
 
 
 def _last_slots(
