@@ -63,7 +63,7 @@ class NullModel:
 class NullBackend:
     """Stands for the attention backend: every hook returns at once."""
 
-    needs_host_lens, seq_len_fill = False, 1
+    needs_host_lens, saves_at_chunks, seq_len_fill = False, False, 1
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None

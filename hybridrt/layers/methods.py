@@ -23,6 +23,7 @@ from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, para
 if TYPE_CHECKING:
     from hybridrt.layers.norm import RMSNorm
 
+SKINNY_ON = ("cuda",)  # kinds of device that have the kernel for few tokens
 ADDS_FROM = 1024  # tokens: of fewer, the bytes that it saves are too few to be seen in a step
 
 
@@ -177,6 +178,7 @@ class DenseMethod(LinearMethod):
 
     def __init__(self, out_features: int, in_features: int, build: Build) -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
+        self.skinny = build.device.type in SKINNY_ON
         if stands_by_columns(self.weight):
             self.weight.data = torch.empty(in_features, out_features, dtype=build.dtype, device=build.device).t()
 
@@ -192,7 +194,7 @@ class DenseMethod(LinearMethod):
         self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None,
         tail: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        if x.is_cuda and is_skinny(x, self.weight, activation):
+        if self.skinny and is_skinny(x, self.weight, activation):
             return skinny_linear(x, self.weight, bias, tail=tail, activation=activation)[0]
         y = linear(x if tail is None else side_by_side(x, tail), self.weight, bias)
         return y if activation is None else ACTIVATIONS[activation](y)
@@ -215,7 +217,7 @@ class DenseMethod(LinearMethod):
         self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        if not x.is_cuda or not is_skinny(x, self.weight, activation):
+        if not self.skinny or not is_skinny(x, self.weight, activation):
             h, residual = norm(x, residual)
             return self.apply(h, bias, activation), residual
         before = InputNorm(norm.weight, norm.eps, residual)

@@ -83,6 +83,11 @@ class TensorParallelExecutor:
         task = DraftTask(rows, steps, topk)
         return _SplitStep(self.on_all((task,), lambda: self.runner.draft(rows, steps, topk)), self)
 
+    def drop_last(self) -> None:
+        """As ModelRunner.drop_last, on all ranks."""
+        self.runner.drop_last()  # also where the others are lost
+        self.on_all((DropTask(),), lambda: None)
+
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended on rank 0. On other ranks it may still run."""
         return self.runner.copied(ticket)

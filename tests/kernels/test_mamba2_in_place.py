@@ -13,7 +13,7 @@ from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place, pool_rows
 from hybridrt.kernels.state.decode_metadata import DecodeBuffers
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache
 from hybridrt.recurrent import mamba2
-from hybridrt.recurrent.mamba2 import Mamba2AttnBackend
+from hybridrt.recurrent.mamba2 import Mamba2AttnBackend, Mamba2Inputs
 from hybridrt.recurrent.segments import DecodeSegment
 from tests.support.flat import flat
 from tests.support.mamba2_oracle import changed_rows, int32
@@ -105,14 +105,13 @@ def test_steps_that_keep_the_state_take_the_general_path(
     none, out = torch.empty(0), torch.zeros(2, tokens, 4, 2)
     cache = LayerCache(none, none, ring_values=none if ring else None)
     backend = object.__new__(Mamba2AttnBackend)
-    for name, answer in (("layer_cache", cache), ("conv_weights", None), ("weights", None)):
-        monkeypatch.setattr(backend, name, lambda *_, answer=answer: answer)
+    backend.layer_cache = lambda _: cache
     monkeypatch.setattr(DecodeSegment, "fused_step", lambda *_: None)
     monkeypatch.setattr(mamba2, "mamba2_in_place", None)
     monkeypatch.setattr(mamba2, "mamba2_decode", lambda *_, **__: out)
-    rows = {"xBC": torch.zeros(2 * tokens, 10), "dt": torch.zeros(2 * tokens, 4)}
-    layer = SimpleNamespace(layer_id=0, norm=none, head_dim=2)
-    assert backend.decode(layer, rows, segment).data_ptr() == out.data_ptr()
+    inputs = Mamba2Inputs(torch.zeros(2 * tokens, 10), torch.zeros(2 * tokens, 4))
+    layer: Any = SimpleNamespace(layer_id=0, gates=False, head_dim=2, conv_weights=None, weights=None)
+    assert backend.decode(layer, inputs, segment).data_ptr() == out.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import EngineError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.runtime.run.launched_step import MaskedLines
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
@@ -26,7 +27,7 @@ def prefilled(path: Path, drafts: int = 0) -> ModelRunner:
     runner = ModelRunner(config)
     rows = list(enumerate(PROMPTS, 1))
     plan = StepPlan(
-        [Admission(row, row, prompt, len(prompt), GREEDY, row) for row, prompt in rows],
+        [Admission.from_prompt(row, row, prompt, GREEDY, row) for row, prompt in rows],
         [PageWrite(row, 0, int32s([2 * row - 1, 2 * row])) for row, _ in rows],
         extend=[ExtendRow(row, 0, prompt, 0, True) for row, prompt in rows],
     )
@@ -64,10 +65,12 @@ def tensors(runner: ModelRunner) -> list[torch.Tensor]:
 def test_a_forgotten_handle_is_an_error_that_changes_nothing(path: Path, drafts: int) -> None:
     runner, other = prefilled(path, drafts), prefilled(path, drafts)
     step, same = (r.launch(decode((0, 2), drafts)) for r in (runner, other))
-    before, admitted = tensors(runner), Admission(1, 1, [2], 1, SamplingParams(logprobs=3), 9)
+    before, admitted = tensors(runner), Admission.from_prompt(1, 1, [2], SamplingParams(logprobs=3), 9)
     for _ in range(2):
         with pytest.raises(EngineError, match="has not sampled: give its handle the masks"):
-            runner.launch(StepPlan([admitted], extend=[ExtendRow(1, 0, [2], 0, True)], donations=[2]))
+            runner.launch(
+                StepPlan([admitted], extend=[ExtendRow(1, 0, [2], 0, True)], moves=[StateMove(2, 2, 2, When.FIRST)])
+            )
     assert all(map(torch.equal, tensors(runner), before)) and step.needs_masks
     for each, of in ((step, runner), (same, other)):
         each.sample(masks_for(of, 2 * (1 + drafts)))

@@ -79,8 +79,7 @@ def test_penalties_are_those_of_all_tokens_of_a_request(
         [Admission.from_prompt(1, 1, [3], others, 0), Admission.from_prompt(2, 1, prompt, params, 0, None, output)],
     ):
         found = decode(encode(StepPlan(admissions))).admissions
-        sections = {name: torch.from_numpy(array) for name, array in SamplingTable.pack(found).items()}
-        table.admit(torch.tensor([a.row for a in found]), sections)
+        table.admit(torch.tensor([a.row for a in found]), map_arrays(torch.from_numpy, SamplingTable.pack(found)))
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(seed))
     wanted = logits.clone()
     for token in {*prompt, *output}:

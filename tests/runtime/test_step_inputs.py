@@ -146,7 +146,7 @@ def test_a_step_holds_what_changes_in_tables_and_no_more() -> None:
     assert pack_step(StepPlan(page_writes=[PageWrite(1, 0, NO_INTEGERS)]), 1).tables is None, "no page, no write"
     tables = pack_step(
         StepPlan(
-            [Admission(3, 7, [5, 6], 2, params, 9), Admission(1, 8, [5], 1, params, 2**40)],
+            [Admission.from_prompt(3, 7, [5, 6], params, 9), Admission.from_prompt(1, 8, [5], params, 2**40)],
             [PageWrite(3, 2, int32s([40, 30])), PageWrite(2, 0, NO_INTEGERS), PageWrite(1, 5, int32s([20]))],
             page_copies=[PageCopy(11, 12), PageCopy(11, 13)],
         ),

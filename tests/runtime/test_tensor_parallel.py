@@ -234,7 +234,7 @@ def test_masks_reach_all_ranks(groups: Groups, checkpoints: CheckpointStore, mon
     monkeypatch.setattr(tasks, "_MESSAGE_BYTES", 4 * words)  # of one mask
     params, pages = SamplingParams(temperature=0.0), executor.runner.pools.kv.page_size
     prompt = StepPlan(
-        [Admission(row, row, [row, 5], 2, params, 0) for row in (1, 2)],
+        [Admission.from_prompt(row, row, [row, 5], params, 0) for row in (1, 2)],
         [PageWrite(row, 0, int32s([row])) for row in (1, 2)],
         extend=[ExtendRow(row, 0, [row, 5], 0, True) for row in (1, 2)], constrained=[0, 1],
     )  # fmt: skip

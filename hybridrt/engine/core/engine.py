@@ -349,6 +349,8 @@ class Engine:
                 self._launched[0][1].drop()
                 self._launched[0][1].result()
             self._launched.popleft()
+        with suppress(Exception):  # a launch may have been broken off before its handle was stored
+            self.executor.drop_last()
         self._scheduler.clear()
         self._coordinator.reclaim(self._samples.all())
         self._samples.clear()

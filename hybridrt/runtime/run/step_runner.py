@@ -120,6 +120,11 @@ class StepRunner:
                 "the step launched last has not sampled: give its handle the masks (sample) or give it up (drop) first"
             )
 
+    def drop_last(self) -> None:
+        """As Executor.drop_last."""
+        if self._last_masked is not None:
+            self._last_masked.drop()
+
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended, on this rank."""
         return self.host is None or self.host.copied(ticket)

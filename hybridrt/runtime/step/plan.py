@@ -310,5 +310,8 @@ class Executor(Protocol):
             EngineError: the step launched before needs masks: sample or drop it first. Nothing has changed.
         """
 
+    def drop_last(self) -> None:
+        """Gives up the step launched last if it needs masks: for a caller that has lost its handle."""
+
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended."""

@@ -75,7 +75,7 @@ def recurrent_lists(extend: Sequence[ExtendRow], sizes: Sequence[int], at_chunks
         at_chunks: the backends save a state after any chunk (`saves_at_chunks`), one of a row. Then one pass does.
     """
     saves = max([len(row.saves) for row in extend])
-    if saves > at_chunks:
+    if saves > (1 if at_chunks else 0):
         passes = [pass_lists(runs_of(extend, number), number, sizes) for number in range(saves + 1)]
         return RecurrentArrays(passes=tuple(passes))
     return one_pass_lists(extend, sizes)
