@@ -1,4 +1,4 @@
-"""How a ragged prefill is cut into chunks that no request shares and that do not move with the prefix."""
+"""Cuts ragged prompts into chunks at fixed absolute positions."""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -13,8 +13,6 @@ from hybridrt.kernels.core.packed import A, arrays_of, int32_array, map_arrays, 
 
 
 class ChunkArrays(NamedTuple, Generic[A]):
-    """The tensors of a ChunkPlan."""
-
     cu_chunk_seqlens: A
     seq_idx: A
     first_chunk: A
@@ -23,18 +21,19 @@ class ChunkArrays(NamedTuple, Generic[A]):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Logical chunks of the new tokens of B requests, packed along one axis.
+    """Chunks of the new tokens of B requests, packed along one axis.
 
-    A chunk ends where the request ends or where an absolute position is a multiple of `chunk_size`, so the chunks of
-    a prompt are the same however it was split into steps. A request without new tokens has no chunk.
+    A chunk ends at the end of its request and at absolute positions that are multiples of
+    `chunk_size`. So a prompt has the same chunks however it was split into steps. A request without
+    new tokens has no chunk.
 
-    In a graph, chunks without tokens follow that belong to no request, and what the host knows are
-    bounds: one request has all tokens.
+    In a graph, empty chunks of no request follow, and the host numbers are bounds: one request has
+    all tokens.
 
     Attributes:
         cu_chunk_seqlens: [n+1] int32, first token of each chunk, then the number of tokens.
         seq_idx: [n] int32, request of each chunk.
-        first_chunk: [B] int32; last_chunk: [B] int32, -1 for a request without chunks (first_chunk is 0 then).
+        first_chunk, last_chunk: [B] int32; 0 and -1 for a request without chunks.
         max_chunks_per_seq: chunks of the longest request.
         chunk_size: most tokens of a chunk.
         num_tokens: new tokens of all requests.
@@ -54,7 +53,7 @@ class ChunkPlan:
 def plan_chunks(
     computed: Sequence[int], new: Sequence[int], chunk_size: int, device: torch.device | str = "cpu"
 ) -> ChunkPlan:
-    """Plans the chunks of requests with `computed` tokens in their state and `new` ones to add (host integers)."""
+    """Plans chunks of requests with `computed` tokens in their state and `new` tokens to add."""
     on_host: ChunkArrays[np.ndarray] = map_arrays(int32_array, chunk_lists(computed, new, chunk_size))
     arrays = arrays_of(on_host)
     packed = np.empty(packed_size(arrays), np.int32)
@@ -77,9 +76,9 @@ def chunk_lists(
     """The tensors of a ChunkPlan, as lists.
 
     Args:
-        cuts: for each request a number of its new tokens behind which a chunk ends, too; 0: none.
+        cuts: for each request, a number of new tokens after which a chunk also ends; 0 for none.
     """
-    # A loop, not array operations: most steps have few chunks, and the device waits for this.
+    # A loop is faster than array operations: most steps have few chunks. The device waits for this.
     ends, requests, first_chunks, last_chunks, start = [0], list[int](), list[int](), list[int](), 0
     for request, (done, length) in enumerate(zip(computed, new)):
         end = start + length
@@ -95,7 +94,7 @@ def chunk_lists(
 
 
 def most_chunks(rows: int, tokens: int, chunk_size: int) -> int:
-    """No `rows` requests with `tokens` new tokens in all have more chunks: each may begin and end within one."""
+    """An upper bound of the chunks of `rows` requests with `tokens` new tokens in all."""
     return tokens // chunk_size + 2 * rows
 
 
@@ -107,9 +106,11 @@ def ith_chunks(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor]:
 
 
 def chunk_tokens(plan: ChunkPlan, chunk: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [b, Q] of chunks [b], the last one repeated as padding, and which of them are real. Q is the size of a
-    chunk however short the requests are: another shape of the products would round differently, and a request's numbers
-    would depend on its neighbours."""
+    """Tokens [b, Q] of chunks [b], padded with the last one, and a mask of the real ones.
+
+    Q is always the chunk size: products of another shape would round differently, and a request's
+    numbers would depend on its neighbours.
+    """
     token = plan.cu_chunk_seqlens[chunk][:, None] + torch.arange(plan.chunk_size, device=chunk.device)
     end = plan.cu_chunk_seqlens[chunk + 1][:, None]
     return token.clamp(max=end - 1), token < end

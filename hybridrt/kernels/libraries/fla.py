@@ -16,7 +16,7 @@ from hybridrt.kernels.delta_rule.delta_rule import with_gates
 def chunk_gated_delta_rule(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:
-    """`chunk_gated_delta_rule`; its chunks start with the row, wherever the prefix ended."""
+    """Chunks start with the row, not at absolute positions."""
     (states, read_slots, write_slots, _), (query_start_loc, has_initial_state, plan, _) = state, prompts
     v, real = inputs.v, plan.num_tokens
     if inputs.g.ndim > inputs.beta.ndim:
@@ -36,7 +36,7 @@ def chunk_gated_delta_rule(
 
 
 def gate_arguments(weights: GateWeights | None) -> dict[str, Any]:
-    """Arguments with which KDA's functions compute gates from raw inputs; none where there are no weights."""
+    """Arguments with which KDA's functions compute gates from raw inputs; empty without weights."""
     if weights is None:
         return {}
     return {
