@@ -9,13 +9,13 @@ from hybridrt.kernels.core.records import KVPlaces, Rope
 from hybridrt.kernels.dense.rms_norm import rms_norm
 
 
-def turns(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rotations(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines [T, 1, rot / 2] at `positions` [T], equal in all layers of a table."""
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     return cos, sin
 
 
-def turned(q: Tensor, k: Tensor, rope: Rope, by: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def rotate(q: Tensor, k: Tensor, rope: Rope, by: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """`qk_norm_rotary` in plain torch, by the tokens' cosines and sines."""
     cos, sin = by
     normed_q = q if rope.q_weight is None else rms_norm.reference(q, rope.q_weight, rope.eps)
@@ -38,7 +38,7 @@ def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple
     q `[T, Hq, D]`, k `[T, Hkv, D]` (strided views are fine), positions `[T]` int32 or int64.
     Returns (q, k) in their dtypes: changed in place, or possibly views of one tensor.
     """
-    return turned(q, k, rope, turns(rope.cos_sin, positions))
+    return rotate(q, k, rope, rotations(rope.cos_sin, positions))
 
 
 @operation(By("triton"))

@@ -65,7 +65,7 @@ def end_launches(device: torch.device) -> None:
 
 
 @cache
-def settle_keys(module: ModuleType) -> None:
+def compute_keys(module: ModuleType) -> None:
     """Makes Triton compute cache keys in a fixed order: imported functions first, then by
     definition.
 
@@ -76,5 +76,5 @@ def settle_keys(module: ModuleType) -> None:
     for function in list(vars(module).values()):
         if hasattr(type(function), "cache_key"):  # interpreted functions have none
             if function.__module__ != module.__name__:
-                settle_keys(sys.modules[function.__module__])
+                compute_keys(sys.modules[function.__module__])
             _ = function.cache_key

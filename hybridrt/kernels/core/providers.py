@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any
 
 from hybridrt.base.errors import BackendError, ConfigError, ProviderNotInstalledError
-from hybridrt.kernels.core.launch import settle_keys
+from hybridrt.kernels.core.launch import compute_keys
 from hybridrt.kernels.core.recording import live
 
 ENVIRONMENT_VARIABLE = "HYBRIDRT_PROVIDERS"
@@ -76,7 +76,7 @@ class By:
                 f"provider {self.provider!r} of {attribute!r} is installed but cannot be imported: {e}"
             ) from e
         if self.provider == "triton":
-            settle_keys(imported)
+            compute_keys(imported)
         return function
 
 

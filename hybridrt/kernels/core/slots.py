@@ -88,7 +88,7 @@ def write_columns(rings: Tensor, slots: Tensor, columns: Tensor, values: Tensor,
     rings[ring, :, columns] = torch.where(pad_mask(slots, values.ndim), old, values.to(rings.dtype))
 
 
-def live_tokens(slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
+def real_tokens(slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
     """[T] bool: the token belongs to a row of `query_start_loc` [B+1] that is not padding."""
     tokens = torch.arange(num_tokens, device=slots.device, dtype=query_start_loc.dtype)
     row = torch.searchsorted(query_start_loc[1:].contiguous(), tokens, right=True)

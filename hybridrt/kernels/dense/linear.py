@@ -9,10 +9,10 @@ from hybridrt.kernels.core.recording import live
 # Multiply-adds from which oneDNN pays for its two copies (70 microseconds together).
 ONEDNN_FROM = 1 << 21
 # Tokens from which it also pays for transposing a column-major weight.
-TURNS_FROM = 256
+TRANSPOSE_FROM = 256
 
 
-def stands_by_columns(weight: Tensor) -> bool:
+def stored_by_columns(weight: Tensor) -> bool:
     """Whether a weight [out, in] should be column-major: small float32 ones on a CPU. MKL then
     needs half the time for one or two tokens, and the same for more."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() < ONEDNN_FROM
@@ -39,7 +39,7 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
     tokens = x.shape[0]
-    pays = tokens * weight.numel() >= ONEDNN_FROM and (weight.is_contiguous() or tokens >= TURNS_FROM)
+    pays = tokens * weight.numel() >= ONEDNN_FROM and (weight.is_contiguous() or tokens >= TRANSPOSE_FROM)
     return pays and x.device.type == "cpu" and x.dtype == torch.float32 and _HAS_ONEDNN
 
 

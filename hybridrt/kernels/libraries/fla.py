@@ -9,7 +9,7 @@ from fla.ops.kda import chunk_kda
 from torch import Tensor
 
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights, Prompts, StateSlots
-from hybridrt.kernels.core.slots import initial_states, live_tokens, write_rows
+from hybridrt.kernels.core.slots import initial_states, real_tokens, write_rows
 from hybridrt.kernels.delta_rule.delta_rule import with_gates
 
 
@@ -32,7 +32,7 @@ def chunk_gated_delta_rule(
     write_rows(states, write_slots, after)
     out = v.new_zeros(v.shape)
     out[:real] = y[0]
-    return out.masked_fill(~live_tokens(read_slots, query_start_loc, v.shape[0])[:, None, None], 0.0)
+    return out.masked_fill(~real_tokens(read_slots, query_start_loc, v.shape[0])[:, None, None], 0.0)
 
 
 def gate_arguments(weights: GateWeights | None) -> dict[str, Any]:

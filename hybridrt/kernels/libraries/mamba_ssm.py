@@ -8,7 +8,7 @@ from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.core.slots import initial_states, live_tokens, write_rows
+from hybridrt.kernels.core.slots import initial_states, real_tokens, write_rows
 from hybridrt.kernels.libraries.common import refuse
 
 LIBRARY = "mamba-ssm"
@@ -36,7 +36,7 @@ def mamba2_chunk_scan(
         )  # fmt: skip
         out[tokens] = y.flatten(0, 1)
     write_rows(states, write_slots, before)
-    return out.masked_fill_(~live_tokens(read_slots, query_start_loc, len(out))[:, None, None], 0.0)
+    return out.masked_fill_(~real_tokens(read_slots, query_start_loc, len(out))[:, None, None], 0.0)
 
 
 def gated_rms_norm(

@@ -21,7 +21,7 @@ from hybridrt.kernels.core.records import (
     PagedKV,
     SavedStates,
 )
-from hybridrt.kernels.core.slots import live_tokens, pad_mask, write_columns
+from hybridrt.kernels.core.slots import pad_mask, real_tokens, write_columns
 from hybridrt.kernels.libraries.common import page_numbers, page_table, refuse
 from hybridrt.kernels.state.causal_conv1d import conv_window, save_windows
 
@@ -143,7 +143,7 @@ def causal_conv1d_varlen(
     ends = start_positions + query_start_loc.diff()
     columns = (ends[:, None] + torch.arange(1 - taps, 0, device=x.device)) & (conv.shape[2] - 1)
     write_columns(conv, write_slots, columns, windows.transpose(1, 2))
-    dead = ~live_tokens(read_slots, query_start_loc, x.shape[0])
+    dead = ~real_tokens(read_slots, query_start_loc, x.shape[0])
     return channels.t().contiguous().masked_fill_(dead[:, None], 0.0)
 
 

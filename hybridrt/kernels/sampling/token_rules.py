@@ -87,7 +87,7 @@ def apply_token_rules(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -
     max_rules = max(int(counts.max()), 0) if len(counts) else 0
     columns = table.columns[:, rows, :max_rules]
     holds = torch.arange(max_rules, device=rows.device) < counts[:, None]
-    holds &= (lines.indices[:, None] < columns[UNTIL]) & _behind_prefix(table, lines, columns)
+    holds &= (lines.indices[:, None] < columns[UNTIL]) & _after_prefix(table, lines, columns)
     tokens, values = columns[TOKEN].long() * holds, columns[VALUE].contiguous().view(torch.float32)
     forbids = holds & values.isneginf()
     logits = logits.scatter_add(1, tokens, values.masked_fill(~holds | forbids, 0))
@@ -95,7 +95,7 @@ def apply_token_rules(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -
     return logits.masked_fill(forbidden > 0, -torch.inf)
 
 
-def _behind_prefix(table: TokenRuleTable, lines: DrawLines, columns: Tensor) -> Tensor:
+def _after_prefix(table: TokenRuleTable, lines: DrawLines, columns: Tensor) -> Tensor:
     """[B, M] bool: the output ends with the rule's prefix."""
     rows, known, lengths = lines.rows[:, None].long(), lines.known[:, None], columns[LENGTH]
     behind = torch.ones_like(lengths, dtype=torch.bool)

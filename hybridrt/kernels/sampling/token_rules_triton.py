@@ -53,7 +53,7 @@ def _token_rules_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, count, RULES):
         rule_ptr, token, value, holds = _some_rules(columns_ptr, start, count, first, index, plane, BLOCK, RULES)
         holds &= value == float("-inf")
-        # Rules that hold so far and have a prefix: keep those that follow it.
+        # Forbidding rules hold only after their prefix.
         prefix_row, history_row, path_row = prefixes_ptr + row * P, history_ptr + row * H, path_ptr + b * path_sr
         length = tl.load(rule_ptr + _LENGTH * plane, mask=holds, other=0)
         prefix_start = tl.load(rule_ptr + _START * plane, mask=holds, other=0)
