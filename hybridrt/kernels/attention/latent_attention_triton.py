@@ -23,7 +23,7 @@ ABSORBED_COST, ABSORBED_ROWS, MADE_ROWS = 2, 32, 64
 
 @triton.jit
 def _rotated(x, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The two halves of the rotary numbers at x [R], rotated: [R, BLOCK_HALF] float32 each."""
+    """Rotary numbers at x [R], rotated: two halves [R, BLOCK_HALF] float32."""
     i = tl.arange(0, BLOCK_HALF)[None, :]
     angles = cos_sin_ptr + position.to(tl.int64) * (2 * HALF) + i
     cos, sin = tl.load(angles, mask=i < HALF, other=0.0), tl.load(angles + HALF, mask=i < HALF, other=0.0)
@@ -37,8 +37,7 @@ def _rotated(x, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.
 def _turn(  # type: ignore[no-untyped-def]
     x, out, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
 ):
-    """Stores the numbers at x [R], rotated, at out [R]. A thread holds both halves of a pair, so
-    out may be x."""
+    """A thread holds both halves of a pair, so out may be x."""
     first, second = _rotated(x, cos_sin_ptr, position, mask, HALF, BLOCK_HALF)
     i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = mask[:, None] & (i < HALF)
@@ -168,14 +167,13 @@ def latent_extend_triton(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: 
 
 
 def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
-    """Whether decompressed attention is faster: by a head's multiply-adds, and by how many
-    multiprocessors have a tile, because one tile walks all keys of its row."""
+    """Whether decompressed attention is faster: by a head's multiply-adds and by idle
+    multiprocessors, because one tile walks all keys of its row."""
     (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     rope, matrices, device = q.shape[2] - nope, rank * (nope + value_dim), multiprocessors(q.device)
 
     def pairs(rows: int, heads_of_tile: int, launched: int) -> float:
-        """Query-key pairs, queries in whole tiles of `rows`; more if tiles leave multiprocessors
-        idle."""
+        """Query-key pairs in whole tiles of `rows`; more if multiprocessors idle."""
         tiles = [triton.cdiv(n * heads_of_tile, rows) for n in query_lens]
         count = sum(t * rows / heads_of_tile * (k - n / 2) for t, n, k in zip(tiles, query_lens, seq_lens, strict=True))
         return count * max(device / max(launched * sum(tiles), 1), 1.0)
@@ -192,8 +190,6 @@ def _heads_at_once(q: Tensor, weights: LatentWeights, keys: int) -> int:
 
 
 def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
-    """Gathers the vectors that the batch sees. Then, some heads at a time, makes keys and values
-    and attends."""
     (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     out = q.new_empty(*q.shape[:2], value_dim)
     out[sum(batch.query_lens) :].zero_()
@@ -213,10 +209,10 @@ def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
 
 
 def _tile_of(q: Tensor, nope: int, value_dim: int, query_lens: Sequence[int]) -> dict[str, int]:
-    """Tile sizes and launch options for decompressed keys and values, as measured on an H200.
+    """Tile sizes and launch options for decompressed attention, as measured on an H200.
 
-    Queries and three stages of keys fill a multiprocessor's shared memory. In long prompts 256
-    queries share the loads, if they fit. Few queries have small tiles, two a multiprocessor.
+    Queries and three stages of keys fill a multiprocessor. In long prompts 256 queries share loads,
+    if they fit; few queries have small tiles, two a multiprocessor.
     """
     (_, heads, query_dim), dim, device = q.shape, max(nope, value_dim), multiprocessors(q.device)
     tile = prefill.tile_of(q, dim, heads, query_lens, gathered=True)

@@ -55,7 +55,6 @@ def cell_places(out_cache_loc: Tensor, page: int) -> CellPlaces:
 
 
 def store_at(caches: Iterable[tuple[Tensor, Tensor]], places: CellPlaces) -> None:
-    """Stores values [T, ...] in each cache [pages, page, ...], without padding."""
     for cache, new in caches:
         cells, values = cache.view(-1, *cache.shape[2:]), new.to(cache.dtype)
         if places.padding is not None:
@@ -163,20 +162,20 @@ def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = Non
 
 
 def _run(slots: Tensor) -> Tensor | slice:
-    """CPU slots [B, L] as a slice, without a copy, if they are adjacent, else [B * L]."""
+    """CPU slots [B, L] as a slice, without a copy, if adjacent, else [B * L]."""
     numbers = slots.numpy().reshape(-1)
     first, end = int(numbers[0]), int(numbers[0]) + len(numbers)
     return slice(first, end) if numbers[-1] == end - 1 and (np.diff(numbers) == 1).all() else slots.view(-1)
 
 
 def _all_reach(seq_lens: Tensor, context: int) -> bool:
-    """Whether every context has the table's width, so no mask is needed. Only if looking does not
-    wait."""
+    """Whether every context has the table's width, if looking does not wait: then no mask is
+    needed."""
     return not seq_lens.is_cuda and seq_lens.tolist() == [context] * len(seq_lens)
 
 
 def _by_head(cache: Tensor, slots: Tensor | slice, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """[B, Hkv, L, D]: cache entries at slots [B * L] of B rows, a view if adjacent."""
+    """[B, Hkv, L, D]: cache entries at slots [B * L]."""
     heads, dim = cache.shape[2:]
     if isinstance(slots, slice):
         (_, token, head, element), length = cache.stride(), (slots.stop - slots.start) // num_rows
@@ -189,8 +188,8 @@ def _by_head(cache: Tensor, slots: Tensor | slice, num_rows: int, dtype: torch.d
 def _last_slots(
     req_to_token: Tensor, rows: Tensor, seq_lens: Tensor, tokens: int, sliding_window: int | None, max_len: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Token slots `[B, L]` that a row's last `tokens` tokens may see, and their positions. A slot
-    is undefined outside [0, seq_len). Slots before the window are not looked up."""
+    """Token slots `[B, L]` in the window of a row's last `tokens`, and positions. Undefined outside
+    [0, seq_len)."""
     if sliding_window is None:
         slots = req_to_token[:, :max_len].index_select(0, rows)
         return slots, torch.arange(slots.shape[1], device=rows.device).expand_as(slots)
@@ -202,8 +201,8 @@ def _last_slots(
 def _visible(
     in_context: Tensor, node: Tensor, tokens: int, sliding_window: int | None, tree_mask: Tensor | None
 ) -> Tensor:
-    """`[B, T, L]` bool: which of L keys each token sees. node `[B, L]`: the token that a key
-    belongs to, negative in the prefix."""
+    """`[B, T, L]` bool: which keys each token sees. node `[B, L]`: a key's token, negative in the
+    prefix."""
     if tree_mask is None:
         tree_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=node.device).tril()
         tree_mask = tree_mask.expand(len(node), -1, -1)
@@ -218,8 +217,6 @@ def _visible(
 
 
 def _causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
-    """query `[1, Hq, n, D]` at the end of keys, values `[1, Hkv, L, D]`. Returns `[1, Hq, n,
-    D]`."""
     query_len, context = query.shape[2], keys.shape[2]
     mask = None
     if query_len < context or (sliding_window is not None and sliding_window < context):

@@ -4,9 +4,8 @@ Flash attention (Dao et al. 2022), split over the context (Dao et al. 2023). The
 key/value head share a tile, so a key is loaded once: tile row m is token m // GROUPS and head m %
 GROUPS. Scores are in units of log 2.
 
-Keys of a latent cache are D + ROPE numbers; the first D are also their values and loaded once. The
-ROPE others are loaded apart, so that each part's width is a power of two. Other caches have ROPE =
-0.
+Keys of a latent cache have D + ROPE numbers, loaded in two parts so that each width is a power of
+two. The first D are also the values. Other caches have ROPE = 0.
 """
 
 import math
@@ -43,8 +42,8 @@ def _split_range(  # type: ignore[no-untyped-def]
     seq_len, split, T: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr,
     LEAST: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """First visible position, aligned; first and end block of the split; number of splits with
-    blocks. If they suffice, FEW splits have up to LEAST blocks each."""
+    """First visible position, aligned; first and end block of the split; splits with blocks. FEW
+    splits have up to LEAST blocks each if they suffice."""
     origin = 0
     if WINDOW > 0:
         origin = tl.maximum(seq_len - T - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -56,7 +55,6 @@ def _split_range(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tree_depth(tree, node, node_mask, tree_st, T: tl.constexpr, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ancestors of each node of a row's tree. A mask holds them and the node itself."""
     t = tl.arange(0, BLOCK_T)
     mask = node_mask[:, None] & (t < T)[None, :]
     seen = tl.load(tree + node[:, None] * tree_st + t[None, :], mask=mask, other=0)
@@ -74,8 +72,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Grid [rows, key heads and blocks of their query rows, SPLITS].
 
-    With arrival counters, a row of one part ends at once, and the last program to arrive joins the
-    parts of others. Without, `_combine_kernel` joins them.
+    With arrival counters, a row of one part ends at once, and the last program joins the parts of
+    others. Without, `_combine_kernel` joins them.
     """
     b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
@@ -185,7 +183,7 @@ def _join(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, first, part: tl.constexpr, used, live, d, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rows [BLOCK_M] of a split context: parts weighted by their sums of exponentials."""
+    """Parts of a split context, weighted by their sums of exponentials."""
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for s in range(used):
         largest = tl.maximum(largest, tl.load(lse_ptr + first + s * part, mask=live, other=0.0, cache_modifier=".cg"))
@@ -210,8 +208,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PARTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token and head: splits weighted by their sums of exponentials. EARLY: loads the first
-    parts together with these sums, which needs registers."""
+    """One token and head. EARLY: loads the first parts together with their sums of exponentials,
+    which needs registers."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
     begin(PDL)
@@ -236,7 +234,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _parts(partial_ptr, lse_ptr, first, part, used, d, APART: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Log sums of exponentials of parts `part` [P], and their outputs [P, len(d)]."""
+    """Log sums of exponentials of parts [P], and their outputs [P, len(d)]."""
     row = first + part * APART
     lse = tl.load(lse_ptr + row, mask=part < used, other=float("-inf"))
     mask = (part < used)[:, None] & (d < D)[None, :]
@@ -303,15 +301,14 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> t
     """How programs share and walk a row's context, by the batch and the table's width alone.
 
     Returns:
-        Changes to `_tile`, with at most SPLITS programs a row, of which FEW get LEAST blocks each
-            before further ones get any. Then whether a row's last program joins the parts: if only
-            long contexts are split, a launch for that would rarely find work. If all are (few rows,
-            wide heads, many query rows), its many programs are faster.
+        Changes to `_tile`, with at most SPLITS programs a row; FEW get LEAST blocks each before
+            others get any. Then whether a row's last program joins the parts: if only long contexts
+            are split, a launch for it would rarely find work. If all are, its many programs are
+            faster.
 
     Measured on an H200: if programs fill the device, whole contexts with two warps are best, unless
-    one row would delay the others. With fewer programs, a key waits for its slot's address: four
-    short tiles in flight beat long ones. Tiles of many query rows or wide heads are bound by
-    registers.
+    one row would delay the others. With fewer, keys wait for slots: four short tiles in flight beat
+    long ones. Many query rows and wide heads are bound by registers.
     """
     device = multiprocessors(q.device)
     if tile["BLOCK_D"] > 256:
@@ -336,8 +333,8 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> t
 
 
 def _walk_latent(room: int, max_context: int, block_n: int, q: Tensor) -> tuple[dict[str, int], bool]:
-    """`_walk` of latent vectors. A program uses a multiprocessor's whole shared memory: the device
-    runs `room` at a time."""
+    """`_walk` of latent vectors. A program uses a whole multiprocessor's shared memory; `room` run
+    at a time."""
     stages = {"num_stages": 3 if shared_memory(q.device) >= LARGE_SHARED_MEMORY else 2}
     blocks = triton.cdiv(max_context, block_n)
     if room > 2:

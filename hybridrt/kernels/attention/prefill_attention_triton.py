@@ -1,12 +1,12 @@
 """Triton kernels of paged prefill attention (flash attention, Dao et al. 2022).
 
-Tiles are those of `paged_attention_triton.py`. Long chunks gather the keys and values of their
-contexts first: the tensor memory accelerator then loads whole tiles, without registers or
-instructions for addresses. Short chunks read pages in place.
+Tiles are those of `paged_attention_triton.py`. Long chunks gather their keys and values first: the
+tensor memory accelerator then loads whole tiles, without registers or instructions for addresses.
+Short chunks read pages in place.
 
-Keys have D + ROPE numbers, values DV. The last ROPE numbers of a key are stored apart, so that each
-part's width is a power of two: in a latent cache, with the first DV = D numbers of keys as values,
-and in copies made from it (latent_attention_triton.py), for all heads.
+Keys have D + ROPE numbers, values DV. The last ROPE numbers are separate, so that each width is a
+power of two: in a latent cache, with values in the first DV = D numbers of keys, and in copies of
+it for all heads (latent_attention_triton.py).
 """
 
 import math
@@ -30,7 +30,7 @@ MAX_GATHERED = 1 << 30  # bytes of gathered keys; longer contexts are read from 
 
 @triton.jit
 def _span(starts_ptr, seq_lens_ptr, b, mask, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows b: first query, number of queries, length, and the first visible position, aligned."""
+    """Rows b: first query, queries, length, and the first visible position, aligned."""
     start = tl.load(starts_ptr + b, mask=mask, other=0)
     query_len = tl.load(starts_ptr + b + 1, mask=mask, other=0) - start
     seq_len = tl.load(seq_lens_ptr + b, mask=mask, other=0)
@@ -58,8 +58,8 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one row and key/value head; zeros past the row's end, before its window and past
-    the head's width."""
+    """A tile of one row and key/value head; zeros outside the row, its window and the head's
+    width."""
     block, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, query_len, seq_len, origin = _span(starts_ptr, seq_lens_ptr, b, b >= 0, WINDOW, BLOCK_N)
     if origin + block * BLOCK_N >= seq_len:
@@ -80,7 +80,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _query_rows(block_m, query_len, kv_head, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tile's first token; its rows' relative tokens, their heads, and a mask of rows."""
+    """The tile's first token, its rows' relative tokens, heads, and mask."""
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     first = block_m * BLOCK_M // GROUPS
     return first, m // GROUPS - first, kv_head * GROUPS + m % GROUPS, m < query_len * GROUPS
@@ -102,7 +102,7 @@ def _tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-untyped-def]
-    """Weights of a tile, the factor for earlier sums, the new maxima and sums."""
+    """Weights of a tile, the factor for earlier sums, new maxima and sums."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     weights = tl.exp2(scores * scale_log2 - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)
@@ -263,9 +263,8 @@ def ample(q: Tensor) -> bool:
 def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathered: bool) -> dict[str, int]:
     """Tile sizes and launch options for keys and values of `dim` numbers, as measured on an H200.
 
-    Four warps with up to 255 registers let two gathered programs share a multiprocessor. Pages need
-    eight warps of 128: addresses need registers too. If tiles are too few for all multiprocessors,
-    they are halved.
+    Four warps of up to 255 registers let two gathered programs share a multiprocessor. Pages need
+    eight of 128, for addresses. Tiles are halved if too few for all multiprocessors.
     """
     block_d, single = width_of(dim), q.dtype == torch.float32
     wide, groups = block_d > 128, q.shape[1] // kv_heads

@@ -23,20 +23,15 @@ class ChunkArrays(NamedTuple, Generic[A]):
 class ChunkPlan:
     """Chunks of the new tokens of B requests, packed along one axis.
 
-    A chunk ends at the end of its request and at absolute positions that are multiples of
-    `chunk_size`. So a prompt has the same chunks however it was split into steps. A request without
-    new tokens has no chunk.
-
-    In a graph, empty chunks of no request follow, and the host numbers are bounds: one request has
-    all tokens.
+    Chunks end with their request and at positions that are multiples of `chunk_size`, so they do
+    not depend on how steps split a prompt. A request without new tokens has no chunk. In a graph,
+    empty chunks follow, and host numbers are bounds: one request has all tokens.
 
     Attributes:
         cu_chunk_seqlens: [n+1] int32, first token of each chunk, then the number of tokens.
         seq_idx: [n] int32, request of each chunk.
         first_chunk, last_chunk: [B] int32; 0 and -1 for a request without chunks.
         max_chunks_per_seq: chunks of the longest request.
-        chunk_size: most tokens of a chunk.
-        num_tokens: new tokens of all requests.
         lengths: new tokens of each request, on the host.
     """
 
@@ -73,11 +68,8 @@ def chunk_plan(
 def chunk_lists(
     computed: Sequence[int], new: Sequence[int], chunk_size: int, cuts: Sequence[int] | None = None
 ) -> ChunkArrays[list[int]]:
-    """The tensors of a ChunkPlan, as lists.
-
-    Args:
-        cuts: for each request, a number of new tokens after which a chunk also ends; 0 for none.
-    """
+    """The tensors of a ChunkPlan, as lists. `cuts`: tokens of each request after which a chunk also
+    ends; 0 for none."""
     # A loop is faster than array operations: most steps have few chunks. The device waits for this.
     ends, requests, first_chunks, last_chunks, start = [0], list[int](), list[int](), list[int](), 0
     for request, (done, length) in enumerate(zip(computed, new)):
@@ -108,8 +100,8 @@ def ith_chunks(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor]:
 def chunk_tokens(plan: ChunkPlan, chunk: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [b, Q] of chunks [b], padded with the last one, and a mask of the real ones.
 
-    Q is always the chunk size: products of another shape would round differently, and a request's
-    numbers would depend on its neighbours.
+    Q is always the chunk size: other shapes round differently, so a request's numbers would depend
+    on its neighbours.
     """
     token = plan.cu_chunk_seqlens[chunk][:, None] + torch.arange(plan.chunk_size, device=chunk.device)
     end = plan.cu_chunk_seqlens[chunk + 1][:, None]

@@ -1,13 +1,12 @@
 """Running sums of log decays in Triton, exact without float64.
 
 A gate is split into a multiple of a unit and a rest of at most half a unit. Sums of multiples stay
-within 2^24 units, so they and their differences are exact in float32. The rests are small, and so
-are the rounding errors of their sums:
+within 2^24 units and are exact in float32. Sums of rests are small, and so are their errors:
 
     exp(G_i - G_j) = exp(M_i - M_j) exp(R_i) / exp(R_j)
 
-The last two factors belong to a token, not to a pair. With SIZE tokens and the unit 2^-17 SIZE, the
-sum of rests is at most 2^-18 SIZE^2: 1/64 for 64 tokens, 1/4 for 256.
+The last two factors belong to a token, not to a pair. With the unit 2^-17 SIZE, rests of SIZE
+tokens sum to at most 2^-18 SIZE^2: 1/64 for 64 tokens, 1/4 for 256.
 """
 
 import triton
@@ -21,7 +20,7 @@ LOWEST_RATE = tl.constexpr(-3.4e38)
 
 @triton.jit
 def split_gates(gates, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Multiples of the unit of SIZE tokens, and rests. NaN stays NaN."""
+    """Multiples of the unit, and rests. NaN stays NaN."""
     UNIT: tl.constexpr = SIZE * 2.0**-17
     gates = tl.where(gates < FLOOR, FLOOR, gates.to(tl.float32))
     whole = tl.floor(gates * (1.0 / UNIT) + 0.5) * UNIT

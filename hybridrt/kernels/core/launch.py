@@ -33,9 +33,8 @@ def arrival_counters(owner: Tensor, count: int) -> Tensor:
     zeros.
 
     Counters are kept by `owner` and count, because graphs keep the address. Launches of one owner
-    never run at the same time. A capture takes counters from those of `reserve_counters`. If none
-    are left, the graph gets its own, which each replay fills with zeros: kept ones would not be
-    zero before that graph's first replay.
+    never overlap. A capture takes counters of `reserve_counters`. If none are left, each replay
+    fills its own with zeros: kept ones would not be zero before the first replay.
     """
     kept = _counters.setdefault(owner, {})
     if count in kept:
@@ -66,12 +65,10 @@ def end_launches(device: torch.device) -> None:
 
 @cache
 def compute_keys(module: ModuleType) -> None:
-    """Makes Triton compute cache keys in a fixed order: imported functions first, then by
-    definition.
+    """Computes Triton's cache keys in a fixed order: imported functions first, then by definition.
 
-    Triton adds the global constants of a called function to a kernel's key only if the function's
-    own key was computed before. Without this, processes that launch in another order find other
-    keys in the cache.
+    Triton adds a called function's global constants to a key only if that function's key was
+    computed before. Otherwise processes that launch in another order would miss the cache.
     """
     for function in list(vars(module).values()):
         if hasattr(type(function), "cache_key"):  # interpreted functions have none

@@ -17,11 +17,8 @@ R = TypeVar("R")
 class Operation(Generic[P, R]):
     """A function with several implementations of one signature.
 
-    A call goes to the implementation that `providers.select` picks for the device of the first
-    argument: a tensor, or a record whose first field is one.
-
-    Attributes:
-        reference: the plain-torch implementation; it carries signature and documentation.
+    A call goes to the one that `providers.select` picks for the device of the first argument: a
+    tensor, or a record that begins with one. `reference` is the plain-torch implementation.
     """
 
     def __init__(self, reference: Callable[P, R], check: Callable[..., None] | None) -> None:
@@ -41,9 +38,9 @@ def operation(*others: By, check: Callable[..., None] | None = None) -> Callable
     """Makes a plain-torch reference an operation.
 
     Args:
-        others: its further implementations. All accept the reference's arguments.
-        check: called with the arguments before any implementation; raises if they do not fit
-            together. It names the arguments that it reads and accepts the others as `*_` and `**_`.
+        others: further implementations with the reference's arguments.
+        check: called first with the arguments; raises if they do not fit together. It names those
+            that it reads and accepts others as `*_` and `**_`.
     """
 
     def decorate(reference: Callable[P, R]) -> Operation[P, R]:

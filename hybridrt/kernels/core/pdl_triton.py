@@ -1,23 +1,21 @@
 """Programmatic dependent launch: a kernel starts while its predecessor still runs.
 
 See the CUDA 13 programming guide, "Programmatic Dependent Launch and Synchronization". Half of a
-short kernel's time is its start. A kernel launched with `pdl(device)` first does work that is
-independent of its predecessor (addresses, weights), then waits in `begin` until all earlier kernels
-have finished and their writes are visible. Rules:
+short kernel's time is its start. A kernel launched with `pdl(device)` first does independent work
+(addresses, weights), then waits in `begin` until all earlier kernels have finished and their writes
+are visible. Rules:
 
 - Every program of such a kernel calls `begin`, even one that exits early.
 - Before `begin`, no program reads or overwrites what a kernel of the same step writes.
-- After a kernel that calls `begin_in_turn`, the next kernel may read early what was written before
-  that kernel.
+- After a kernel that calls `begin_in_turn`, the next may read early what was written before it.
 
-A kernel launched without `pdl` waits for all kernels before it, and none after it starts before its
-end. All later kernels may read early what was written before such a kernel, but not what it wrote
-itself: CUDA may start the next kernel before these writes are visible. Before the layers of a step
-there is always such a kernel: PyTorch's token embedding. The step's metadata (state slots,
-positions, lengths, page tables) is written before it or in another graph. In eager steps recurrent
-layers write theirs after the embedding and call `end_launches`. So a layer's kernel may read early
-the step's metadata, and the states, conv rings and state rings that earlier steps left to its
-layer.
+A kernel without `pdl` waits for all kernels before it, and none after it starts before its end.
+Later kernels may read early what was written before it, but not its own writes, which may become
+visible later. Before the layers of a step such a kernel always runs: PyTorch's token embedding. The
+step's metadata (state slots, positions, lengths, page tables) is written before it or in another
+graph. In eager steps recurrent layers write theirs after it and call `end_launches`. So a layer's
+kernel may read early the step's metadata, and the states, conv rings and state rings that earlier
+steps left to its layer.
 """
 
 from functools import cache
@@ -40,7 +38,7 @@ def pdl(device: torch.device) -> dict[str, bool]:
 
 @triton.jit
 def begin(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Lets the next kernel start its programs, then waits for all kernels before this one."""
+    """Lets the next kernel start, then waits for all kernels before this one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -48,7 +46,7 @@ def begin(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def begin_in_turn(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Waits for all kernels before this one, then lets the next kernel start its programs."""
+    """Waits for all kernels before this one, then lets the next kernel start."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,10 +1,9 @@
 """Selects the implementation of an operation.
 
-Every operation (`operation.py`) is registered once per provider: `torch` (the plain reference,
-always there), `triton` (ours, CUDA), and installed libraries. `select` picks the highest priority
-that is installed and runs on the device. `HYBRIDRT_PROVIDERS="rms_norm=torch,sample=triton"`
-overrides it. An implementation is named "module:attribute" and imported when first picked, so
-optional packages are not imported before use.
+Every operation is registered once per provider: `torch` (the reference), `triton` (ours, CUDA), and
+installed libraries. `select` picks the highest priority that is installed and runs on the device;
+`HYBRIDRT_PROVIDERS="rms_norm=torch,sample=triton"` overrides it. Implementations are imported when
+first picked, so optional packages are not imported before use.
 """
 
 import importlib
@@ -134,7 +133,7 @@ def select(op: str, device_type: str, name: str | None = None) -> Callable[..., 
 
 
 def _live(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Recordings call the function again: interpreted kernels are no torch operations."""
+    """Recordings call it again: interpreted kernels are no torch operations."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -255,8 +254,7 @@ def _version_tuple(version: str) -> tuple[int, ...]:
 
 @cache
 def _overrides() -> dict[str, str]:
-    """The environment variable as {operation: provider}, read once. ConfigError for unknown
-    names."""
+    """{operation: provider} of the environment, read once. ConfigError for unknown names."""
     text = os.environ.get(ENVIRONMENT_VARIABLE, "")
     return dict(_parse_override(item) for item in text.split(",") if item.strip())
 

@@ -1,12 +1,11 @@
 """Records the operations of a CPU step once and repeats them over the same tensors.
 
-In a small model's step, Python layers, views and allocations cost more than most operations. A
-recording is a flat list of operations. Each repetition writes to the tensors of the recorded step.
+In a small model's step, Python layers, views and allocations cost more than most operations.
+Repetitions call a flat list of operations and write to the tensors of the recorded step.
 
-On a CPU, wrap kernels that are no torch operations, and host reads of step values, in `live`:
-repetitions call it again. Wrap reads that never change in `steady`. Any other host read, or an
-operation that cannot be repeated, is a `problem` of the recording. A library that is given
-addresses is not seen at all and must be within `live`.
+On a CPU, wrap non-torch kernels and host reads of step values in `live`: repetitions call it again.
+Wrap reads that never change in `steady`. Other host reads, and operations that cannot be repeated,
+are a `problem`. Libraries that are given addresses are not seen: they must be within `live`.
 """
 
 import threading
@@ -92,7 +91,6 @@ class Recording(TorchDispatchMode):
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Records what runs within it."""
         _current.recording = self
         try:
             with self:
@@ -101,12 +99,11 @@ class Recording(TorchDispatchMode):
             _current.recording = None
 
     def repeat(self) -> None:
-        """Runs the step again. Its results are in the tensors of the recorded step."""
+        """Runs the step again, over the tensors of the recorded step."""
         for call in self._calls:
             call()
 
     def aside(self, call: Callable[[], R]) -> R:
-        """call(), unrecorded."""
         before, self._aside = self._aside, True
         try:
             return call()
@@ -114,7 +111,6 @@ class Recording(TorchDispatchMode):
             self._aside = before
 
     def live(self, call: Callable[[], R]) -> R:
-        """call(), which each repetition calls again."""
         result = self.aside(call)
         if not self._aside:
             self._calls.append(call if result is None else partial(_leave, call, result))
@@ -142,7 +138,6 @@ class Recording(TorchDispatchMode):
             self._calls.clear()
 
     def _change(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs an operation that writes to its arguments."""
         call, result = _called(name, args, kwargs)
         if call is None:
             call = partial(func._op, *args, **kwargs)
@@ -151,7 +146,6 @@ class Recording(TorchDispatchMode):
         return result
 
     def _make(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Notes how an operation made its result."""
         results = result if isinstance(result, (tuple, list)) else (result,)
         dense = all(isinstance(each, Tensor) and each.layout == torch.strided for each in results)
         self._check(dense, f"{name} cannot be repeated: it makes no dense tensors")
@@ -167,8 +161,8 @@ class Recording(TorchDispatchMode):
 
 
 def _called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Callable[[], object] | None, Any]:
-    """An operation as its Python function or method, which is faster than the operator, and its
-    result. (None, None) if none accepts these arguments."""
+    """An operation as its faster Python function or method, and its result. (None, None) if none
+    accepts these arguments."""
     for owner in _OWNERS:
         function = getattr(owner, name, None)
         if function is not None:
@@ -190,7 +184,7 @@ def _is_steady(func: Any, name: str, args: Sequence[Any]) -> bool:
 
 
 def _leave(call: Callable[[], Any], place: Any) -> None:
-    """Copies the result of call(), one tensor or several, to where the recorded step had it."""
+    """Copies the result of call() to where the recorded step had it."""
     result = call()
     if isinstance(place, Tensor):
         result, place = (result,), (place,)
@@ -200,7 +194,6 @@ def _leave(call: Callable[[], Any], place: Any) -> None:
 
 
 def _is_view(result: Any, args: Sequence[Any]) -> bool:
-    """Whether a result is a view, or several, of an argument."""
     first = result[0] if isinstance(result, (list, tuple)) else result
     if not isinstance(first, Tensor) or first.layout != torch.strided:
         return False

@@ -36,11 +36,9 @@ class TokenInputs(NamedTuple):
         return cls(*torch.zeros(3, count, dtype=torch.int32, device=device))
 
     def first(self, count: int) -> "TokenInputs":
-        """Views of the first `count` tokens."""
         return TokenInputs(*(part[:count] for part in self))
 
     def then(self, other: "TokenInputs") -> "TokenInputs":
-        """These tokens, then those of `other`."""
         return TokenInputs(*(torch.cat(pair) for pair in zip(self, other)))
 
 

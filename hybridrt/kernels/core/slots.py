@@ -19,11 +19,10 @@ def pad_mask(slots: Tensor, ndim: int) -> Tensor:
 
 
 def neighbours(slots: Tensor) -> tuple[slice, Tensor | None] | None:
-    """CPU slots [B] as a slice of the pool, if they are s, s + 1, ... in any order without padding:
-    rows are then a view.
+    """CPU slots [B] as a slice of the pool, without a copy, if they are consecutive in any order.
 
-    Also returns the row of each entry of the slice, [B] int64; None if they are in order. Returns
-    None otherwise, and on a GPU, where looking would wait for the device.
+    Also returns the row of each entry, [B] int64; None if they are in order. Returns None otherwise
+    or with padding, and on a GPU, where looking would wait for the device.
     """
     if slots.device.type != "cpu":
         return None

@@ -54,5 +54,4 @@ def take_tokens(inputs: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor 
 
 
 def _span(t: Tensor) -> int:
-    """Elements from the first to the last one of a token, inclusive."""
     return 1 + sum((size - 1) * stride for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True))

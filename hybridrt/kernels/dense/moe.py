@@ -152,7 +152,6 @@ def _each_expert(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) 
 
 
 def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights and ids `[T, k]`, with 0 and -1 for tokens of row 0."""
     if rows is None or not rows.shape[0]:
         return weights, ids
     padding = (rows == 0).repeat_interleave(ids.shape[0] // rows.shape[0]).unsqueeze(1)

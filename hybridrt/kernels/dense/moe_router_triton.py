@@ -20,8 +20,8 @@ _LOWEST = tl.constexpr(-0x80000000)
 
 @triton.jit
 def _take_best(keys, ids):  # type: ignore[no-untyped-def]
-    """The highest key, the lowest id that has it, and the keys without it. Keys are integers: a
-    warp compares them in one step, and those of NaN equal themselves."""
+    """The highest key, the lowest id that has it, and the other keys. Integer keys: a warp compares
+    them in one step, and NaN equals itself."""
     best = tl.max(keys, 0)
     chosen = tl.min(tl.where(keys == best, ids, 0x7FFFFFFF), 0)
     return best, chosen, tl.where(ids == chosen, _LOWEST, keys)
@@ -38,7 +38,6 @@ def _keys(x):  # type: ignore[no-untyped-def]
 def _store_routing(  # type: ignore[no-untyped-def]
     weights_ptr, ids_ptr, rows_ptr, weights, ids, t, j, COUNT: tl.constexpr, TOKENS: tl.constexpr
 ):
-    """Token t's weights and ids; no expert if its row is 0 (padding)."""
     if rows_ptr is not None:
         real = tl.load(rows_ptr + t // TOKENS) != 0
         weights, ids = tl.where(real, weights, 0.0), tl.where(real, ids, -1)

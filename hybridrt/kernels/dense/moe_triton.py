@@ -22,7 +22,6 @@ COMPARED_PAIRS = 12288
 
 @triton.jit
 def _activate(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """SwiGLU if GATED, clamped to LIMIT if given, else squared ReLU."""
     if GATED:
         hidden = hidden * tl.sigmoid(hidden)
         if LIMIT is not None:
@@ -73,7 +72,6 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum_by_8(x):  # type: ignore[no-untyped-def]
-    """[rows, columns] to [rows, columns / 8], within a thread."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 2)
 
 
@@ -82,8 +80,8 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
     hidden_ptr, w_ptr, weights_ptr, ids_ptr, out_ptr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
     INNER: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens, output blocks]: BLOCK_P experts of a token and BLOCK_I of their inner columns
-    at a time. A tile has a row for each expert and output; a thread owns 8 neighbouring columns."""
+    """Grid [tokens, output blocks]. A tile has a row for each expert and output, BLOCK_P and
+    BLOCK_I; a thread owns 8 neighbouring columns."""
     PARTS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
     STEPS: tl.constexpr = (TOP_K + BLOCK_P - 1) // BLOCK_P * PARTS
     t = tl.program_id(0).to(tl.int64)
@@ -159,8 +157,8 @@ def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
     y_ptr, weights_ptr, ids_ptr, out_ptr, TOP_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens * blocks of columns]. A thread adds the experts in order: no shared memory, and
-    all loads are in flight at once."""
+    """Grid [tokens * blocks of columns]. A thread adds the experts in order: no shared memory, all
+    loads in flight at once."""
     begin(PDL)
     COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     t = (tl.program_id(0) // COLUMNS).to(tl.int64)
@@ -196,8 +194,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     ids_ptr, ranks_ptr, layout_ptr, block_expert_ptr, pairs, blocks, experts,
     SIZE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Places each pair in the layout. A pair with a rank that is a multiple of SIZE opens a
-    block."""
+    """A pair with a rank that is a multiple of SIZE opens a block."""
     begin(PDL)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     expert = tl.load(ids_ptr + p, mask=p < pairs, other=-1)
@@ -247,10 +244,7 @@ def _gathered(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hid
 
 
 def gathered_tiles(width: int, inner: int, top_k: int, gated: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Tiles of the gathered products, up and down, as measured on an H200 for one token.
-
-    Up rows are loaded in pieces that fill them; long down rows by fewer experts at a time.
-    """
+    """Tiles of the gathered products, up and down, as measured on an H200 for one token."""
     columns = next(size for size in (2048, 1024, 256) if width % size == 0 or size == 256)
     rows = 8 if columns == 256 else 2
     up = {"BLOCK_I": rows if gated else 2 * rows, "BLOCK_D": max(8, min(columns, triton.next_power_of_2(width)))}
@@ -262,7 +256,7 @@ def gathered_tiles(width: int, inner: int, top_k: int, gated: bool) -> tuple[dic
 
 @dataclass(frozen=True)
 class _Blocks:
-    """n blocks of `size` pairs of one expert: `pairs` [n * size], the number of pairs for none, and
+    """n blocks of one expert's pairs: `pairs` [n * size], the number of pairs for none, and
     `experts` [n], E for none. The pairs of a block without an expert are undefined."""
 
     pairs: Tensor
@@ -271,8 +265,8 @@ class _Blocks:
 
 
 def _lay_out(ids: Tensor, experts: int) -> _Blocks:
-    """Blocks of one expert's pairs, ordered by expert, then by pair, without pairs of none (-1).
-    The result's shapes depend on argument shapes alone."""
+    """Pairs by expert, then by number, without those of no expert (-1). Shapes depend on argument
+    shapes alone."""
     pairs = ids.numel()
     size = 16 if pairs <= 16 * experts else 64
     blocks = min(pairs, pairs // size + experts)

@@ -2,14 +2,14 @@
 
 Both stream the weights once, a block of rows per program, and reduce in a fixed order.
 
-With one token a program keeps a tile of weights in registers while it loads the next, and loads its
-first tile before it waits for the previous kernel (`pdl_triton`). The norm's scale is applied to
-the finished products, so the sum of squares needs no pass of its own.
+One token: a program keeps a tile of weights in registers while it loads the next, and loads its
+first before it waits for the previous kernel (`pdl_triton`). The norm's scale is applied to
+finished products, so the sum of squares needs no pass of its own.
 
-With more tokens the tiles go through shared memory. The norm is a launch of its own: otherwise
-every program would read all tokens twice. If a weight has too few rows for the device, programs
-share a row block and take part of its columns each; the last to finish sums the parts in a fixed
-order. Blocks left over after whole waves are shared too, so they end before the others.
+More tokens: tiles go through shared memory. The norm is a launch of its own: otherwise every
+program would read all tokens twice. If a weight has too few rows for the device, programs share a
+row block by columns; the last to finish sums the parts in order. Blocks left over after whole waves
+are shared too, so the last wave is short.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +38,6 @@ def _weight_rows(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):  # 
 
 @triton.jit
 def _activate(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Activation of float32 products y [T, BLOCK_N]; silu_and_mul halves the columns."""
     if ACTIVATION == "silu_and_mul":
         gate, up = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
         y = gate * tl.sigmoid(gate) * up
@@ -52,7 +51,6 @@ def _activate(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 def _store_output(  # type: ignore[no-untyped-def]
     y, bias_ptr, out_ptr, block, tokens, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Adds the bias to a block's products y [T, BLOCK_N], activates and writes them."""
     if bias_ptr is not None:
         row = _weight_rows(block, N, ACTIVATION, BLOCK_N)
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
@@ -67,7 +65,6 @@ def _store_output(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _input_columns(x_ptr, tail_ptr, column, split):  # type: ignore[no-untyped-def]
-    """Pointer to input column `column`: in the tail, if any, from `split` on."""
     pointer = x_ptr + column
     if tail_ptr is not None:
         pointer = tl.where(column < split, pointer, tail_ptr + (column - split))
@@ -124,8 +121,8 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """`whole` programs with a block of rows each, then SPLIT for each block left.
 
-    Weight [BLOCK_N, K or its part] x tokens [K, T]: weights on the left, where a tensor core takes
-    64 rows, and STAGES tiles ahead in shared memory. HEAD: input columns before the tail.
+    Weight [BLOCK_N, K or its part] x tokens [K, T]: a tensor core takes 64 rows on the left. STAGES
+    tiles are loaded ahead. HEAD: input columns before the tail.
     """
     PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
     block, part, first, end = tl.program_id(0), 0, 0, K
@@ -252,8 +249,8 @@ def _matmul(
 
 
 def matvec_tile(rows: int, columns: int) -> Tile:
-    """Tile for one token: small, so that programs of the next kernel find room to fetch weights
-    while they wait."""
+    """Small tiles for one token: programs of the next kernel find room to load weights while they
+    wait."""
     tile = Tile(4, 1024, 4)
     if columns == 2048:
         tile = Tile(2 if rows <= 4096 else 4, 2048, 8)
@@ -265,8 +262,8 @@ def matvec_tile(rows: int, columns: int) -> Tile:
 def matmul_tile(rows: int, columns: int, tokens: int) -> Tile:
     """Tile for several tokens: 64 rows, stages for two or three programs a multiprocessor.
 
-    Below two row blocks a multiprocessor, several programs share each block. Else they share the
-    few blocks left over after whole waves, so that the last wave is short.
+    Programs share all row blocks if there are fewer than two a multiprocessor, else those left over
+    after whole waves.
     """
     blocks = triton.cdiv(rows, 64)
     left = blocks % MULTIPROCESSORS

@@ -1,11 +1,10 @@
 """Accepts the drafts that equal what plain sampling would have drawn.
 
-A verify step draws a target token at every position, with the random numbers of plain decoding
-(keyed by seed and output index). A draft is accepted while it equals the draw. So the output equals
-plain output, token for token, for every drafter. A deterministic draft d is accepted with
-probability p(d), as in rejection sampling (Leviathan et al. 2023); a drafter with the same random
-numbers is coupled to the target (Daliri et al. 2025, Gumbel coupling). In a tree, the draw at a
-node selects the equal child.
+A verify step draws a target token at every position with plain decoding's random numbers (keyed by
+seed and output index). A draft is accepted while it equals the draw, so output equals plain output
+for every drafter. A deterministic draft d is accepted with probability p(d), as in rejection
+sampling (Leviathan et al. 2023); a drafter with the same random numbers is coupled to the target
+(Daliri et al. 2025, Gumbel coupling). In a tree, the draw selects the equal child.
 """
 
 import torch

@@ -141,7 +141,6 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def _best(logits: Tensor) -> Tensor:
-    """The first largest entry of each row, -1 if it is not finite (NaN counts as the largest)."""
     largest, tokens = logits.max(-1)
     return tokens.masked_fill_(~largest.isfinite(), -1)
 
@@ -164,7 +163,7 @@ def _penalized(logits: Tensor, penalties: Penalties) -> Tensor:
 
 
 def _top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Both filters as thresholds from one sorted copy."""
+    """Thresholds from one sorted copy."""
     vocabulary = logits.shape[1]
     ranked = logits.sort(-1, descending=True).values
     if top_k is not None:

@@ -1,10 +1,9 @@
 """Triton kernels of top-k, top-p and min-p without sorting: each row gets its lowest kept logit.
 
-Two passes find the few entries among which the threshold lies. The first counts entries in bins by
-distance from the largest; counts bound the probability before each bin from both sides. The second
-collects entries of the undecided bins and sums up the mass before them. A bisection over collected
-entries finds the exact threshold. Probabilities are summed as integers, 2^-40 of the largest
-apiece, so that neither the order of additions nor batch neighbours change a sum.
+The first pass counts entries in bins by distance from the largest; counts bound the mass before
+each bin. The second collects entries of the undecided bins and sums up the mass before them. A
+bisection over them finds the exact threshold. Masses are integers, 2^-40 of the largest apiece, so
+neither order nor batch neighbours change a sum.
 """
 
 import torch
@@ -25,7 +24,7 @@ LIST_BLOCK = 1024
 
 @triton.jit
 def _in_order(bits):  # type: ignore[no-untyped-def]
-    """The bits of a float32 as an int32 in the order of the floats, and back."""
+    """Float32 bits as an int32 in the order of the floats, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -43,7 +42,7 @@ def _bin(x, largest):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _distance(j):  # type: ignore[no-untyped-def]
-    """Distance of bin j's start below the largest logit."""
+    """Distance of bin j's start from the largest logit."""
     return tl.where(j < _FINE, j * 0.0625, 12.0 + (j - _FINE) * 0.3125)
 
 
@@ -71,8 +70,8 @@ def _limits(top_k_ptr, top_p_ptr, b):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _undecided(tally_ptr, b, top_k, top_p):  # type: ignore[no-untyped-def]
-    """(first, last, entries before first): the undecided bins. With both filters, from the first
-    that may hold top-p's threshold to top-k's, since top-p is a share of top-k's mass."""
+    """(first, last, entries before first): the undecided bins. With both filters, up to top-k's
+    bin, since top-p is a share of top-k's mass."""
     j = tl.arange(0, BINS)
     counts = tl.load(tally_ptr + b * TALLY + j)
     before = tl.cumsum(counts, 0) - counts
@@ -141,10 +140,9 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _bisect(list_ptr, n, low, high, wanted, largest, MASS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The highest key of the list with at least `wanted` entries (with MASS: mass) at or above it.
+    """The highest key with at least `wanted` entries (with MASS: mass) at or above it.
 
-    `low` satisfies that and `high` does not. Each pass halves the interval and shrinks it to
-    existing keys.
+    `low` satisfies that and `high` does not.
     """
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -171,7 +169,6 @@ def _bisect(list_ptr, n, low, high, wanted, largest, MASS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _mass_from(list_ptr, n, low, largest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Mass of the list's entries with keys >= `low`."""
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, n, BLOCK):
         i = start + tl.arange(0, BLOCK)

@@ -91,8 +91,8 @@ def _argmax_kernel(  # type: ignore[no-untyped-def]
     """The first best entry of each row and split of `blocks` blocks; with seeds, of the
     Gumbel-perturbed row.
 
-    NaN counts as infinity, which no filter drops. The token is -1 if the best is not finite. One
-    split of several reports only infinity: the row's other splits may hold finite entries.
+    NaN counts as infinity, which no filter drops. The token is -1 if the best is not finite; one
+    split of several reports only infinity, since others may hold finite entries.
     """
     begin(PDL)
     b, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -150,8 +150,7 @@ def filtered_logits_triton(logits: Tensor, filters: LogitFilters) -> Tensor:
 
 
 def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | None]:
-    """Logits `[B, V]` float32 before the filters, and each row's lowest kept one; None without
-    filters."""
+    """Logits `[B, V]` float32 before the filters, and each row's lowest kept one, or None."""
     temperature, top_k, top_p, min_p, p, bitmask = filters
     batch, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
@@ -171,7 +170,7 @@ def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | N
 def _argmax(
     logits: Tensor, bitmask: Tensor | None, threshold: Tensor | None = None, draw: Sequence[Tensor | None] = (None,) * 3
 ) -> Tensor:
-    """Each row's best allowed entry >= the threshold. `draw`: temperature, seeds and indices."""
+    """`draw`: temperature, seeds and indices."""
     batch, vocabulary = logits.shape
     if batch == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)

@@ -1,9 +1,9 @@
 """Rules about single tokens: allowed ids, bad words, min_tokens, logit bias.
 
 A rule adds a value to one token's logit, before everything else; minus infinity forbids it. It
-holds while the output is shorter than its limit, and only after its prefix if it has one (the first
-tokens of a bad word). A device table holds the rules by request row. Shapes: B lines of logits, V
-vocabulary entries, R running requests, M rules and P prefix tokens of a row.
+holds below its output length, and only after its prefix, if any (the first tokens of a bad word).
+Shapes: B lines of logits, V vocabulary entries, R running requests, M rules and P prefix tokens of
+a row.
 """
 
 from typing import NamedTuple
