@@ -17,14 +17,14 @@ class StateShape:
 
     Attributes:
         kind: name of the LinearKind.
-        segments: (name, width) of the causal conv's sub-projections in order: x (Mamba-1), x, B, C
-            (Mamba-2) or q, k, v (GDN). Slices of the conv state must respect them. Empty without a
-            conv.
+        segments: (name, width) of the causal conv's sub-projections in order, which slices of the
+            conv state must respect: x (Mamba-1), x, B, C (Mamba-2) or q, k, v (GDN). Empty without
+            a conv.
         conv_kernel: K, taps of the conv; 1 without a conv.
         temporal: shape of the recurrent state: [I, N] (Mamba-1), [H, P, N] (Mamba-2), [Hv, V, K]
             (GDN); [0] if the layer keeps only a conv window.
         groups: groups G of B and C, or key heads Hk, on this rank: rows of a state ring's keys. 1
-            for Mamba-1, which has one B and C for all channels.
+            for Mamba-1.
     """
 
     kind: str
@@ -53,27 +53,27 @@ class LinearKind:
 
     Attributes:
         title: name for people. letter: the layer's symbol in `hybridrt inspect`.
-        config: class of its configuration, with `kind` as the kind's name; mixer and backend have
-            the same `kind`.
+        config: class of its configuration. Its `kind` is the kind's name, also of mixer and
+            backend.
         shape: (configuration, ranks) to the state on one rank. ConfigError if ranks cannot share
             the layer.
         backend, mixer: "module:class" of its backend (a MambaAttnBackendBase) and layer. A mixer
             has `kind`, `layer_id`, `config`, `width` (channels of its backend's result) and
-            `targets(key)` (targets of the checkpoint's tensors); with a conv also `conv_weight` and
+            `targets(key)` (targets of checkpoint tensors); with a conv also `conv_weight` and
             `conv_bias`.
         conv_parts: name -> sharded by group? If True and ranks > groups, ranks replicate. If False,
             the width is prod(temporal[:-1]) and is sharded with the state.
         temporal_dims: names of the recurrent state's dimensions; empty if only a conv window is
             kept.
-        cut_state: True if ranks shard the first dimension of the recurrent state, False if each
-            keeps all of it.
+        cut_state: whether ranks shard the recurrent state's first dimension, or each keeps all of
+            it.
         state_dtype: of the recurrent state; None for `EngineConfig.mamba_ssm_dtype`.
         ring_shapes: (state, W) to the shapes of a row's `ring_values`, `ring_keys` (activations'
-            dtype) and `ring_gates` (float32); empty if only a conv window is kept. None if state
-            mode "replay" does not exist. `fold_ring` folds S = decay * S + value * key^T, with one
-            gate a head or a key channel. Another recurrence needs its own fold. If gates are not
-            logs of decays, the backend overrides `ring_decay`.
-        replay_pays: whether "replay", where it exists, is a GPU's default state mode.
+            dtype) and `ring_gates` (float32); empty if only a conv window is kept, None without
+            state mode "replay". `fold_ring` folds S = decay * S + value * key^T, with one gate a
+            head or a key channel; another recurrence needs its own fold. If gates are not logs of
+            decays, the backend overrides `ring_decay`.
+        replay_pays: whether "replay" is the default state mode on a GPU.
     """
 
     title: str

@@ -41,12 +41,12 @@ def linear_kind(name: str) -> LinearKind:
 def state_shape(config: LinearConfig, tp_size: int = 1) -> StateShape:
     """The state that one layer keeps for one request on one of `tp_size` ranks.
 
-    Heads (channels of Mamba-1) are split. Groups (key heads) are split if they divide, and
-    replicated if there is only one.
+    Heads (channels of Mamba-1) are split. Groups (key heads) are split too; a single one is
+    replicated.
 
     Raises:
-        ConfigError: heads, channels or groups cannot be split over `tp_size` ranks, or the
-            configuration is not one of its kind.
+        ConfigError: ranks do not divide heads, channels or groups, or the configuration is not one
+            of its kind.
     """
     kind = linear_kind(config.kind)
     if not isinstance(config, kind.config):

@@ -30,10 +30,10 @@ def write_latent(
 ) -> Tensor:  # fmt: skip
     """Normalizes and rotates latent vectors, stores them, and rotates queries.
 
-    The first rank numbers of k `[T, rank + rope]` are normalized. Its other numbers, and the last
-    rope numbers of each head of q `[T, H, nope + rope]`, are rotated by positions `[T]`; without
-    cos_sin (see Rope) nothing is. k goes to slots out_cache_loc `[T]` of the cache `[pages, page,
-    1, rank + rope]`; page 0 is padding and not written. Returns q, possibly rotated in place.
+    k `[T, rank + rope]`: the first rank numbers are normalized, the others rotated by positions
+    `[T]`, like the last rope numbers of q `[T, H, nope + rope]`; without cos_sin (see Rope) nothing
+    is rotated. k goes to token slots out_cache_loc `[T]` of the cache `[pages, page, 1, rank +
+    rope]`, except to page 0 (padding). Returns q, possibly rotated in place.
     """
     (_, nope, rank), tail = weights.up_k.shape, k
     latent, tail = rms_norm.reference(k[:, :rank], weights.norm, weights.norm_eps), k[:, rank:]

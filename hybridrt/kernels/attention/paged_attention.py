@@ -1,10 +1,9 @@
 """Softmax attention over a paged KV cache.
 
 Shapes: B rows, T tokens per row, Hq query and Hkv key/value heads (query head h reads key head h //
-(Hq // Hkv)), D dim of queries and keys, Dv of values (see PagedKV), L the longest context. A token
-slot is page * page_size + offset; `req_to_token[row, position]` holds token slots. Page 0 is
-padding and never written. No row reads entries of another one, so NaN in one request reaches no
-other.
+(Hq // Hkv)), D dim of queries and keys, Dv of values (see PagedKV), L the longest context. Token
+slot: page * page_size + offset, as in `req_to_token[row, position]`. Page 0 is padding and never
+written. No row reads another row's entries, so NaN in one request reaches no other.
 """
 
 from collections.abc import Iterable
@@ -66,11 +65,11 @@ def store_at(caches: Iterable[tuple[Tensor, Tensor]], places: CellPlaces) -> Non
 def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
     """Attention of T new tokens per row, already in the cache, over each row's whole context.
 
-    q `[B, T, Hq, D]`. Token t of a chain sees seq_len - T + t + 1 keys. A tree node sees the first
-    seq_len - T keys and those of the last T in its mask. Keys of padding drafts, and keys outside
-    the window of all T tokens, are not read; their table entries may be stale. Returns `[B, T, Hq,
-    Dv]` in q's dtype, in `out` if given (heads contiguous, any token stride); padding rows (seq_len
-    0) are zeros. ConfigError: a kernel cannot write to the strides of `out`.
+    q `[B, T, Hq, D]`. Token t of a chain sees seq_len - T + t + 1 keys; a tree node the first
+    seq_len - T and those of the last T in its mask. Keys of padding drafts, and outside the window
+    of all T tokens, are not read: table entries may be stale. Returns `[B, T, Hq, Dv]` in q's
+    dtype, in `out` if given (heads contiguous, any token stride); padding rows (seq_len 0) are
+    zeros. ConfigError: a kernel cannot write to the strides of `out`.
     """
     return attend(q, kv, row_context(kv.req_to_token, batch, q.shape[1], kv.sliding_window), out)
 

@@ -173,10 +173,9 @@ class SavedStates(NamedTuple):
     ends there.
 
     Attributes:
-        chunk_slots: [n] int32, for each chunk of the plan the slot of the state after it; 0 for
-            none.
-        row_slots, row_lengths: [B] int32, the same by prompt: the slot, 0 for none, and how many of
-            the prompt's new tokens the state contains.
+        chunk_slots: [n] int32, slot of the state after each chunk; 0 for none.
+        row_slots, row_lengths: [B] int32, the prompt's slot, 0 for none, and the number of its new
+            tokens in the state.
     """
 
     chunk_slots: Tensor
@@ -244,9 +243,9 @@ class DeltaInputs(NamedTuple):
     """Inputs of the gated delta rule: q, k [..., Hk, K], v [..., Hv, V]; g, beta [..., Hv] float32
     from `gdn_gates`.
 
-    A gate g is from 0 to -inf, which erases the state. In Kimi Delta Attention Hk is Hv, and g is
-    [..., Hv, K], a decay for each key channel. If GateWeights are passed too, g and beta are raw
-    projections. Leading dimensions: [B, T], or [T] of packed prompts.
+    A gate g is from 0 to -inf, which erases the state. Kimi Delta Attention: Hk is Hv, and g [...,
+    Hv, K] decays each key channel. With GateWeights, g and beta are raw projections. Leading
+    dimensions: [B, T], or [T] of packed prompts.
     """
 
     q: Tensor
@@ -278,12 +277,11 @@ class PagedKV(NamedTuple):
     (`paged_attention.py`).
 
     Attributes:
-        k_cache, v_cache: [pages, page, Hkv, D] and [pages, page, Hkv, Dv]. Dv is D, or less in a
-            latent cache: one head, with the first Dv numbers of the keys as values.
+        k_cache, v_cache: [pages, page, Hkv, D] and [pages, page, Hkv, Dv]. Dv is D. In a latent
+            cache of one head, values are the first Dv numbers of the keys.
         req_to_token: [R+1, max_context] int32 table of token slots.
         scale: of the scores.
-        sliding_window: a token at position p sees keys at positions > p - window; None for all
-            earlier keys.
+        sliding_window: position p sees keys at positions > p - window; None for all earlier keys.
     """
 
     k_cache: Tensor
@@ -314,10 +312,9 @@ class AttentionRows(NamedTuple):
     Attributes:
         rows: [B] request rows.
         seq_lens: [B] keys that the last of the T tokens sees; 0 for padding.
-        tree_mask: [B, T, T] bool, which of the T each node of a draft tree sees: its ancestors and
-            itself. None for a chain.
-        num_drafts: [B] int32; tokens after the first 1 + num_drafts[b] are padding without keys in
-            the cache. None if all T are real.
+        tree_mask: [B, T, T] bool, ancestors of each draft-tree node, and itself. None for a chain.
+        num_drafts: [B] int32; tokens after the first 1 + num_drafts[b] are padding without keys.
+            None if all T are real.
         max_len: upper bound of seq_lens known on the host; None for the table's width.
     """
 

@@ -80,8 +80,8 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
     hidden_ptr, w_ptr, weights_ptr, ids_ptr, out_ptr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
     INNER: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens, output blocks]. A tile has a row for each expert and output, BLOCK_P and
-    BLOCK_I; a thread owns 8 neighbouring columns."""
+    """Grid [tokens, output blocks]: BLOCK_P experts and BLOCK_I inner columns at a time. A tile has
+    a row for each expert and output; a thread owns 8 neighbouring columns."""
     PARTS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
     STEPS: tl.constexpr = (TOP_K + BLOCK_P - 1) // BLOCK_P * PARTS
     t = tl.program_id(0).to(tl.int64)

@@ -1,7 +1,7 @@
 """A linear layer of few tokens, fused with the norm before it and the activation after it.
 
-With 1 to MAX_TOKENS rows a product costs as much as reading its weights. To keep the memory busy,
-the norm is recomputed instead of stored, and the activation applied before the output is written.
+With 1 to MAX_TOKENS rows a product costs as much as reading its weights. So the norm is recomputed
+instead of stored, and the activation applied before the output is written.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -81,10 +81,10 @@ def skinny_linear(
     Args:
         x: [T, K] with any row stride, T at most MAX_TOKENS.
         weight: [N, K] contiguous, in x's dtype; bias: [N] or None.
-        tail: [T, K - K1], the last input columns if x is `[T, K1]`: two inputs of one merged weight
-            need no copy. Not with a norm.
-        parts: x and the weight's rows are cut into so many parts, [1, K] and [N / parts, K] each;
-            the i-th are multiplied. One token, and at most a bias.
+        tail: [T, K - K1], the last input columns if x is `[T, K1]`: avoids a copy of two inputs.
+            Not with a norm.
+        parts: cuts x and the weight's rows into so many parts, [1, K] and [N / parts, K] each; the
+            i-th are multiplied. One token, at most a bias.
         activation: "silu_and_mul" halves N (gate rows, then up rows); "relu2".
         out: contiguous, in x's dtype, for y; None for a new tensor.
 
@@ -93,8 +93,7 @@ def skinny_linear(
             residual's dtype, or None.
 
     Raises:
-        ConfigError: too many tokens, a tail with a norm, parts that do not fit, or weights of
-            another dtype.
+        ConfigError: too many tokens, a tail with a norm, parts that do not fit, or another dtype.
     """
     # The separate operations in order
     dtype = x.dtype

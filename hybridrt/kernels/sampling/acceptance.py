@@ -16,16 +16,14 @@ from hybridrt.kernels.sampling.draft_tree import node_depths
 
 @operation(By("triton"))
 def accept_chain(drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
-    """Accepted inputs of each row with the root: 1 + leading drafts that equal their draws. [B]
-    int32.
+    """Accepted inputs of each row, [B] int32: the root and leading drafts that equal their draws.
 
     Args:
-        drawn: [B, T] int64, the target's draw after each input; -1, which equals no draft, if
-            logits were not finite.
+        drawn: [B, T] int64, the target's draw after each input; -1 if logits were not finite.
         drafts: [B, T - 1] int32, the inputs after the root.
         num_drafts: [B] int32, how many of them are drafts; the rest is padding.
         rows: [B] int32 request rows.
-        last_tokens: [R + 1] int32; each row gets its next root, the draw after the last accepted
+        last_tokens: [R + 1] int32; gets each row's next root, the draw after the last accepted
             input.
     """
     index = torch.arange(drafts.shape[1], device=drafts.device)
