@@ -277,8 +277,8 @@ class PagedKV(NamedTuple):
     (`paged_attention.py`).
 
     Attributes:
-        k_cache, v_cache: [pages, page, Hkv, D] and [pages, page, Hkv, Dv]. Dv is D. In a latent
-            cache of one head, values are the first Dv numbers of the keys.
+        k_cache, v_cache: [pages, page, Hkv, D] and [pages, page, Hkv, Dv]. Dv is D, or
+            less in a latent cache of one head: its values are the first Dv numbers of the keys.
         req_to_token: [R+1, max_context] int32 table of token slots.
         scale: of the scores.
         sliding_window: position p sees keys at positions > p - window; None for all earlier keys.
