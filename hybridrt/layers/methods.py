@@ -15,7 +15,7 @@ from torch import nn
 
 from hybridrt.base.errors import BackendError
 from hybridrt.base.plugins import Plugins
-from hybridrt.kernels.dense.linear import add_linear, linear, stands_by_columns
+from hybridrt.kernels.dense.linear import add_linear, linear, stored_by_columns
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter
@@ -179,7 +179,7 @@ class DenseMethod(LinearMethod):
     def __init__(self, out_features: int, in_features: int, build: Build) -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
         self.skinny = build.device.type in SKINNY_ON
-        if stands_by_columns(self.weight):
+        if stored_by_columns(self.weight):
             self.weight.data = torch.empty(in_features, out_features, dtype=build.dtype, device=build.device).t()
 
     def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:

@@ -101,10 +101,10 @@ def _compile(module: str, name: str, specialisation: str) -> None:
     """Compiles a kernel, and the C function that launches it where this version of Triton has one for each kernel."""
     from triton.backends.nvidia import driver
 
-    from hybridrt.kernels.core.launch import settle_keys
+    from hybridrt.kernels.core.launch import compute_keys
 
     imported = importlib.import_module(module)
-    settle_keys(imported)
+    compute_keys(imported)
     function = getattr(imported, name)
     _ = function.device_caches[0]  # which sets `ASTSource`
     source = function.ASTSource
