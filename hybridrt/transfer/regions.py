@@ -1,4 +1,4 @@
-"""Who owns which bytes of an arena: host integers, first fit."""
+"""Allocates byte ranges of an arena: host integers, first fit."""
 
 from hybridrt.base.errors import OutOfSlotsError, PoolError
 
