@@ -1,4 +1,4 @@
-"""`hybridrt bench serve` and `hybridrt bench offline`: load, and how long tokens took."""
+"""`hybridrt bench serve` and `hybridrt bench offline`."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ class LoadOptions(Overrides):
     workload_seed: int | None = setting("Of prompts, lengths and arrivals.", "0", "N")
 
     def workload(self) -> WorkloadConfig:
-        """What the requests look like. Raises ConfigError if one of them could not be."""
+        """Raises ConfigError for impossible requests."""
         if self.concurrency is not None and self.concurrency < 1:
             raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
         given = self.given()
@@ -69,7 +69,7 @@ class ResultOptions:
         return None if limits == [None] * 3 else Goal(*limits)
 
     def check(self) -> None:
-        """Before the load begins.
+        """Checks options before the load.
 
         Raises:
             ConfigError: a limit is no limit, or a result could not be written.
@@ -87,7 +87,7 @@ class ResultOptions:
             check_picture(self.picture)
 
     def show(self, timings: Sequence[Timing], planned: int, load: WorkloadConfig, **facts: Any) -> None:
-        """Prints and writes results. Fewer timings than were planned: Ctrl-C ended the run.
+        """Prints and writes results. Fewer timings than planned: Ctrl-C ended the run.
 
         Raises:
             EngineError: every request failed.

@@ -12,7 +12,7 @@ _LETTER = 7  # width of one, rounded up
 
 
 def summary(dump: CacheDump) -> str:
-    """What the cache holds and has served, in two lines; three with a tier in main memory."""
+    """What the cache holds and has served: two lines, three with a tier in main memory."""
     share = f"{dump.hit / dump.asked:.1%}" if dump.asked else "none"
     lost = f"{dump.without_state} without a state, {dump.without_kv} without KV, {dump.retokenised} by "
     tier = (
@@ -37,8 +37,8 @@ def as_text(dump: CacheDump) -> str:
 
 
 def as_svg(dump: CacheDump) -> str:
-    """A drawing: one row a node, with a bar from its first token to its last, dark where KV is held, and a dot where a
-    state is."""
+    """One row a node: a bar from its first token to its last, dark where KV is held, and a dot for
+    a state."""
     end = max((node.end for node in dump.nodes), default=1)
     nodes = [(node, depth) for node, depth, _ in _walk(dump)]
     rows = [_svg_row(i, node, depth, end, dump.page_size) for i, (node, depth) in enumerate(nodes)]
@@ -70,8 +70,7 @@ def shortened(text: str) -> str:
 
 
 def _walk(dump: CacheDump) -> Iterator[tuple[DumpedNode, int, tuple[bool, ...]]]:
-    """Every node behind its parent: (node, depth, whether each of the topmost nodes above, and it, is the last
-    child)."""
+    """Nodes in preorder: (node, depth, whether each node on its path is the last child)."""
     children: dict[int, list[int]] = {}
     for i, node in enumerate(dump.nodes):
         children.setdefault(node.parent, []).append(i)

@@ -1,4 +1,4 @@
-"""A model in this process, as `hybridrt chat` sees it."""
+"""The model of `hybridrt chat` in this process."""
 
 from collections.abc import Generator
 from contextlib import closing
