@@ -1,8 +1,10 @@
-"""One grammar for all that an answer must be: forced calls, strict arguments, a form. Reasoning before it, if its tags
-are tokens, is no part of the grammar (hybridrt.base.structured_outputs.Thinking).
+"""One grammar of an answer: forced calls, strict arguments, a form. Reasoning before it is no part
+of the grammar if its
+tags are tokens (hybridrt.base.structured_outputs.Thinking).
 
-The grammars are llguidance's variant of Lark (base/structured_outputs.py). In them a tag that is a token is `<[ID]>`;
-text holds no such token.
+Grammars are llguidance's variant of Lark (base/structured_outputs.py). A tag that is a token is
+`<[ID]>`; text holds no
+such token.
 """
 
 import re
@@ -29,7 +31,7 @@ class Constraints:
     """Grammars for one model.
 
     Args:
-        tokens: ids of the tags that are tokens of their own, special or not, without those that end an output.
+        tokens: ids of tags that are tokens, without those that end an output.
     """
 
     tokens: Mapping[str, int]
@@ -42,11 +44,11 @@ class Constraints:
         reasoning: ReasoningTags | None,
         prompt: str,
     ) -> StructuredOutputs | None:
-        """What the answer must look like; None: anything.
+        """The grammar of an answer; None: anything.
 
         Args:
             given: the caller's own constraints on the content.
-            prompt: the rendered conversation. It says whether the answer begins within reasoning.
+            prompt: the rendered conversation, which may have opened the reasoning.
 
         Raises:
             RequestError: the model's formats do not allow it.
@@ -83,9 +85,9 @@ class Constraints:
         return _lark([f"start: {closing} body", f"body: {body}", *more, *rules], thinking)
 
     def _thought(self, tags: ReasoningTags, budget: int | None, begun: bool) -> tuple[str, list[str], Thinking | None]:
-        """The part of the start rule before the content, the rules that it needs, and what the grammar leaves out of
-        reasoning; "" if there is none. If the prompt has not `begun` the reasoning, the model may do so if the tag is
-        one token."""
+        """The start rule before the content, the rules that it needs, and what the grammar leaves
+        out of reasoning; "" if nothing. If the prompt has not `begun` the reasoning, the model may,
+        if the tag is one token."""
         opens = () if begun else tuple(self.tokens[tag] for tag in tags.opens if tag in self.tokens)
         tokens = all(tag in self.tokens for tag in tags.closes)
         if tokens and (begun or opens):
@@ -103,7 +105,7 @@ class Constraints:
         return "thinking LINES?", [f"thinking[lazy]: /(?s:.*)({'|'.join(map(_regex, tags.closes))})/"], None
 
     def _strict(self, conversation: Conversation, tools: ToolParser) -> tuple[str, list[str]]:
-        """The body: text, and sections of calls whose arguments follow their schemas. And the rules that it needs."""
+        """The body and its rules: text, and sections of calls whose arguments follow their schemas."""
         section = self._section(conversation.tools, tools)
         if section is None:
             raise RequestError(
@@ -123,7 +125,7 @@ class Constraints:
         return f"(begin GAP? {call})* PLAIN", ["begin[lazy]: BEGIN", begin, *rules]
 
     def _section(self, offered: Sequence[Tool], tools: ToolParser) -> tuple[str, list[str]] | None:
-        """What follows the literal that opens a section of calls, and the rules that it needs. None: the format has no
+        """The text after the literal that opens a section, and its rules. None: the format has no
         rules."""
         rules = tools.section_rules(offered, lambda text: self._literals([text]))
         close = f" GAP? {self._literals(tools.closes[:1])}" if tools.closes and tools.writes_close else ""
@@ -160,7 +162,7 @@ def _loose(tools: Sequence[Tool]) -> list[Tool]:
 
 
 def _forced(conversation: Conversation) -> str:
-    """A list of calls: exactly one of the named tool, or at least one of any tool."""
+    """Calls: exactly one of the named tool, or at least one of any tool."""
     choice = conversation.tool_choice
     tools = [t for t in conversation.tools if not isinstance(choice, NamedTool) or t.name == choice.name]
     one = isinstance(choice, NamedTool) or not conversation.parallel_tool_calls
@@ -169,7 +171,7 @@ def _forced(conversation: Conversation) -> str:
 
 
 def _body(given: StructuredOutputs) -> tuple[str, list[str]]:
-    """The caller's own constraints on the content, within a larger grammar, and the rules that they need."""
+    """The caller's constraints on the content as a part of a grammar, with their rules."""
     if given.regex is not None:
         return f"/{_ESCAPED_OR_MARK.sub(_marked, given.regex)}/", []
     if given.choice is not None:
@@ -188,5 +190,4 @@ def _lark(rules: Sequence[str], thinking: Thinking | None = None) -> StructuredO
 
 
 def _regex(text: str) -> str:
-    """Text as a regular expression between slashes."""
     return "".join(f"\\{c}" if c in r"\/.*+?()[]{}|^$" else c for c in text)

@@ -1,5 +1,8 @@
-"""Calls within reasoning. A model may draft one and think on; or it calls and ends without the tag that ends reasoning.
-Only the end of the answer tells, so such text is held until then."""
+"""Holds calls within reasoning until the end of the answer.
+
+A model may draft a call and think on, or call and end without the tag that closes reasoning. Only
+the end tells.
+"""
 
 from collections.abc import Callable
 
@@ -8,7 +11,7 @@ from hybridrt.chat.tool_parser import CallSink, ToolParser
 
 
 class Drafts:
-    """Passes reasoning on, up to the first call in it, and holds the rest.
+    """Passes reasoning on up to its first call, and holds the rest.
 
     Args:
         think: takes reasoning.
@@ -47,7 +50,7 @@ class Drafts:
         return held
 
     def _try(self, text: str) -> None:
-        """Reads on, until a call has begun. Text that is none is passed on."""
+        """Reads until a call has begun. Other text is passed on."""
         if self._begun:
             return
         self._scanner.add(text)

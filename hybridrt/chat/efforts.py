@@ -1,4 +1,4 @@
-"""Reasoning efforts: those that callers may ask for, and which of them a chat template has."""
+"""Reasoning efforts that callers may ask for, and those that a chat template has."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -13,11 +13,12 @@ _LOW, _HIGH = EFFORTS.index("low"), EFFORTS.index("high")
 
 
 def supported_efforts(render: Callable[..., str | None]) -> dict[str, str]:
-    """The effort to pass to a template for each that a caller may ask for: itself, or the nearest that the template
-    has; of two at the same distance the higher one.
+    """For each effort the one to pass: itself, or the nearest that the template has; of two at
+    equal distance the higher.
 
     Args:
-        render: a short conversation with these variables of the template; None if the template fails.
+        render: a short conversation with these variables of the template; None if the template
+            fails.
     """
     plain = render(**_ON)
     nonsense = render(**_ON, reasoning_effort=_NONSENSE)
@@ -37,14 +38,14 @@ def supported_efforts(render: Callable[..., str | None]) -> dict[str, str]:
 
 
 def template_variables(effort: str | None, supported: Mapping[str, str]) -> dict[str, object]:
-    """Variables for an effort. Templates without degrees of reasoning have a switch; "none" turns it off."""
+    """Variables for an effort. Templates without degrees have a switch, which "none" turns off."""
     if effort is None:
         return {}
     return {"reasoning_effort": supported.get(effort, effort), **(_OFF if effort == "none" else {})}
 
 
 def _has(effort: str, text: str, nonsense: str | None) -> bool:
-    """Whether a template writes something else for this effort than for a word that is none."""
+    """Whether a template distinguishes this effort from an unknown word."""
     if nonsense is None:
         return True
     ours, other = (re.sub(re.escape(effort), _NONSENSE, found.lower()) for found in (text, nonsense))

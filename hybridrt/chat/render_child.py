@@ -1,7 +1,8 @@
-"""Renders chat templates for another process: requests on standard input, answers on standard output.
+"""Renders chat templates for another process, over standard input and output.
 
-Started as a script, which imports transformers' sandboxed renderer and nothing of hybridrt. It cannot open files while
-templates run. A frame is four bytes of length, then msgpack.
+A script that imports transformers' sandboxed renderer and nothing of hybridrt. It cannot open files
+while templates run.
+A frame is four bytes of length, then msgpack.
 """
 
 import resource
@@ -47,8 +48,8 @@ def main() -> None:
 
 
 def _answer(request: bytes) -> bytes:
-    """The text behind a plus sign; else an error behind a minus sign, or behind an exclamation mark if this process
-    must be replaced: when memory runs out, any object may be left incomplete."""
+    """The text after "+"; an error after "-", or after "!" if this process must be replaced: out of
+    memory, any object may be incomplete."""
     try:
         text = _render(msgspec.msgpack.decode(request)).encode()
         if len(text) > MAX_TEXT_BYTES:

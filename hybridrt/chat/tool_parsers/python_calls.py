@@ -1,4 +1,4 @@
-"""Calls as in Python with arguments by name, `f(a="x", b=1)`: what several formats have in common."""
+"""Calls as in Python with arguments by name, `f(a="x", b=1)`, shared by several formats."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ _OPENS = re.compile(r"\w")
 
 
 class PythonCalls(JsonCalls):
-    """Calls in Python's syntax, or in JSON's: models write it if the system prompt asks for it.
+    """Calls in Python's syntax, or in JSON's, which system prompts may ask for.
 
     Attributes:
         listed: the calls are a list. Else each has a line.

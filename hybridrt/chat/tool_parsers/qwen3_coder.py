@@ -60,7 +60,8 @@ class Qwen3Coder(ToolParser):
     markers = ("<function=", "<parameter=")
 
     def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
-        """Parameters come in the schema's order. Enumerations of text are enforced, its length and patterns are not."""
+        """Parameters in the schema's order. Enumerations of text are enforced, its length and
+        patterns are not."""
         check_names(tools, _NAME)
         calls = limited(_LAYOUT.call(tool, f"call{i}", _NAME) for i, tool in enumerate(tools))
         names = " | ".join(f"call{i}" for i in range(len(tools)))
