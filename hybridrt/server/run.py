@@ -1,4 +1,4 @@
-"""A server from its first request to its last: warm-up, statistics, signals, drain."""
+"""Runs a server: warm-up, statistics, signals, drain."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ MAX_FILES = 65536  # each connection takes one; many systems allow a process 1,0
 
 
 class Server(uvicorn.Server):
-    """Serves an application until SIGTERM or Ctrl-C, then lets running requests end. A second signal ends at once."""
+    """Serves until SIGTERM or Ctrl-C, then lets running requests end. A second signal ends at once."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         settings = service.config
@@ -143,7 +143,7 @@ async def write_statistics(service: Service) -> None:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The address, taken before a model is loaded; it refuses connections until the server listens.
+    """Binds the address before a model is loaded; connections are refused until the server listens.
 
     Raises:
         OSError: it cannot be had.
@@ -185,7 +185,7 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Lets the process open as many files as the system allows it, up to MAX_FILES."""
+    """Raises the limit of open files to the system's, at most MAX_FILES."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""Answers of /v1/messages: a list of content blocks, and their events."""
+"""Answers of /v1/messages: content blocks and their events."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -59,7 +59,8 @@ class MessageReply(BlockReply):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Counts of tokens. Those from the prefix cache are known at the end; they are no input tokens then."""
+        """Counts of tokens. At the end, those from the prefix cache are known and are no input
+        tokens."""
         return {
             "input_tokens": self.prompt_tokens - self.cached_tokens,
             "cache_creation_input_tokens": 0,
@@ -102,8 +103,8 @@ class MessageReply(BlockReply):
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object. If they break off, it has the entries before that, as Anthropic's clients read a
-    stream. If they are no JSON, it is empty."""
+    """A call's arguments as an object. Cut off: the entries so far, as Anthropic's clients read a
+    stream. No JSON: empty."""
     try:
         value = from_json(arguments, allow_partial=True)
     except ValueError:

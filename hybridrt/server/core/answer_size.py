@@ -1,7 +1,8 @@
-"""How large an answer may become, known before its request starts: it may be a thousand times its request.
+"""Limits the size of an answer before its request starts: it may be a thousand times its request.
 
-Log-probabilities are counted in entries: a token's own, and each alternative to it. One is 8 bytes while its request
-runs, and up to a hundred as JSON text.
+Log-probabilities are counted in entries: a token's own, and each alternative. One has 8 bytes while
+its request runs, and
+up to a hundred as JSON text.
 """
 
 from collections.abc import Iterable
@@ -19,10 +20,10 @@ MAX_REPEATED = 2**24  # characters or token ids of prompts that are repeated for
 
 
 def prompt_entries(prompts: Iterable[PreparedPrompt], forms: int) -> int:
-    """Log-probabilities of prompts that an answer has.
+    """Entries of prompts in an answer.
 
     Args:
-        forms: in how many fields of the answer, all samples together, they are.
+        forms: how many fields of the answer have them, all samples together.
 
     Raises:
         APIError: more than MAX_PROMPT_ENTRIES.
@@ -58,7 +59,8 @@ def check_output(prompts: Iterable[PreparedPrompt]) -> None:
 
 
 def check_repeated(lengths: Iterable[int], n: int, what: str, field: str) -> None:
-    """Raises APIError where an answer would repeat too much of its prompts, `lengths` long, for each of `n` samples."""
+    """APIError if an answer would repeat too much of its prompts, `lengths` long, for each of `n`
+    samples."""
     found = n * sum(lengths)
     if n > 1 and found > MAX_REPEATED:
         raise APIError(
@@ -70,7 +72,7 @@ def check_repeated(lengths: Iterable[int], n: int, what: str, field: str) -> Non
 
 
 class EntryRoom:
-    """Counts the log-probabilities of prompts that running requests hold, until their streams are dropped."""
+    """Counts the entries of prompts that running requests hold, until their streams are dropped."""
 
     def __init__(self) -> None:
         self._held: WeakKeyDictionary[DeltaStream, int] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Around every request: its name, its key, its size, its time, and its line in the access log."""
+"""Guards every request: name, key, size, time, and line in the access log."""
 
 import asyncio
 import hmac
@@ -30,18 +30,20 @@ log = logging.getLogger("hybridrt.server")
 
 
 class Guard:
-    """An ASGI application around another one. Whatever happens inside, the client gets an answer or its connection
-    ends, and the server goes on.
+    """An ASGI application around another one. Whatever happens inside, the client gets an answer or
+    its connection ends.
 
     - `X-Request-Id` is taken from the request, or made, and sent back.
-    - A request that names another host, comes from a page that may not call, or has a body that is not JSON is refused
+    - A request that names another host, comes from a page that may not call, or has a body that is
+    not JSON is refused
       before its body is read, on every path (hybridrt/server/core/pages.py).
-    - Web pages of the allowed origins can read every answer, errors included (CORS).
+    - Pages of the allowed origins can read every answer, errors included (CORS).
     - Without a valid key only OPEN_PATHS answer. Keys are compared in constant time.
-    - A body that is too long is refused, where possible before it is read. A client whose large body was refused rests
-      before its next large one is read (hybridrt/server/core/refusals.py).
-    - A request that takes too long, its body and its answer included, ends: with 504, or with an error event in a
-      stream. The header `X-Request-Timeout` (seconds) sets a shorter time than the server's.
+    - A body that is too long is refused, before it is read if possible. The client then rests
+      (hybridrt/server/core/refusals.py).
+    - A request that takes too long ends with 504, or with an error event in a stream. The header
+    `X-Request-Timeout`
+      (seconds) sets a shorter time than the server's.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -106,7 +108,8 @@ class Guard:
             body.ended(answer.status)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
-        """The key of the request, b"" where none is needed. Raises APIError for what is refused without its body."""
+        """The key of the request, b"" if none is needed. APIError for a request that is refused
+        without its body."""
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and len(length) < 19 and int(length) > self._config.max_body_bytes:
             raise _too_long(self._config.max_body_bytes)
@@ -155,7 +158,7 @@ class _Sent:
         self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def end(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Ends the answer with an error, in the form that is still possible. `send` leads here."""
+        """Ends the answer with an error, in the form that is still possible."""
         if not self.status:
             await error_response(error, scope["path"])(scope, receive, send)
         elif self.is_stream and not self.ended:
@@ -169,7 +172,6 @@ class _Sent:
 
 
 def _limited(receive: Receive, max_bytes: int) -> Receive:
-    """Receives at most so many bytes of body."""
     got = 0
 
     async def limited() -> Message:
@@ -188,7 +190,8 @@ def _too_long(max_bytes: int) -> APIError:
 
 
 def _write_line(scope: Scope, request_id: bytes, seconds: float) -> None:
-    """One JSON object. It holds nothing of headers, query or body but lengths: secrets and texts are not logged."""
+    """One JSON object without headers, query or body, only lengths: secrets and texts are not
+    logged."""
     line: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "request_id": request_id.decode(),

@@ -1,4 +1,5 @@
-"""Metrics for Prometheus, under vLLM's names where it has one, so that dashboards and gateways work unchanged."""
+"""Metrics for Prometheus. Names are vLLM's if it has one, so dashboards and gateways work
+unchanged."""
 
 import time
 from bisect import bisect_left
@@ -45,8 +46,8 @@ _AT_END: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 class Histogram:
-    """Counts of values up to each bound. prometheus_client's own takes a lock for each value: here there is one for
-    each token, and they all come in the event loop."""
+    """Counts of values up to each bound. prometheus_client's own locks for each value, here for
+    each token, in the event loop."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         self.name, self.text, self.bounds = name, text, bounds
@@ -113,20 +114,17 @@ class Metrics(Collector):
                 self._count_request(delta)
 
     def _count_begin(self, delta: Delta, now: float) -> None:
-        """The first tokens of a sample that goes on."""
         stream = self._llm.stream_of(delta.request_id)
         if stream is not None:  # its client is there
             self._first.add(now - stream.arrival)
             self._count_prompt(delta, len(stream.requests[delta.request_id].tokens))
 
     def _count_prompt(self, delta: Delta, tokens: int) -> None:
-        """A prompt was computed, for all of its samples."""
         self.prompt_tokens += tokens if delta.index == 0 else 0
 
     def _count_end(self, delta: Delta, at_once: bool) -> None:
-        """
-        Args:
-            at_once: the sample's tokens came in this one delta, so that only their mean distance is known.
+        """Args:
+        at_once: all tokens came in this delta, so only their mean distance is known.
         """
         metrics = delta.metrics
         assert metrics is not None and delta.finish_reason is not None, "it is the sample's last delta"
@@ -155,7 +153,7 @@ class Metrics(Collector):
                 self._between.add(decoding / rest, rest)
 
     def _count_request(self, delta: Delta) -> None:
-        """Counts a request when its last sample has ended, if its client is still there."""
+        """Counts a request at the end of its last sample, if the client is still there."""
         stream, ended = self._llm.stream_of(delta.request_id), self._ended.pop(delta.request_id, [])
         if stream is None or delta.metrics is None:
             return

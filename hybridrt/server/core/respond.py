@@ -1,4 +1,4 @@
-"""Answers on their way to a client that may read slowly, or go away."""
+"""Sends answers to clients that may read slowly or go away."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -31,7 +31,7 @@ class ClientGone(Exception):
 
 
 async def respond(answer: Reply, request: Request) -> Response:
-    """The answer, or the stream of it.
+    """The answer, or its stream.
 
     Raises:
         EngineError: the request has failed.
@@ -55,8 +55,8 @@ async def _whole(answer: Reply) -> list[bytes]:
 
 
 async def made_by(in_thread: Callable[..., Awaitable[Any]], parts: Iterator[bytes], weight: int) -> list[bytes]:
-    """The parts, joined to a few large ones. Heavy ones are made in other threads, some at a time, so that neither the
-    event loop nor another client's answer waits for all of them."""
+    """The parts, joined to a few large ones. Heavy ones are made in other threads, some at a time,
+    so that neither the event loop nor other answers wait."""
     if weight <= INLINE:
         return [b"".join(parts)]
     found = list[bytes]()
@@ -77,7 +77,7 @@ def _some(parts: Iterator[bytes]) -> bytes | None:
 
 
 class LargeJSON(Response):
-    """A body in parts: each is written when the client has taken the ones before."""
+    """A body in parts, each written when the client has taken the ones before."""
 
     def __init__(self, parts: list[bytes]) -> None:
         super().__init__(media_type="application/json")
@@ -93,8 +93,8 @@ class LargeJSON(Response):
 
 
 class EventStream(Response):
-    """Server-sent events. While the client does not take what was sent, nothing is made of the deltas; they wait,
-    joined, in their stream. While it does, each delta is written when it comes, without a switch to another task."""
+    """Server-sent events. While the client does not read, deltas wait, joined, in their stream.
+    While it does, each is written when it comes, without a switch to another task."""
 
     def __init__(self, answer: Reply) -> None:
         super().__init__(media_type="text/event-stream", headers=_EVENT_HEADERS)
@@ -144,10 +144,10 @@ def _part(body: bytes) -> dict[str, Any]:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """Does work until it is done, or the client goes away.
+    """Runs work until it is done.
 
     Raises:
-        ClientGone: it has.
+        ClientGone: the client has gone.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_until_gone(receive))

@@ -1,5 +1,4 @@
-"""Which tokens the text of an answer is made of: log-probabilities stand beside content, which a parser cuts out of all
-that the model wrote."""
+"""Finds the tokens of an answer's text, for log-probabilities of content that a parser cuts out."""
 
 from codecs import getincrementaldecoder
 from collections import deque
@@ -14,13 +13,13 @@ Piece = tuple[str, Sequence[int], Any]  # text, the tokens that it ends, the fin
 
 
 class TextTokens:
-    """Cuts deltas into the texts of single tokens. A parser that reads these gives the same events however tokens were
-    joined to deltas, and `take` finds the tokens of each.
+    """Cuts deltas into texts of single tokens. A parser that reads these gives the same events as
+    with joined deltas, and `take` finds the tokens of each.
 
-    A token without text of its own, such as a special one that is left out, belongs to no event.
+    A token without text, such as a special one that is left out, belongs to no event.
 
     Args:
-        most: how many of the likeliest tokens stand beside each.
+        most: how many of the likeliest tokens each entry has.
     """
 
     def __init__(self, token_text: TokenText, most: int) -> None:
@@ -49,7 +48,7 @@ class TextTokens:
             yield rest, (), delta.finish_reason
 
     def take(self, text: str) -> list[Entry]:
-        """The tokens that an event's text is made of. Those before them belong to no event."""
+        """The tokens of an event's text. Those before them belong to no event."""
         whole = "".join(piece for piece, _ in self._read)
         start = max(whole.rfind(text), 0)
         taken, left, place = list[Entry](), list[tuple[str, Entry]](), 0
@@ -63,13 +62,13 @@ class TextTokens:
         return taken
 
     def drop(self) -> list[Entry]:
-        """A call was read, whose tokens belong to no event: gives none. The last one may yet begin the text behind."""
+        """Drops the tokens of a call. The last one may yet begin the following text."""
         del self._read[:-1]
         return []
 
     def _text_of(self, spelled: str, final: bool) -> str | None:
-        """What a token has of the text that has come; None: more must come before that is known. A tokenizer may spell
-        a token without the space before it, and a stop string may cut one."""
+        """A token's share of the text so far; None: more must come first. A tokenizer may spell a
+        token without the space before it, and a stop string may cut one."""
         if self._text.startswith(spelled, self._place):
             return spelled
         behind_space = f" {spelled}"

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: a list of items, and their events."""
+"""Answers of /v1/responses: items and their events."""
 
 import uuid
 from collections.abc import Iterator
@@ -26,10 +26,10 @@ _STATUS = {"length": "incomplete", "abort": "cancelled"}
 
 
 def repeated(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
-    """What a response repeats of its request.
+    """The fields of a request that its response repeats.
 
     Raises:
-        APIError: something in it cannot be written as JSON.
+        APIError: something in them cannot be written as JSON.
     """
     asked = _asked(body, params)
     try:

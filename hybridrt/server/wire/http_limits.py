@@ -1,4 +1,5 @@
-"""HTTP/1.1 as uvicorn reads it with httptools, one request of a connection at a time, and writes without a wait."""
+"""HTTP/1.1 as uvicorn reads it with httptools, one request of a connection at a time, written
+without a wait."""
 
 import asyncio
 import re
@@ -24,8 +25,8 @@ _BLANK_LINE = re.compile(rb"(?:\A|\n)\r?\n")  # at the beginning, too: a line's 
 
 
 class BodyWriter:
-    """Adds to the body of an answer that has begun and whose length is not known. ASGI's `send` does the same, but is a
-    coroutine within one of each layer of the application, which takes longer than to write."""
+    """Adds to the body of an answer without known length. ASGI's `send` is a coroutine in each
+    layer of the application, which takes longer than the write."""
 
     __slots__ = ("_cycle",)
 
@@ -38,13 +39,14 @@ class BodyWriter:
         return not self._cycle.flow.write_paused
 
     def write(self, data: bytes) -> None:
-        """Writes a part of the body. Nothing is written to a client that has gone."""
+        """Writes a part of the body, unless the client has gone."""
         if data and not self._cycle.disconnected:
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class Flow(FlowControl):
-    """Reading stops while uvicorn wants it to (`read_paused`), and while too much is held that is not parsed."""
+    """Stops reading while uvicorn wants it (`read_paused`), and while too much is held that is not
+    parsed."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -73,15 +75,18 @@ class Flow(FlowControl):
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """Limits what one connection costs.
+    """Limits the cost of one connection.
 
-    - A request is parsed when the one before it has been answered, and GAP_SECONDS later. What has come of it
-      waits as bytes: MAX_HELD_BYTES and one read at most, then the connection is not read.
+    - A request is parsed GAP_SECONDS after the one before was answered. Until then it waits as
+    bytes: MAX_HELD_BYTES and one
+      read at most, then the connection is not read.
     - The parser gets TURN_BYTES and TURN_PARTS at a time, then other connections have their turn.
-    - A connection ends that sends more than MAX_HEAD_BYTES without a byte of a body (a head, trailers, extensions of
+    - A connection ends that sends more than MAX_HEAD_BYTES without a byte of a body (a head,
+    trailers, extensions of
       chunks) or more than MAX_HEADERS: httptools would keep all of it.
-    - One ends that has not sent its head after HEAD_SECONDS, counted from the connection's beginning or from the first
-      byte after an answer. The rest of a body whose request was refused has the same time.
+    - One ends whose head takes more than HEAD_SECONDS from the connection's beginning or from the
+    first byte after an
+      answer. The rest of a body whose request was refused has the same time.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -120,7 +125,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header. Trailers are dropped: the application has checked the headers when they come."""
+        """Drops trailers: the application has checked the headers when they come."""
         self._parts += 1
         if not self._in_head:
             return
@@ -168,7 +173,7 @@ class LimitedHttp(HttpToolsProtocol):
         self.flow.hold(len(self._held) > MAX_HELD_BYTES)
 
     def _parse(self) -> None:
-        """Parses what is held: at most to the end of a request, and for one turn."""
+        """Parses held bytes: at most one request and one turn."""
         size = self._parts = 0
         while self._held and not self._waits:
             if self.transport.is_closing():
@@ -192,8 +197,8 @@ class LimitedHttp(HttpToolsProtocol):
             self.send_400_response(f"More than {MAX_HEAD_BYTES} bytes of headers.")
 
     def _take_piece(self) -> bytes:
-        """The rest of a body, or the bytes up to the next blank line, where heads end and bodies in chunks: so no piece
-        ends one request and begins another."""
+        """The rest of a body, or the bytes up to the next blank line, where heads and chunked
+        bodies end: so no piece ends one request and begins another."""
         if self._body_left and not self._in_head:
             size = min(self._body_left, TURN_BYTES)
             self._body_left -= min(size, len(self._held))
