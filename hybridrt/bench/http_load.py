@@ -47,7 +47,6 @@ class Target:
     extra: dict[str, Any] | None = None
 
     def request(self, work: Work) -> bytes:
-        """A POST of one work."""
         parts = urlsplit(self.url)
         fields = {"model": self.model, "prompt": work.prompt, "max_tokens": work.max_tokens, "seed": work.seed}
         options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
@@ -96,7 +95,6 @@ class Received(asyncio.Protocol):
         self._status = b""  # such as HTTP/1.1 200 OK
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
         self.parts.append((self._now(), data))
         if len(self._status) < _STATUS_BYTES:
             self._status += data[:_STATUS_BYTES]
@@ -109,7 +107,6 @@ class Received(asyncio.Protocol):
             _finish(self.ended)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The server closed the connection, as the request asks, or it failed."""
         self.failure = exc
         _finish(self.ended)
 
@@ -227,7 +224,6 @@ async def _request(target: Target, work: Work, now: Callable[[], float]) -> Rece
 
 
 def _read(answer: Received, timing: Timing) -> Timing:
-    """Adds what an answer holds."""
     try:
         for now, event in _events(answer.parts):
             _take(event, timing, now)
@@ -276,7 +272,6 @@ def _events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes
 
 
 def _cut_head(parts: Sequence[tuple[float, bytes]]) -> tuple[bytes, list[tuple[float, bytes]]]:
-    """An answer's status, headers, and the parts after them. ValueError: there are none."""
     head = b""
     for i, (now, data) in enumerate(parts):
         head, end, body = (head + data).partition(_HEAD_END)

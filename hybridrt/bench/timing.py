@@ -30,12 +30,10 @@ class Timing:
 
     @property
     def first(self) -> float:
-        """Seconds to the first token."""
         return self.gains[0][0] - self.due
 
     @property
     def whole(self) -> float:
-        """Seconds to the last token."""
         return self.end - self.due
 
     @property

@@ -52,7 +52,6 @@ class AnswerParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun."""
         return self._sink.count
 
     def feed(self, text: str) -> list[Event]:

@@ -12,8 +12,6 @@ ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 @dataclass(frozen=True)
 class TokenTags:
-    """Token ids that begin and end reasoning."""
-
     opens: frozenset[int]
     closes: frozenset[int]
 

@@ -136,13 +136,11 @@ class Constraints:
         return each[0] if len(each) == 1 else f"({' | '.join(each)})"
 
     def _any(self, without: Sequence[str] = ()) -> str:
-        """Any tag that is a token, except those in `without`."""
         ids = sorted({token for tag, token in self.tokens.items() if tag not in without})
         return f"<[{','.join(map(str, ids))}]>" if ids else "TEXT"
 
 
 def forces_calls(conversation: Conversation) -> bool:
-    """Whether the answer must be calls."""
     return conversation.tool_choice not in ("auto", "none")
 
 
@@ -152,7 +150,6 @@ def asks_for_grammar(conversation: Conversation) -> bool:
 
 
 def _is_strict(conversation: Conversation) -> bool:
-    """Whether the model may call a function whose arguments must follow its schema."""
     return any(tool.strict for tool in conversation.offered)
 
 
@@ -162,7 +159,6 @@ def _loose(tools: Sequence[Tool]) -> list[Tool]:
 
 
 def _forced(conversation: Conversation) -> str:
-    """Calls: exactly one of the named tool, or at least one of any tool."""
     choice = conversation.tool_choice
     tools = [t for t in conversation.tools if not isinstance(choice, NamedTool) or t.name == choice.name]
     one = isinstance(choice, NamedTool) or not conversation.parallel_tool_calls

@@ -44,8 +44,6 @@ class Tool:
 
 @dataclass(frozen=True)
 class NamedTool:
-    """The tool choice "this function"."""
-
     name: str
 
 
@@ -138,7 +136,6 @@ class Conversation:
 
     @property
     def offered(self) -> Sequence[Tool]:
-        """The tools that the model sees."""
         return () if self.tool_choice == "none" else self.tools
 
 

@@ -50,7 +50,6 @@ class Drafts:
         return held
 
     def _try(self, text: str) -> None:
-        """Reads until a call has begun. Other text is passed on."""
         if self._begun:
             return
         self._scanner.add(text)

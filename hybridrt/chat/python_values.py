@@ -167,7 +167,6 @@ def _as_number(word: str) -> int | float | None:
 
 
 def _strings(scanner: Scanner, emit: Emit, prefix: str) -> Step[None]:
-    """One string, or several that follow each other."""
     emit('"')
     while True:
         yield from _string(scanner, emit, prefix.lower())

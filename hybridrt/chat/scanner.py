@@ -62,7 +62,6 @@ class Scanner:
         self._past = None
 
     def rewind(self) -> None:
-        """Returns to the mark."""
         assert self._past is not None, "a place was marked"
         past = "".join(self._past)
         if past:  # else the text from the mark on is there still, and is not copied
@@ -139,7 +138,6 @@ class Scanner:
         return found
 
     def space(self) -> Step[str]:
-        """White space, as much as there is."""
         return (yield from self.run(_SPACE))
 
     def run(self, pattern: re.Pattern[str], max_chars: int | None = None) -> Step[str]:

@@ -165,7 +165,6 @@ def _named_types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of each property of a tool's parameters."""
     found = resolved(schema, schema)
     properties = found.get("properties") if isinstance(found, Mapping) else None
     return properties if isinstance(properties, Mapping) else {}
@@ -185,12 +184,10 @@ def is_of(value: object, name: str) -> bool:
 
 
 def json_text(value: Any) -> str:
-    """JSON text."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """The schema with references for a place in a larger one, such as "#/$defs/0"."""
     if isinstance(schema, list):
         return [_moved(entry, place) for entry in schema]
     if not isinstance(schema, Mapping):

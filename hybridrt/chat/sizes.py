@@ -75,7 +75,6 @@ def _entries(lists: Sequence[object]) -> int:
 
 
 def _arguments(calls: Sequence[object]) -> Iterator[str]:
-    """JSON texts of earlier calls' arguments."""
     for call in chain.from_iterable(each for each in calls if isinstance(each, (list, tuple))):
         function = call.get("function") if isinstance(call, Mapping) else None
         arguments = function.get("arguments") if isinstance(function, Mapping) else None

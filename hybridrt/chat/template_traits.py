@@ -56,8 +56,6 @@ class TemplateTraits:
 
 
 class _Trials:
-    """Renders short conversations until the time is over."""
-
     def __init__(self, template: str, variables: Mapping[str, Any]) -> None:
         self._template, self._variables = template, {**variables, "add_generation_prompt": True}
         self._deadline = time.monotonic() + MAX_SECONDS
@@ -185,7 +183,6 @@ def _joined(content: Any, traits: TemplateTraits, role: str) -> str:
 
 
 def _kind(role: str) -> str:
-    """The tried role for this one. Other roles are treated as the user."""
     return "system" if role in INSTRUCTIONS else role
 
 

@@ -37,12 +37,10 @@ class CallSink:
         self._report(CallBegin(self.count - 1, call_id or f"call_{uuid.uuid4().hex[:24]}", name))
 
     def arguments(self, text: str) -> None:
-        """A piece of the arguments' JSON text."""
         if text:
             self._report(CallArguments(self.count - 1, text))
 
     def end(self) -> None:
-        """The arguments are complete."""
         self.inside = False
         self._scanner.mark()
         self._report(CallEnd(self.count - 1))

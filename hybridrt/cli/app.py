@@ -91,7 +91,6 @@ class PanelCommand(TyperCommand):
 
 
 def _shell(option: str, named: str = "") -> str:
-    """The named shell, or the one that started this process."""
     shell = named
     if not named:
         with suppress(shellingham.ShellDetectionFailure, RuntimeError):  # no parent is one, or the system cannot tell

@@ -56,7 +56,6 @@ def as_svg(dump: CacheDump) -> str:
 
 
 def label(node: DumpedNode, depth: int) -> str:
-    """One node in words."""
     parts = [f"{node.start}..{node.end}", f"{node.pages} pages"]
     parts += ["state"] * node.state + ["tail"] * node.tail
     parts += [f"{node.readers} readers"] * bool(node.readers) + [f"salt {node.salt}"] * (not depth and bool(node.salt))
@@ -64,7 +63,6 @@ def label(node: DumpedNode, depth: int) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text as one printable line of bounded length."""
     whole = ascii(text[: _TEXT + 1])
     return whole if len(text) <= _TEXT else ascii(text[:_TEXT]) + "..."
 

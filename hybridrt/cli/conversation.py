@@ -32,8 +32,6 @@ class _File(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Piece:
-    """What an answer has gained."""
-
     text: str = ""
     reasoning: str = ""
 

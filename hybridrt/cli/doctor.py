@@ -137,7 +137,6 @@ def _print(report: DoctorReport) -> None:
 
 
 def _groups(report: DoctorReport) -> list[tuple[str, ...]]:
-    """Groups operations with the same provider and reasons; the largest groups first."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for row in report.operations:
         reasons: dict[str, list[str]] = {}

@@ -244,7 +244,6 @@ def _heading(typed: Sequence[str], index: int, n: int, echo: bool) -> str:
 
 
 def _print_json(deltas: "Iterable[Delta]", typed: Sequence[str], n: int) -> "list[RequestMetrics]":
-    """A line a sample, in order, with a progress bar if standard error is a terminal."""
     from tqdm.auto import tqdm
 
     finished: list[RequestMetrics] = []

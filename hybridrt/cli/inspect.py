@@ -237,7 +237,6 @@ def _print(report: ModelReport) -> None:
 
 
 def _rows(report: ModelReport) -> Iterator[tuple[str, ...]]:
-    """A row a group of equal layers, in order of first appearance, and the sums."""
     from hybridrt.cli.tables import bytes_text, ranges_text
 
     groups: dict[LayerReport, list[int]] = {}

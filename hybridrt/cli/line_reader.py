@@ -40,15 +40,12 @@ def make_reader(commands: Sequence[str]) -> LineReader:
 
 
 class PlainLines:
-    """Lines of standard input as they are."""
-
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
         stdin: Any = sys.stdin
         stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused with their message
 
     def read(self) -> str | None:
-        """As LineReader.read."""
         lines: list[str] = []
         size = 0
         while True:
@@ -87,7 +84,6 @@ class EditedLines:
         )
 
     def read(self) -> str | None:
-        """As LineReader.read."""
         try:
             return self._session.prompt(PROMPT)
         except EOFError:

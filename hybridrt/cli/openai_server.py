@@ -155,7 +155,6 @@ def _message(error: Any) -> str:
 
 
 def _events(lines: Iterator[bytes]) -> Iterator[_Chunk]:
-    """Data of server-sent events up to [DONE]."""
     for line in lines:
         name, _, data = line.partition(b":")
         if name != b"data":
@@ -201,16 +200,13 @@ class RemoteModel:
         self._server, self._fields = server, fields
 
     def answer(self, turns: list[Turn]) -> Generator[Piece | Totals, None, None]:
-        """As ChatModel.answer."""
         messages = [turn.message() for turn in turns]
         return self._server.stream_chat({"model": self.name, "messages": messages, **self._fields})
 
     def save_session(self, file: Path, turns: list[Turn]) -> None:
-        """As ChatModel.save_session."""
         raise _no_states(file)
 
     def load_session(self, file: Path) -> list[Turn]:
-        """As ChatModel.load_session."""
         raise _no_states(file)
 
 

@@ -58,17 +58,14 @@ class Screen:
             self._put(piece.text, dim=False)
 
     def end_answer(self) -> None:
-        """Ends the answer's line, if it is not empty."""
         if not self._column_0:
             self._put("\n", dim=False)
         self._reasoned = False
 
     def note(self, text: str) -> None:
-        """A line about the chat."""
         typer.echo(typer.style(text, dim=True) if self._colours else text, err=True)
 
     def error(self, text: str) -> None:
-        """One line about what went wrong."""
         heading = typer.style("error: ", fg="red", bold=True) if self._colours else "error: "
         typer.echo(heading + " ".join(text.split()), err=True)
 

@@ -46,7 +46,6 @@ def print_table(
 
 
 def _least_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Characters for a table without broken words and text columns narrower than READABLE."""
     width = 2 * (len(columns) - 1)
     for cells in zip(columns, *rows):
         longest_word = max((len(word) for cell in cells for word in cell.split()), default=0)

@@ -175,7 +175,6 @@ class Batches:
         return self.checked_places(rows, at // size, to // size)
 
     def checked_places(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> Places:
-        """Pages that rows may get. PoolError as PageOwners.checked."""
         real = lines > 0
         return self.owners.pages.checked(lines[real], indices[real], pages[real], self.owners.lengths_ahead())
 

@@ -69,7 +69,6 @@ class Owners:
                 self._refuse_ahead("state slot", self._numbers.state_slots.outside(int(slots[slot.argmax()])))
 
     def admit(self, lines: np.ndarray, slots: np.ndarray) -> None:
-        """Rows begin new requests, with these slots and without pages."""
         old = self.slot_of[lines]
         self.give(old[self._owner[old] == lines])
         self.slot_of[lines] = slots
@@ -78,7 +77,6 @@ class Owners:
         self.pages.admit(lines)
 
     def give(self, slots: np.ndarray) -> None:
-        """Slots belong to no row any more."""
         self._owner[slots[slots > 0]] = 0
 
     def check_rows(self, lines: np.ndarray) -> None:
@@ -119,7 +117,6 @@ class Owners:
         return step
 
     def note(self, batch: ForwardBatch, step: StepUse) -> None:
-        """Keeps with a batch what it names."""
         batch.metadata[self] = step
 
     def of(self, batch: ForwardBatch) -> StepUse | None:
@@ -162,16 +159,13 @@ class Owners:
             )
 
     def ran(self, step: StepUse | None) -> None:
-        """A step has run."""
         if step in self._ahead:
             self._ahead.remove(step)
 
     def drop(self) -> None:
-        """The steps ahead will not run."""
         self._ahead.clear()
 
     def _check_reads(self, step: StepUse) -> None:
-        """PoolError if a row starts from a slot that another row of the step writes."""
         if not step.reads.any():
             return
         owners = self._owner[step.reads]

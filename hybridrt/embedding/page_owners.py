@@ -49,7 +49,6 @@ class PageOwners:
         self._lost = np.zeros((rows + 1, 2), np.int32)  # the page that a row has lost, and the row that has it now
 
     def admit(self, lines: np.ndarray) -> None:
-        """Rows begin without pages."""
         for line in lines.tolist():
             self._drop(line)
         self._reach[lines] = self._floor[lines] = 0
@@ -92,7 +91,6 @@ class PageOwners:
         np.add.at(self._sum, new.pages[real], new.lines[real])
 
     def _once(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> Places:
-        """PoolError if a place gets two pages, or a row gets a page twice."""
         places, first, inverse = np.unique(_pairs(lines, indices), return_index=True, return_inverse=True)
         new = Places(lines[first], indices[first], pages[first])
         if len(places) < len(lines) and (other := new.pages[inverse] != pages).any():
@@ -179,7 +177,6 @@ class PageOwners:
         return list(zip(lines.tolist(), pages.tolist()))
 
     def _others(self, line: int, page: int) -> list[int]:
-        """The rows but `line` that have a page."""
         if self._users[page] == 2:
             return [int(self._sum[page]) - line]
         return [] if self._users[page] < 2 else [
@@ -197,7 +194,6 @@ class PageOwners:
             self._drop(other)
 
     def _drop(self, line: int) -> None:
-        """A row has no pages any more."""
         places = np.flatnonzero(self.page_of[line])
         self._unmap(np.full(len(places), line), places)
 
@@ -212,7 +208,6 @@ class PageOwners:
         self.page_of[lines, indices] = 0
 
     def _first(self, line: int) -> int:
-        """The first page index that later steps of a row read."""
         return self._demand.first_page(int(self._floor[line]))
 
     def _refuse_lost(self, line: int) -> None:

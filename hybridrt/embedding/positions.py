@@ -49,12 +49,10 @@ class Positions:
         self._ahead: list[StepRows] = []  # prepared, and not run
 
     def admit(self, lines: Sequence[int], slots: Sequence[int]) -> None:
-        """Rows begin with zeroed slots."""
         self._of_row |= dict.fromkeys(lines, 0)
         self._forget(self._of_slot, slots)
 
     def snapshot(self, lines: Sequence[int], slots: Sequence[int]) -> None:
-        """Slots get the states of rows."""
         self._forget(self._of_slot, slots)
         ahead = {line for step in self._ahead for line in step.lines}
         for line, slot in zip(lines, slots):
@@ -62,7 +60,6 @@ class Positions:
                 self._of_slot[slot] = held
 
     def restore(self, slots: Sequence[int], lines: Sequence[int]) -> None:
-        """Rows get the states in slots."""
         self._forget(self._of_row, lines)
         self._of_row |= {line: self._of_slot[slot] for line, slot in zip(lines, slots) if slot in self._of_slot}
 
@@ -93,7 +90,6 @@ class Positions:
                 )
 
     def prepared(self, step: StepRows | None) -> None:
-        """A step was prepared: it will run."""
         if step is not None and step not in self._ahead:
             self._ahead.append(step)
             self._of_row |= zip(step.lines, step.ends)
@@ -101,7 +97,6 @@ class Positions:
                 self._of_row |= dict.fromkeys(step.lines[: step.decodes], step)
 
     def ran(self, step: StepRows | None) -> None:
-        """`forward` has run a step."""
         if step in self._ahead:
             self._ahead.remove(step)
 

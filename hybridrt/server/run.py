@@ -59,7 +59,6 @@ class Server(uvicorn.Server):
         self._tasks: list[asyncio.Task[None]] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come."""
         if self._service.llm.draining:
             self.should_exit = self.force_exit = True
             return
@@ -88,7 +87,6 @@ class Server(uvicorn.Server):
         gc.unfreeze()
 
     def addresses(self) -> list[str]:
-        """Where it listens."""
         scheme = "https" if self._service.config.tls_key else "http"
         names = [s.getsockname() for server in self.servers for s in server.sockets]
         return [f"{scheme}://{f'[{n[0]}]' if ':' in n[0] else n[0]}:{n[1]}" for n in names]
@@ -164,7 +162,6 @@ def bind(config: ServerConfig) -> socket.socket:
 
 @contextmanager
 def _address_errors(config: ServerConfig) -> Iterator[None]:
-    """Within it, an OSError says which option to change."""
     try:
         yield
     except OSError as e:
@@ -185,7 +182,6 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raises the limit of open files to the system's, at most MAX_FILES."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -162,7 +162,6 @@ class DecodeWorker:
             self._waiting.append(pull)
 
     def _starts_from_cache(self, pull: _Pull) -> bool:
-        """Starts a request if its whole prompt is cached."""
         if not self._engine.prefixes.holds(pull.tokens, pull.salt):
             return False
         self._totals.cached += 1
@@ -170,7 +169,6 @@ class DecodeWorker:
         return True
 
     def advance(self) -> None:
-        """Frees images, reads messages, handles reads that have ended, and sends prompts."""
         self._free()
         over = self._ended_reads()
         # A prefill worker closes its channel before it uses the memory of an image again. A read that ended by now has
@@ -184,7 +182,6 @@ class DecodeWorker:
             time.sleep(_IDLE_SECONDS)  # there is nothing to do but wait for prefill workers
 
     def counters(self) -> DecodeCounters:
-        """A snapshot."""
         workers, used = len(self._workers), self.regions.num_used
         return replace(self._totals, workers=workers, under_way=self._under_way(), bytes_used=used)
 
@@ -211,7 +208,6 @@ class DecodeWorker:
         return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
 
     def _receive(self, name: str, peer: _Peer) -> bool:
-        """Handles the messages of a worker. True if there were some, or it was lost."""
         try:
             messages = peer.channel.receive()
             for message in messages:
@@ -257,7 +253,6 @@ class DecodeWorker:
         return over
 
     def _end_reads(self, over: Sequence[_Attempt]) -> None:
-        """Starts requests whose images were read; repeats attempts that failed."""
         for attempt in over:
             attempt.reading.clear()
             if attempt.pull is None:

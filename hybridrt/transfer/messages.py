@@ -67,8 +67,7 @@ class Failed(Message):
     error: Text
 
 
-class Pong(Message):
-    """The answer to Ping."""
+class Pong(Message): ...
 
 
 class Joined(Message):

@@ -154,7 +154,6 @@ class PrefillWorker:
         return busy or any(received)
 
     def counters(self) -> PrefillCounters:
-        """A snapshot."""
         refused = self._totals.refused + (self._listener.refused if self._listener else 0)
         jobs = sum(len(peer.jobs) for peer in self._peers)
         used = self.regions.num_used
@@ -170,7 +169,6 @@ class PrefillWorker:
             rank.close()
 
     def _receive(self, peer: _Peer) -> bool:
-        """Handles the messages of a decode worker. True if there were some, or it was dropped."""
         try:
             messages = peer.channel.receive()
             for message in messages:
@@ -214,7 +212,6 @@ class PrefillWorker:
             self._waiting.append(job)
 
     def _end_overdue(self) -> None:
-        """Drops slow decode workers; frees what lingered."""
         now = time.monotonic()
         for peer in list(self._peers):
             late = sum(job.deadline is not None and now > job.deadline for job in peer.jobs.values())
@@ -225,7 +222,6 @@ class PrefillWorker:
             self.regions.free(self._lingering.popleft()[1])
 
     def _begin(self) -> None:
-        """Starts prompts in order of arrival while the arena has room."""
         while self._waiting:
             job = self._waiting[0]
             assert job.prompt is not None, "what waits was prepared"
@@ -245,7 +241,6 @@ class PrefillWorker:
                 self._computing[job.request_id] = job
 
     def _report(self, deltas: Sequence[Delta]) -> None:
-        """Sends `Ready` or `Failed` for each prompt that has ended."""
         for delta in deltas:  # one for each request, when it ends
             job = self._computing.pop(delta.request_id, None)
             if job is None:

@@ -45,7 +45,6 @@ def open_ranks(side: WorkerSide, serve: bool, devices: str) -> "list[Reader]":
 
 
 def _join(split: TensorParallelExecutor, serve: bool, devices: str, undo: ExitStack) -> "list[RemoteReader]":
-    """The readers of the other ranks, in order; `undo` closes them."""
     ranks, key, joined = split.ranks, secrets.token_bytes(32), dict[int, RemoteReader]()
     with closing(Listener((ranks.host, 0), key)) as listener:
         split.on_all((JoinTransfer(ranks.host, listener.port, key, serve, devices),), lambda: None)

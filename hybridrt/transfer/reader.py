@@ -43,7 +43,6 @@ class ImageReader:
         self._leaving.add(worker)
 
     def fetch(self, order: Order) -> None:
-        """Starts the reads of an image."""
         fetch = self._fetches[order.key] = _Fetch(order.worker)
         peers, layout = self._peers[order.worker], self._layout
         try:

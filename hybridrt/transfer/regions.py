@@ -12,7 +12,6 @@ class RegionAllocator:
 
     @property
     def num_used(self) -> int:
-        """Bytes."""
         return sum(self._used.values())
 
     def alloc(self, nbytes: int) -> int:

@@ -55,7 +55,6 @@ class KimiK2(ToolParser):
 
 
 def _call_rules(tools: Sequence[Tool], arguments: str) -> Iterator[str]:
-    """A rule a tool: its id, the tag before the object in `arguments`, and the object."""
     for i, tool in enumerate(tools):
         schema = calls([tool], {"$ref": "#/$defs/0"}) if tool.strict else '{"type": "object"}'
         yield f"call{i}: {json_text(f'functions.{tool.name}:')} /[0-9]{{1,4}}/ {arguments} %json {schema}"

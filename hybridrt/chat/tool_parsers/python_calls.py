@@ -44,7 +44,6 @@ class PythonCalls(JsonCalls):
 
 
 def _call_rules(tool: Tool, rule: str) -> str:
-    """A rule, and those that it needs, a line each."""
     opened, must, may = json_text(f"{tool.name}("), list[str](), list[str]()
     if not tool.strict:
         return f'{rule}: {opened} (KEYWORD "=" %json {{}} (", " KEYWORD "=" %json {{}})*)? ")"'
@@ -64,7 +63,6 @@ def _call_rules(tool: Tool, rule: str) -> str:
 
 
 def _argument_rules(tool: Tool, arguments: Mapping[str, tuple[Any, bool]]) -> Iterator[str]:
-    """What each argument looks like, with its name."""
     for name, (schema, _) in arguments.items():
         schema = with_definitions(resolved(schema, tool.parameters), tool.parameters)
         yield f"{json_text(f'{name}=')} %json {json_text(schema)}"

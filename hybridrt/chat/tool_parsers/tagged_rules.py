@@ -60,5 +60,4 @@ class Layout:
 
 
 def _as_text(option: Any) -> str:
-    """A value as a parameter holds it."""
     return option if isinstance(option, str) else json_text(option)

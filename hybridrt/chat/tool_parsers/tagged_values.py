@@ -159,8 +159,6 @@ def converted(text: str, types: set[str]) -> str:
 
 
 class _Collected:
-    """A value that is converted when it is whole."""
-
     def __init__(self) -> None:
         self.pieces: list[str] = []
         self._checked, self._inside = 0, False  # pieces that were looked at, and whether they end within a string
@@ -213,7 +211,6 @@ def _follows(tags: Tags, tag: str, firm: bool, names: Collection[str] | None, te
 
 
 def _is_named(tags: Tags, text: str, names: Collection[str] | None, whole: bool, then: str = "") -> bool | None:
-    """Whether the name of a possible parameter and its tag come next."""
     name = _name(tags, text, whole)
     if name is None:
         return None
@@ -258,7 +255,6 @@ def _is_last(tags: Tags, text: str, whole: bool) -> bool | None:
 
 
 def _without_ends(tags: Tags, text: str) -> str:
-    """The text after the tags that end a call."""
     text = text.lstrip()
     for end in tags.ends:
         text = text.removeprefix(end).lstrip()
@@ -266,7 +262,6 @@ def _without_ends(tags: Tags, text: str) -> str:
 
 
 def _python_as_json(text: str) -> str | None:
-    """JSON text of a value in JSON or Python's syntax; None for neither."""
     if text.lower() in ("true", "false", "null"):
         return text.lower()
     scanner, pieces = Scanner(), list[str]()

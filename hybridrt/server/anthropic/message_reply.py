@@ -34,7 +34,6 @@ class MessageReply(BlockReply):
         self._stopped_by: int | str | None = None
 
     def body(self) -> dict[str, Any]:
-        """As BlockReply.body."""
         return {
             "id": self.name,
             "type": "message",
@@ -46,7 +45,6 @@ class MessageReply(BlockReply):
         }
 
     def count(self, delta: Delta) -> None:
-        """As Reply.count."""
         super().count(delta)
         self._stopped_by = delta.stop_reason
 

@@ -93,7 +93,6 @@ def _format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_prefilled(last: MessageTurn) -> bool:
-    """Whether the answer continues the last message."""
     if last.role != "assistant":
         return False
     return isinstance(last.content, str) or all(isinstance(block, TextPart) for block in last.content)
@@ -123,7 +122,6 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
 
 
 def _user(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
-    """Results of tools are messages before the text of the same message."""
     results = [block for block in blocks if isinstance(block, ToolResult)]
     messages: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content or "")}

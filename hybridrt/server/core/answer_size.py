@@ -87,6 +87,5 @@ class EntryRoom:
             )
 
     def hold(self, deltas: DeltaStream, entries: int) -> None:
-        """They are held as long as the stream is."""
         if entries:
             self._held[deltas] = entries

@@ -140,8 +140,6 @@ class Guard:
 
 
 class _Sent:
-    """What has been sent of an answer."""
-
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
         self.request_id = request_id
@@ -158,7 +156,6 @@ class _Sent:
         self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def end(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Ends the answer with an error, in the form that is still possible."""
         if not self.status:
             await error_response(error, scope["path"])(scope, receive, send)
         elif self.is_stream and not self.ended:

@@ -55,12 +55,10 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """The value has come, so many times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
-        """As it is written."""
         total, buckets = 0, []
         for bound, count in zip([*map(str, map(float, self.bounds)), "+Inf"], self.counts, strict=True):
             total += count
@@ -90,11 +88,9 @@ class Metrics(Collector):
         llm.watchers.append(self.watch)
 
     def text(self) -> bytes:
-        """What /metrics answers."""
         return generate_latest(self._registry)
 
     def watch(self, message: StepMessage) -> None:
-        """Takes a step in."""
         now = time.monotonic()
         self._steps.add(message.seconds)
         for delta in message.deltas:
@@ -168,7 +164,6 @@ class Metrics(Collector):
             self._at_end["request_params_max_tokens"].add(params.max_tokens)
 
     def collect(self) -> Iterator[Family]:
-        """Called by the registry."""
         counters = self._llm.llm.engine.counters()
         yield from self._gauges(counters)
         yield from self._counters(counters)

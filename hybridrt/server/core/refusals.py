@@ -57,7 +57,6 @@ class LargeBody:
         self.complete: float | None = None
 
     async def receive(self) -> Message:
-        """As the server's own."""
         while self._wait and (seconds := self._refusals.rest(self.client)):
             await asyncio.sleep(seconds)
         self._wait = False
@@ -68,6 +67,5 @@ class LargeBody:
         return message
 
     def ended(self, status: int) -> None:
-        """The request has its answer."""
         if self.complete is not None and 400 <= status < 499:
             self._refusals.note(self.client, time.monotonic() - self.complete)

@@ -109,19 +109,16 @@ class BlockReply(Reply):
         self._kind: BlockKind | None = None  # of the block that is open
 
     @abstractmethod
-    def body(self) -> dict[str, Any]:
-        """The answer's object so far."""
+    def body(self) -> dict[str, Any]: ...
 
     @abstractmethod
     def _begin(self) -> Iterable[dict[str, Any]]: ...
 
     @abstractmethod
-    def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterable[dict[str, Any]]:
-        """Events at the beginning of a block; `call`: the tool call in it."""
+    def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterable[dict[str, Any]]: ...
 
     @abstractmethod
-    def _add(self, kind: BlockKind, text: str) -> Iterable[dict[str, Any]]:
-        """Events for more text in the open block; for a call, its arguments as JSON text."""
+    def _add(self, kind: BlockKind, text: str) -> Iterable[dict[str, Any]]: ...
 
     @abstractmethod
     def _end_block(self, kind: BlockKind) -> Iterable[dict[str, Any]]:
@@ -131,15 +128,12 @@ class BlockReply(Reply):
     def _end(self) -> Iterable[dict[str, Any]]: ...
 
     def opening(self) -> Iterator[bytes]:
-        """As Reply.opening."""
         return named_events(self._begin())
 
     def gain(self, delta: Delta) -> Iterator[bytes]:
-        """As Reply.gain."""
         return named_events(self._read(delta))
 
     def closing(self) -> Iterator[bytes]:
-        """As Reply.closing."""
         return named_events(self._end())
 
     def weight(self, delta: Delta) -> int:
@@ -152,7 +146,6 @@ class BlockReply(Reply):
         return self.output_tokens * (1 + self._entries) // 2
 
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
-        """As Reply.whole."""
         for events in (self._begin(), self._read(ended[0]), self._end()):
             for _ in events:
                 pass
@@ -167,7 +160,6 @@ class BlockReply(Reply):
             yield from self._close()
 
     def _pieces(self, delta: Delta) -> Iterator[Piece]:
-        """What the reader reads of a delta, in turn."""
         yield delta.text, delta.token_ids, delta.finish_reason
 
     def _take(self, event: Event) -> Iterator[dict[str, Any]]:

@@ -49,7 +49,6 @@ async def respond(answer: Reply, request: Request) -> Response:
 
 
 async def _whole(answer: Reply) -> list[bytes]:
-    """The body of an answer that is no stream."""
     ended = [delta async for delta in answer.deltas]
     return await made_by(answer.in_thread, pieces(partial(answer.whole, ended)), sum(map(answer.weight, ended)))
 

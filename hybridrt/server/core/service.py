@@ -54,12 +54,10 @@ class Service:
 
     @cached_property
     def token_text(self) -> TokenText:
-        """For log-probabilities."""
         return TokenText(self.llm.llm.tokenizer)
 
     @cached_property
     def token_numbers(self) -> TokenText:
-        """The same for requests that want numbers for text."""
         return TokenNumbers(self.llm.llm.tokenizer)
 
     @property

@@ -44,7 +44,6 @@ def own_names(body: Sampling) -> Iterator[None]:
 
 
 def _given(body: Sampling) -> dict[str, dict[str, Any]]:
-    """The fields of StructuredOutputs that the body sets, by the body's name."""
     given = {"response_format": _format(body.response_format), "structured_outputs": _fields(body)}
     given |= {name: None if (value := getattr(body, name)) is None else {kind: value} for name, kind in GUIDED.items()}
     return {name: fields for name, fields in given.items() if fields is not None}

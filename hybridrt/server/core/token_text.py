@@ -33,7 +33,6 @@ class TokenText:
         self._alphabet = _byte_alphabet() if byte_level else {}
 
     def spelled(self, token: int) -> bytes:
-        """The bytes of a token."""
         known = self._known.get(token)
         if known is None:
             known = self._known[token] = self._bytes(token)

@@ -42,7 +42,6 @@ class Answer(Reply):
         self._behind = b',"usage":null}\n\n' if self._usage_at_end else b"}\n\n"
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.output_tokens,
@@ -51,13 +50,11 @@ class Answer(Reply):
         }
 
     def opening(self) -> Iterator[bytes]:
-        """As Reply.opening."""
         for index in range(len(self._places)):
             if (choice := self._first_choice(index)) is not None:
                 yield from self._event(choice)
 
     def gain(self, delta: Delta) -> Iterator[bytes]:
-        """As Reply.gain."""
         choice = self._gained(delta)
         if choice is not None:
             yield from self._event(choice, large=self.weight(delta) > SLICE)
@@ -72,7 +69,6 @@ class Answer(Reply):
         return None if silent else self._with_facts(choice, delta)
 
     def closing(self) -> Iterator[bytes]:
-        """As Reply.closing."""
         if self._usage_at_end:
             yield from self._event(None, {"usage": self.usage()})
         yield DONE
@@ -86,7 +82,6 @@ class Answer(Reply):
         return {**self._head(self.whole_kind), "choices": Parts(choices), "usage": self.usage}
 
     def _prompt_logprobs(self, request_id: str) -> dict[str, Any]:
-        """A prompt's log-probabilities in vLLM's form; empty if they were not asked for."""
         found = self._scores.get(request_id)
         return {"prompt_logprobs": Slices(self._ranked(found))} if self._wants_scores and found is not None else {}
 
@@ -106,15 +101,13 @@ class Answer(Reply):
         return {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": self._token_text.text(token)}
 
     @abstractmethod
-    def _first_choice(self, index: int) -> dict[str, Any] | None:
-        """The choice that opens a stream; None if it begins with its first text."""
+    def _first_choice(self, index: int) -> dict[str, Any] | None: ...
 
     @abstractmethod
     def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The choice of an answer that is no stream."""
+    def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]: ...
 
     @abstractmethod
     def _has_gain(self, choice: dict[str, Any]) -> bool: ...
@@ -123,7 +116,6 @@ class Answer(Reply):
         return self._places[delta.request_id, delta.index]
 
     def count(self, delta: Delta) -> None:
-        """As Reply.count."""
         super().count(delta)
         if delta.prompt_scores is not None:
             self._scores[delta.request_id] = delta.prompt_scores

@@ -43,7 +43,6 @@ class ChatAnswer(Answer):
         return super().usage() | {"completion_tokens_details": {"reasoning_tokens": self._reasoning}}
 
     def weight(self, delta: Delta) -> int:
-        """As Reply.weight."""
         uncounted = self._reader.answers[delta.index].uncounted if delta.finish_reason is not None else 0
         return super().weight(delta) + uncounted // 4
 
@@ -137,7 +136,6 @@ def function_tool(
 
 
 def _message_delta(events: Iterable[Event]) -> dict[str, Any]:
-    """Events as one delta of a message: each field, and each call, occurs once."""
     delta: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
     for event in events:

@@ -40,7 +40,6 @@ class CompletionAnswer(Answer):
         self._waiting: dict[str, list[Delta]] = {}  # by request: deltas that came before the prompt's log-probabilities
 
     def count(self, delta: Delta) -> None:
-        """As Reply.count."""
         if self._echo_alone:
             delta.token_ids, delta.text, delta.stop_reason = [], "", None
             delta.logprobs = None if delta.logprobs is None else []
@@ -84,7 +83,6 @@ class CompletionAnswer(Answer):
         return choice | self._prompt_logprobs(delta.request_id) | self._prompt_tokens(index, delta)
 
     def _prompt_tokens(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The prompt's tokens, once for each choice, if they are wanted."""
         if not self._wants_tokens or index in self._opened:
             return {}
         self._opened.add(index)
@@ -123,7 +121,6 @@ class CompletionAnswer(Answer):
     def _top(
         self, prompt: list[TokenScores], scores: list[dict[int, float]], begins: bool
     ) -> Iterator[list[dict[str, float] | None]]:
-        """The likeliest tokens at each place, in parts; none at the prompt's beginning."""
         parts = (part.entries() for part in sliced(prompt))
         later = (scores[start : start + SLICE] for start in range(0, len(scores), SLICE))
         yield [None] * begins

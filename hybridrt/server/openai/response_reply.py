@@ -83,7 +83,6 @@ class ResponseReply(BlockReply):
         self._asked = asked
 
     def body(self) -> dict[str, Any]:
-        """As BlockReply.body."""
         reason = self.reader.finish_reason
         status = "failed" if self._error else _STATUS.get(reason, "completed") if reason else "in_progress"
         return {
@@ -104,7 +103,6 @@ class ResponseReply(BlockReply):
         }
 
     def failure(self, error: APIError, path: str) -> bytes:
-        """As Reply.failure."""
         self._error = {"code": "server_error", "message": error.message}
         return b"".join(named_events([self._event("response.failed", response=self.body())]))
 

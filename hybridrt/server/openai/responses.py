@@ -87,7 +87,6 @@ def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
 
 
 def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
-    """The messages of a conversation. The items of one answer become one message."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})

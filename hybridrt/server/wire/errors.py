@@ -106,7 +106,6 @@ def stream_end(error: APIError, path: str) -> bytes:
 
 
 def error_response(error: APIError, path: str) -> Response:
-    """The whole answer."""
     headers = dict(error.headers)
     if error.status in (429, 503):
         headers["Retry-After"] = str(RETRY_SECONDS)

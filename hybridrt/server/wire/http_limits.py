@@ -53,12 +53,10 @@ class Flow(FlowControl):
         self._reader, self._full, self._stopped = transport, False, False
 
     def pause_reading(self) -> None:
-        """The application has to take its body first."""
         self.read_paused = True
         self._apply()
 
     def resume_reading(self) -> None:
-        """The application wants more."""
         self.read_paused = False
         self._apply()
 
@@ -90,7 +88,6 @@ class LimitedHttp(HttpToolsProtocol):
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
         super().connection_made(transport)
         self.flow: Flow = Flow(transport)
         self._held = bytearray()
@@ -103,7 +100,6 @@ class LimitedHttp(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
         self._stop_timer()
         if self._next is not None:
             self._next.cancel()
@@ -111,14 +107,12 @@ class LimitedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
         self._held += data
         if self._next is None:
             self._parse()
         self.flow.hold(len(self._held) > MAX_HELD_BYTES)
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         if self._waits:  # pieces are cut so that this does not happen
             raise ValueError("a request begins before the one before it is answered")
         self._in_head, self._is_whole = True, False
@@ -137,7 +131,6 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The body begins."""
         self._stop_timer()
         self._in_head, self._bare_bytes = False, 0
         if not self.url.startswith(b"/"):
@@ -146,25 +139,21 @@ class LimitedHttp(HttpToolsProtocol):
         self.scope["extensions"] = {BODY_WRITER: BodyWriter(self.cycle)}  # type: ignore[dict-item]
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
         self._parts += 1
         self._bare_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request has come as a whole."""
         self._is_whole, self._bare_bytes, self._body_left = True, 0, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer has been written."""
         super().on_response_complete()
         if self._held and self._next is None:
             self._next = self.loop.call_later(GAP_SECONDS, self._parse_on)
 
     @property
     def _waits(self) -> bool:
-        """A request has come as a whole and is not answered."""
         return self._is_whole and not self.cycle.response_complete
 
     def _parse_on(self) -> None:
@@ -173,7 +162,6 @@ class LimitedHttp(HttpToolsProtocol):
         self.flow.hold(len(self._held) > MAX_HELD_BYTES)
 
     def _parse(self) -> None:
-        """Parses held bytes: at most one request and one turn."""
         size = self._parts = 0
         while self._held and not self._waits:
             if self.transport.is_closing():

@@ -73,7 +73,6 @@ encode = msgspec.json.Encoder(enc_hook=_spelled).encode
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """An event without a name."""
     return b"data: %b\n\n" % encode(data)
 
 
