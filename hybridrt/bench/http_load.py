@@ -285,7 +285,7 @@ class _Dechunker:
 
     def __init__(self) -> None:
         self._held = b""
-        self._left = 0  # bytes of the chunk and of the line end behind it
+        self._left = 0  # bytes of the chunk and of the line end after it
 
     def __call__(self, data: bytes) -> bytes:
         data, out = self._held + data, b""

@@ -117,7 +117,7 @@ class AnswerParser:
             elif halved or (scanner.cut_off and (sink.count > before or tools.alone)):
                 scanner.skip_rest()
                 self._held.clear()
-            else:  # text behind the last whole call is content
+            else:  # text after the last whole call is content
                 scanner.rewind()
                 if sink.count == before:
                     self._content(opened)
@@ -155,7 +155,7 @@ class AnswerParser:
         self.in_reasoning = True
         yield from scanner.run(_NEWLINES)
         ended = yield from self._reason(tags)
-        self._held.clear()  # though the answer has ended within the reasoning: it is no content
+        self._held.clear()  # the answer ended within the reasoning: no content
         if ended:
             self.in_reasoning = False
             yield from scanner.run(_NEWLINES)

@@ -18,11 +18,11 @@ from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.schemas import calls, json_text, one_call
 from hybridrt.chat.tool_parser import ToolParser
 
-# What an expression between slashes cannot hold as it is. A character behind a backslash is escaped already.
+# To be escaped between slashes. A character after a backslash is escaped already.
 _MARKS = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 _ESCAPED_OR_MARK = re.compile(r"\\.|[/\n]", re.DOTALL)
 _ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
-# Behind reasoning the parser takes line breaks away and no spaces: these would be a part of the content.
+# After reasoning the parser removes line breaks and no spaces, which would be part of the content.
 _RULES = ["TEXT: /(?s:.*)/", r"GAP: /[ \n]{1,4}/", r"LINES: /\n{1,4}/"]
 
 
@@ -76,7 +76,7 @@ class Constraints:
         if reasoning is not None:
             opened = reasoning.opened_by(prompt, conversation.continued)
             closed = not opened and reasoning.closed_by(prompt)
-            # Behind a prompt that has closed it, an answer of a fixed form has no reasoning. Another one may have it.
+            # If the prompt has closed it, an answer of a fixed form has no reasoning. Another may have.
             if not closed or (budget is not None and not fixed):
                 closing, rules, thinking = self._thought(reasoning, budget, opened)
         if not closing:
@@ -114,7 +114,7 @@ class Constraints:
                 "tools",
             )
         call, rules = section
-        # Further literals that open a section are no text: what follows them would be held to nothing.
+        # Other literals that open a section are no text: nothing would constrain what follows.
         others = "|".join(_regex(tag) for tag in tools.opens[1:] if tag not in self.tokens)
         without = f" & ~/(?s:.*)({others})(?s:.*)/" if others else ""
         rules = [f"PLAIN: /(?s:.*)/{without}", *rules]

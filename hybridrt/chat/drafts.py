@@ -20,7 +20,7 @@ class Drafts:
     def __init__(self, tools: ToolParser, think: Callable[[str], None]) -> None:
         self._tools, self._think = tools, think
         self._held = list[str]()  # from the literal that opens a call on
-        self._begun = False  # it is a call. Before, it may turn out to be none
+        self._begun = False  # it is a call; before, it may be none
         self._start("")
 
     def _start(self, opened: str) -> None:

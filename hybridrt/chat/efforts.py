@@ -28,11 +28,11 @@ def supported_efforts(render: Callable[..., str | None]) -> dict[str, str]:
     levels = [effort for effort in own if effort in _LEVELS]
     keeps = set(own)
     if not levels or (nonsense is not None and _NONSENSE in nonsense.lower()):
-        keeps = set(accepted)  # it reads no level, or writes whatever it gets
+        keeps = set(accepted)  # it reads no level, or writes any
     else:
         keeps |= {e for e, text in accepted.items() if text == plain and not _is_beyond(e, levels)}
     if "none" in accepted and plain != render(**_OFF):
-        keeps.add("none")  # the switch turns reasoning off, whatever is said about its effort
+        keeps.add("none")  # the switch turns reasoning off for any effort
     nearest = levels or [effort for effort in accepted if effort in _LEVELS] or list(accepted)
     return {effort: effort if effort in keeps or not nearest else _nearest(effort, nearest) for effort in EFFORTS}
 

@@ -200,7 +200,7 @@ def _string(scanner: Scanner, emit: Emit, prefix: str) -> Step[None]:
             if len(opened) == 1 or (yield from scanner.accept(2 * quote)):
                 return
             emit(escaped(quote))
-        elif letter != "\\":  # a brace of an f-string: two are one
+        elif letter != "\\":  # in an f-string two braces are one
             yield from scanner.expect(letter)
             emit(letter)
         elif "r" in prefix:

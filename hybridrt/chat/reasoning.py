@@ -28,7 +28,7 @@ class ReasoningTags:
         return begun or prompt.rstrip().endswith(self.opens)
 
     def closed_by(self, prompt: str) -> bool:
-        """Whether a prompt's text ends behind reasoning: the answer is to have none."""
+        """Whether a prompt's text ends after reasoning, so that the answer has none."""
         return prompt.rstrip().endswith(self.closes)
 
 

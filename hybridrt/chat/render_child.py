@@ -15,7 +15,7 @@ import psutil
 from transformers.utils.chat_template_utils import render_jinja_template
 
 MAX_TEXT_BYTES = 1 << 27
-_LAST_SECONDS = 60.0  # for the case that the other process has ended; else it ends this one much earlier
+_LAST_SECONDS = 60.0  # if the other process has ended; else it ends this one much earlier
 # Rendering these imports all modules that later renderings and their errors need, while files can still be opened.
 _FIRST = (
     "{{ strftime_now('%Y %B') }}{{ messages | tojson }}{{ messages | pprint }}{{ lipsum(1) }}{{ 'ä' | upper }}",

@@ -64,7 +64,7 @@ class Scanner:
     def rewind(self) -> None:
         assert self._past is not None, "a place was marked"
         past = "".join(self._past)
-        if past:  # else the text from the mark on is there still, and is not copied
+        if past:  # else the text from the mark on is still there
             self._dropped -= len(past)
             self._text = past + self._text
         self._place, self._past, self.cut_off = self._marked, None, False

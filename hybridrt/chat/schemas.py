@@ -16,7 +16,7 @@ _TYPES: dict[str, Any] = {
     "string": str, "object": dict, "array": list, "integer": int, "number": (int, float), "boolean": bool,
     "null": type(None),
 }  # fmt: skip
-# What schemas that were not written for JSON call these types.
+# Names of these types in schemas that were not written for JSON.
 _SAME = {
     "str": "string", "dict": "object", "list": "array", "tuple": "array", "set": "array", "int": "integer",
     "float": "number", "bool": "boolean", "None": "null", "NoneType": "null",
@@ -29,7 +29,7 @@ _IMPLIED = {
 _MAX_PARTS = 256  # of a schema, that tell its types
 _MAX_REFERENCES = 8
 _DESCRIBE = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}  # what may describe properties elsewhere
-# What a schema may say about an object as a whole. Formats that write arguments one by one do not enforce it.
+# Keywords about a whole object. Formats that write arguments one by one do not enforce them.
 _OF_THE_WHOLE = (
     "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties",
     "dependentRequired", "dependentSchemas",

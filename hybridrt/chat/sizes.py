@@ -14,7 +14,7 @@ MAX_KWARGS = 2**10  # values in chat_template_kwargs, on all levels
 MAX_KWARGS_CHARACTERS = 2**16
 MAX_VALUES = 2**18  # in messages and tools, on all levels
 MAX_CHARACTERS = 2**26
-LARGE = 2**16  # characters from which on a conversation is worked on apart from small ones
+LARGE = 2**16  # characters; longer conversations are processed apart from small ones
 _NUMBER_CHARACTERS = 16  # what a value that is no text counts
 
 

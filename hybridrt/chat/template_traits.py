@@ -18,7 +18,7 @@ from hybridrt.base.pace import with_rests
 from hybridrt.chat.efforts import supported_efforts
 from hybridrt.chat.renderer import RENDERER
 
-MAX_SECONDS = 10.0  # for all trials of a template together; a trial that has begun then ends by the renderer's limit
+MAX_SECONDS = 10.0  # for all trials of a template; the last one ends by the renderer's limit
 ROLES = ("system", "user", "assistant", "tool")
 INSTRUCTIONS = ("system", "developer")
 # Texts that no template writes by itself. An own key of a part shows up where a template writes the part as data.

@@ -157,7 +157,7 @@ def run() -> NoReturn:
         if "--traceback" in sys.argv:
             raise
         discard_output()
-        # Where the reader has closed the pipe, as in `hybridrt generate | head`, the message has no reader.
+        # If the reader closed the pipe, as in `hybridrt generate | head`, nobody reads the message.
         _fail("" if e.errno == errno.EPIPE else f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}")
     raise SystemExit
 

@@ -52,7 +52,7 @@ class Totals:
 
 
 class ChatModel(Protocol):
-    """A model in this process, or behind a server."""
+    """A model in this process, or on a server."""
 
     name: str
 

@@ -8,7 +8,7 @@ from hybridrt.base.errors_foreign import ENGINE, SAMPLING
 
 # What EngineConfig and others call a setting that an option has another name for.
 _OTHER_NAMES = {"method": "speculative", "seed": "workload_seed"}
-# A word that is a name of Python and of the language: an argument is meant where a text begins with it like this.
+# Words that are arguments only at the beginning of such a text.
 _BEGINS = r"(?=\s(?:is|has|holds|needs|takes|goes|asks)\s|\s[\"']|\s>)"
 # An error about the form of the output, and the option that sets this form.
 _FORMS = {"json": "json_schema", "regex": "regex"}

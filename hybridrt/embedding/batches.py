@@ -233,6 +233,6 @@ def _pack(
     recurrent: RecurrentArrays[np.ndarray],
 ) -> BatchArrays[np.ndarray]:
     ends = np.cumsum(new, dtype=np.int32)
-    offsets = np.repeat(lens - ends, new)  # a token's position less its place in the batch
+    offsets = np.repeat(lens - ends, new)  # a token's position minus its place in the batch
     starts, positions = np.concatenate((np.zeros(1, np.int32), ends)), offsets + np.arange(len(offsets), dtype=np.int32)
     return BatchArrays(lines, lens, starts, np.repeat(lines, new), positions, ids, recurrent)

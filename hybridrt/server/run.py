@@ -69,11 +69,11 @@ class Server(uvicorn.Server):
         await self._service.start_renderer()
         await warm_up(self._service.llm)
         gc.collect()
-        gc.freeze()  # a collection otherwise looks through all that torch has imported, between two steps
+        gc.freeze()  # else a collection walks all that torch has imported, between two steps
         self._tasks = [asyncio.create_task(self._end_when_drained())]
         if self._service.config.stats_interval:
             self._tasks.append(asyncio.create_task(write_statistics(self._service)))
-        for listener in sockets or ():  # uvloop says nothing if this fails: another server may have begun to listen
+        for listener in sockets or ():  # uvloop hides this failure: another server may have begun to listen
             with _address_errors(self._service.config):
                 listener.listen(self.config.backlog)
         await super().startup(sockets)
@@ -148,7 +148,7 @@ def bind(config: ServerConfig) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: one that takes no bytes would stay for ever
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it, and end if a client takes no bytes
         milliseconds = math.ceil(min(1000 * config.request_timeout, 2**31 - 1))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     try:
@@ -172,7 +172,7 @@ def _address_errors(config: ServerConfig) -> Iterator[None]:
 def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     """Serves until a signal ends it. The LLM is closed at the end."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it says of starting and ending is said here, too
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its lines about start and end are written here, too
     _write_bare_lines()
     sys.setswitchinterval(SWITCH_SECONDS)
     _raise_file_limit()

@@ -26,14 +26,14 @@ _FORM = StructuredOutputs(regex="[a-z]*")
 _TOGETHER = (*((n, 1) for n in (2, 9, 16, 32, 64, 128, 256)), *((9, n) for n in (2, 4, 8, 16)))
 # Tiles of few tokens are powers of two, 15 and 100 are not divisible by 16, and 17 tokens leave a state within them.
 _LENGTHS = (1, 2, 4, 8, 15, 16, 17, 32, 64, 100, 128, 512)
-# Tokens of a prefix that the prefix cache has: so many that latent attention absorbs a few queries behind it.
+# Tokens of a cached prefix, enough for latent attention to absorb a few queries after it.
 _CACHED = 192
-_MANY = 16  # prompts: more than a graph holds, even if the first few of them get a step of their own
+_MANY = 16  # prompts: more than a graph holds, even if the first few get their own step
 _OUTPUT = 4
 _PROMPTS = (32, 100, 256, 512, 1024, 2048, 4096)
 _SPARE = ((1 << 19, 64), (20 << 20, 4))  # sizes in bytes and numbers of blocks
 _Work = tuple[int, SamplingParams]  # tokens of a prompt, and what to do with it
-_DECODED = 64  # output tokens of the requests beside which prompts are timed
+_DECODED = 64  # output tokens of the requests that decode while prompts are timed
 
 
 async def warm_up(llm: AsyncLLM) -> None:

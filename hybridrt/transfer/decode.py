@@ -129,7 +129,7 @@ class DecodeWorker:
         self._numbers = count()
         self._waiting: deque[_Pull] = deque()
         self._attempts: dict[str, _Attempt] = {}  # by key
-        self._arriving: dict[str, int] = {}  # started requests, and the images that the engine may not have read yet
+        self._arriving: dict[str, int] = {}  # by request, images that the engine may not have read yet
         self._totals = DecodeCounters()
         side.engine.prefill_source = self
 
@@ -179,7 +179,7 @@ class DecodeWorker:
         self._send_prompts()
         engine = self._engine.counters()
         if self._under_way() and not (over or any(received) or engine.running or engine.waiting):
-            time.sleep(_IDLE_SECONDS)  # there is nothing to do but wait for prefill workers
+            time.sleep(_IDLE_SECONDS)  # only prefill workers have something to do
 
     def counters(self) -> DecodeCounters:
         workers, used = len(self._workers), self.regions.num_used

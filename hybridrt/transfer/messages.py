@@ -7,7 +7,7 @@ from msgspec import Meta
 from hybridrt.base.sampling_params import MAX_SALT_CHARACTERS
 from hybridrt.channel.codec import Message
 
-MAX_JOBS = 1024  # prompts that one decode worker may have under way at one prefill worker
+MAX_JOBS = 1024  # prompts of a decode worker at one prefill worker
 MAX_TEXT = 1 << 10  # characters
 MAX_RANKS = 1 << 10
 

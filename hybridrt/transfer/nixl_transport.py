@@ -150,6 +150,6 @@ def _load() -> Any:
         raise ProviderNotInstalledError(
             f"state transfer through NIXL needs the package nixl: pip install '.[transfer]' ({e})"
         ) from e
-    # Its notices would go to standard output, among whatever the program says there.
+    # Its notices would go to standard output.
     logging.getLogger("nixl").setLevel(logging.WARNING)
     return _api

@@ -17,7 +17,7 @@ from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import MAX_NAME, read_value
 
 _BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_NUMBER = re.compile(r":\d*$")  # behind the name, which may have a colon of its own
+_NUMBER = re.compile(r":\d*$")  # after the name, which may contain a colon
 
 
 class KimiK2(ToolParser):

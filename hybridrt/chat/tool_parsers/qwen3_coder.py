@@ -97,7 +97,7 @@ class Qwen3Coder(ToolParser):
                 types = types_of(properties.get(key), schema)
                 found = yield from read_typed(scanner, _TAGS, sink.arguments, types, names, block)
                 before = ", "
-            else:  # a broken tag: its value is dropped, since no one knows which it is
+            else:  # a broken tag: its value is dropped
                 found = yield from read_text(scanner, _TAGS, lambda text: None, names, block)
             if found == _TAGS.close:
                 yield from scanner.space()

@@ -14,7 +14,7 @@ from hybridrt.server.core.reply import BlockKind, BlockReply
 from hybridrt.server.core.service import Service
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": None}
-# Of each kind of block: the type of its deltas, and the field that they add to.
+# For each kind of block: the type of its deltas, and the field that they add to.
 _DELTAS: dict[BlockKind, tuple[str, str]] = {
     "text": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),

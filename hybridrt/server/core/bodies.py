@@ -27,7 +27,7 @@ from hybridrt.engine.api.lanes import lane_of
 
 MAX_OBJECTS = 2**15  # checking the fields of one takes 4 microseconds
 MAX_VALUES = 2**18  # or as many as the longest prompt has tokens
-SMALL = 2**15  # bytes that are read at once, whatever they are
+SMALL = 2**15  # bytes that are read at once
 PART_BYTES = 2**18
 _BODY_BYTES = "hybridrt.body_bytes"  # where a request's scope keeps the length of its body
 
@@ -43,7 +43,7 @@ def route_class(llm: AsyncLLM) -> type[APIRoute]:
     most = max(MAX_VALUES, llm.llm.plan.max_model_len + SMALL)
 
     class LimitedRequest(Request):
-        read: Any = None  # what was made of a large body, or why it is no JSON
+        read: Any = None  # the object of a large body, or its error
 
         async def json(self) -> Any:
             if isinstance(self.read, Exception):

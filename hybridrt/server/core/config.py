@@ -97,7 +97,7 @@ class ServerConfig:
             try:
                 for file in (self.tls_certificate, self.tls_key):
                     check_file(file, 1 << 20)
-                # The empty password: without one, OpenSSL asks on the terminal for that of an encrypted key.
+                # Without a password, OpenSSL asks for that of an encrypted key on the terminal.
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_certificate, self.tls_key, "")
             except (OSError, ValueError) as e:
                 raise ConfigError(
@@ -106,7 +106,7 @@ class ServerConfig:
                 ) from e
 
     def _check_addresses(self) -> None:
-        if host_name(self.host.partition("%")[0]) is None:  # sockets take "" and "0" for every address of the machine
+        if host_name(self.host.partition("%")[0]) is None:  # for sockets, "" and "0" are every address
             raise ConfigError(
                 f"host is {self.host!r}; it must be a name or an address without a port, like 127.0.0.1 (this machine "
                 "alone) or 0.0.0.0 (from everywhere)"

@@ -24,7 +24,7 @@ OPEN_PATHS = ("/health", "/ready")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
 _SENT = "hybridrt.sent"  # where a request's scope keeps what has been sent
-_SEND_SECONDS = 5.0  # for the end of an answer that ran out of time, to a client that may not read
+_SEND_SECONDS = 5.0  # to end an answer after its deadline, for a client that may not read
 access_log = logging.getLogger("hybridrt.access")
 log = logging.getLogger("hybridrt.server")
 
@@ -152,7 +152,7 @@ class _Sent:
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id)]
             message = {**message, "headers": headers}
             self.is_stream = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
-        await self._send(message)  # what the deadline interrupts here, for a client that does not read, is not sent
+        await self._send(message)  # not sent if the deadline interrupts it
         self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def end(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:

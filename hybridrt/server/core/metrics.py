@@ -28,7 +28,7 @@ _BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _STEP = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
-# What is known when a sample, or with n > 1 the last of a request's, has ended: the histogram's text and bounds.
+# Measured at the end of a sample or request: the histogram's text and bounds.
 _AT_END: dict[str, tuple[str, tuple[float, ...]]] = {
     "e2e_request_latency_seconds": ("From arrival to the last token.", _WHOLE),
     "request_queue_time_seconds": ("From arrival until a sample runs.", _WHOLE),

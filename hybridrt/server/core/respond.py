@@ -17,12 +17,12 @@ from hybridrt.server.wire.errors import as_api_error
 from hybridrt.server.wire.http_limits import BODY_WRITER, BodyWriter
 from hybridrt.server.wire.sse import pieces
 
-# What the event loop makes itself, in microseconds or so (Reply.weight): handing work to a thread takes a tenth of it.
+# Weight (Reply.weight) up to which the event loop works itself: a thread costs a tenth of it.
 INLINE = 1000
-AT_ONCE = 100  # what it makes without giving way to others: a step brings hundreds of deltas
-PART_BYTES = 2**18  # of a large answer that are made, and written, at a time
-CLIENT_GONE = 499  # as in nginx's logs; it is never sent
-FAILURE = "hybridrt.failure"  # where a stream's scope keeps what makes its end of an error: Reply.failure
+AT_ONCE = 100  # what it makes before others have their turn: a step brings hundreds of deltas
+PART_BYTES = 2**18  # of a large answer at a time
+CLIENT_GONE = 499  # as in nginx's logs; never sent
+FAILURE = "hybridrt.failure"  # where a stream's scope keeps its Reply.failure
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 

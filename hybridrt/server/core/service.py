@@ -29,7 +29,7 @@ from hybridrt.server.wire.errors import APIError
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
-RECORD = "hybridrt.record"  # where a request's scope keeps what its line of the access log says
+RECORD = "hybridrt.record"  # where a request's scope keeps facts for the access log
 
 
 @dataclass

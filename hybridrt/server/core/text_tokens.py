@@ -9,7 +9,7 @@ from hybridrt.engine.request.outputs import Delta
 from hybridrt.server.core.token_text import TokenText
 
 Entry = Any  # as TokenText.entry makes it
-Piece = tuple[str, Sequence[int], Any]  # text, the tokens that it ends, the finish reason behind it
+Piece = tuple[str, Sequence[int], Any]  # text, the tokens that it ends, the finish reason after it
 
 
 class TextTokens:
@@ -25,7 +25,7 @@ class TextTokens:
     def __init__(self, token_text: TokenText, most: int) -> None:
         self._token_text, self._most = token_text, most
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._text, self._place = "", 0  # what has come; from this place on it is of no token yet
+        self._text, self._place = "", 0  # the text so far; from this place on it is of no token yet
         self._waiting = deque[tuple[str, int, Entry]]()  # tokens whose text has not come: it may be held back
         self._read: list[tuple[str, Entry]] = []  # tokens of no event yet
 
@@ -43,7 +43,7 @@ class TextTokens:
                 self._read.append((found, entry))
             yield found, [token], None
         rest = self._text[self._place :] if final or not self._waiting else ""
-        if final or rest:  # tokens that are not spelled as they read leave text behind
+        if final or rest:  # tokens that are not spelled as they read leave text
             self._text, self._place = "", 0
             yield rest, (), delta.finish_reason
 

@@ -37,7 +37,7 @@ class Answer(Reply):
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = self._usage_at_end and options is not None and bool(options.continuous_usage_stats)
         self._wants_tokens = bool(body.return_token_ids)
-        # What all chunks of a stream have in common is encoded once.
+        # The common part of all chunks is encoded once.
         self._before = b'data: %b,"choices":' % encode(self._head(self.chunk_kind))[:-1]
         self._behind = b',"usage":null}\n\n' if self._usage_at_end else b"}\n\n"
 

@@ -37,7 +37,7 @@ class CompletionAnswer(Answer):
         self._echoes, self._scored, self._echo_alone = echoes, scored, echo_alone
         self._offsets: dict[int, int] = {}
         self._opened = set[int]()  # choices whose prompt's tokens were told
-        self._waiting: dict[str, list[Delta]] = {}  # by request: deltas that came before the prompt's log-probabilities
+        self._waiting: dict[str, list[Delta]] = {}  # by request: deltas before the prompt's log-probabilities
 
     def count(self, delta: Delta) -> None:
         if self._echo_alone:

@@ -87,7 +87,7 @@ def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> A
             return APIError(400, str(error), (names or {}).get("structured_outputs", "structured_outputs"))
         case RequestValidationError():
             return _as_field_error(error)
-        case HTTPException(status_code=400):  # FastAPI could not read the body, and does not say why
+        case HTTPException(status_code=400):  # FastAPI could not read the body
             text = "the body is no JSON: send UTF-8 that is not compressed, with numbers of up to 4,300 digits"
             return APIError(400, text)
         case HTTPException():

@@ -13,12 +13,12 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256  # each takes more memory than its bytes
 # Clients send a head at once. uvicorn itself would wait for the rest of one, or for the first byte, without an end.
 HEAD_SECONDS = 30.0
-MAX_HELD_BYTES = 64 * 1024  # read and not parsed; more are left to the system, whose buffers slow the sender
+MAX_HELD_BYTES = 64 * 1024  # read and not parsed; more stay in the system's buffers, which slow the sender
 # What one connection may parse before others have their turn: bytes, and pieces, headers and chunks.
 TURN_BYTES, TURN_PARTS = 16 * 1024, 256
 LINE_BYTES = 1024  # at once, where it is not known how many parts they are
 # Between two turns that many small parts have ended, and between an answer and the next request that came before it.
-# Clients that wait for answers never meet this; one that does not cannot fill the event loop.
+# For clients that do not wait for answers: they cannot fill the event loop.
 GAP_SECONDS = 0.005
 BODY_WRITER = "hybridrt.body_writer"  # the ASGI extension: where a request's scope keeps a BodyWriter
 _BLANK_LINE = re.compile(rb"(?:\A|\n)\r?\n")  # at the beginning, too: a line's end may have come before
