@@ -167,10 +167,10 @@ class AnswerParser:
         drafts = Drafts(self._tools, self._think)
         while found := (yield from self._until((*tags.closes, *self._tools.opens), drafts.add)):
             if found in tags.closes:
-                self._think(drafts.take())
+                self._think(drafts.take_text())
                 return True
             drafts.open(found)
-        held, scanner = drafts.take(), self._scanner
+        held, scanner = drafts.take_text(), self._scanner
         last = AnswerParser(self._tools)
         message = ChatMessage().extend(last.feed(held) + last.finish(scanner.truncated))
         if last.last_calls is None:

@@ -44,7 +44,7 @@ class Drafts:
             self._start(opened)
         self._held.append(opened)
 
-    def take(self) -> str:
+    def take_text(self) -> str:
         """The text that is held, which is held no longer."""
         held, self._held, self._begun = "".join(self._held), [], False
         return held
@@ -60,4 +60,4 @@ class Drafts:
             ended = True
         self._begun = self._sink.count > 0
         if ended and not self._begun:
-            self._think(self.take())
+            self._think(self.take_text())

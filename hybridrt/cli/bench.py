@@ -68,7 +68,7 @@ class ResultOptions:
         limits = [None if ms is None else ms / 1000 for ms in (self.slo_ttft, self.slo_tpot, self.slo_e2e)]
         return None if limits == [None] * 3 else Goal(*limits)
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         """Checks options before the load.
 
         Raises:
@@ -151,7 +151,7 @@ def serve(
     from hybridrt.bench.http_load import Target, new_event_loop, run_load
     from hybridrt.cli.openai_server import OpenAIServer
 
-    results.check()
+    results.check_options()
     workload = load.workload()
     work = make_work(workload)
     target = Target(url, model or OpenAIServer(url, api_key).first_model(), api_key, _object(extra_body))
@@ -176,7 +176,7 @@ def offline(
     from hybridrt.runtime.load.build import resolve_model_path
 
     model = model or EMBEDDED
-    results.check()
+    results.check_options()
     workload = load.workload()
     work = make_work(workload)
     with LLM(str(resolve_model_path(model)), **engine.given(), **speculation.given(model)) as llm:

@@ -110,7 +110,7 @@ class Repl:
                 if text is None or text.strip() == "/exit":
                     return
                 asked = True
-                self.take(text)
+                self.answer_line(text)
             except KeyboardInterrupt:
                 with _deaf():
                     self._screen.note("Ctrl-D ends the chat.")
@@ -119,7 +119,7 @@ class Repl:
                     raise
                 self._screen.error(str(e))
 
-    def take(self, text: str) -> None:
+    def answer_line(self, text: str) -> None:
         """Answers a message, or runs a command.
 
         Raises:

@@ -149,10 +149,10 @@ class Batches:
             row = self.numbers.rows.outside(line)
             raise PoolError(f"row {row} has no page for position {position}: call write_pages, and admit before it")
 
-    def admit(self, lines: np.ndarray, state_slots: np.ndarray) -> None:
+    def admit_rows(self, lines: np.ndarray, state_slots: np.ndarray) -> None:
         """Rows begin new requests, with these slots and without pages."""
-        self.owners.admit(lines, state_slots)
-        self.positions.admit(lines.tolist(), state_slots.tolist())
+        self.owners.admit_rows(lines, state_slots)
+        self.positions.admit_rows(lines.tolist(), state_slots.tolist())
 
     def places_of_tokens(self, lines: torch.Tensor, positions: torch.Tensor, places: torch.Tensor) -> Places | None:
         """The checked pages of tokens that tensors on the device enter. None where values are not

@@ -97,7 +97,7 @@ def build(loaded: LoadedModel, plan: MemoryPlan, scratch: Scratch | None = None)
     _check_kind("loaded", loaded, LoadedModel)
     _check_kind("plan", plan, MemoryPlan)
     _check_kind("scratch", scratch or Scratch(), Scratch)
-    numbers = Numbers.of(plan, scratch or Scratch())
+    numbers = Numbers.from_plan(plan, scratch or Scratch())
     return EmbeddedRuntime(Runtime.allocate(loaded.config, loaded.target, loaded.model, plan), numbers)
 
 

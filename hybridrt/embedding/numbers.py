@@ -94,7 +94,7 @@ class Numbers:
     tokens: Places
 
     @classmethod
-    def of(cls, plan: MemoryPlan, scratch: Scratch) -> "Numbers":
+    def from_plan(cls, plan: MemoryPlan, scratch: Scratch) -> "Numbers":
         """PoolError if a scratch entry is outside its table."""
         pages = _places("page", plan.num_pages, scratch.page)
         tokens = Places(pages.count * plan.page_size, pages.scratch * plan.page_size)

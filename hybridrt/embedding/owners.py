@@ -68,13 +68,13 @@ class Owners:
             if slot.any():
                 self._refuse_ahead("state slot", self._numbers.state_slots.outside(int(slots[slot.argmax()])))
 
-    def admit(self, lines: np.ndarray, slots: np.ndarray) -> None:
+    def admit_rows(self, lines: np.ndarray, slots: np.ndarray) -> None:
         old = self.slot_of[lines]
         self.give(old[self._owner[old] == lines])
         self.slot_of[lines] = slots
         self._owner[slots[slots > 0]] = lines[slots > 0]
         self._tenancy[lines] += 1
-        self.pages.admit(lines)
+        self.pages.forget_rows(lines)
 
     def give(self, slots: np.ndarray) -> None:
         self._owner[slots[slots > 0]] = 0
@@ -109,22 +109,22 @@ class Owners:
     def use(
         self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, decodes: int, verifies: bool, reads: np.ndarray
     ) -> StepUse:
-        """The use of a step of these rows. PoolError as `check`."""
+        """The use of a step of these rows. PoolError as `check_step`."""
         writes = self.pages.writes(lines, starts, ends)
         real = reads[: max(len(lines) - decodes, 0)]
         step = StepUse(lines, self._tenancy[lines], starts, ends, min(decodes, len(lines)), verifies, real, writes)
-        self.check(step)
+        self.check_step(step)
         return step
 
     def note(self, batch: ForwardBatch, step: StepUse) -> None:
         batch.metadata[self] = step
 
-    def of(self, batch: ForwardBatch) -> StepUse | None:
+    def use_of_batch(self, batch: ForwardBatch) -> StepUse | None:
         """The use of a batch; None if another program has made the batch."""
         step: StepUse | None = batch.metadata.get(self)
         return step
 
-    def check(self, step: StepUse | None) -> None:
+    def check_step(self, step: StepUse | None) -> None:
         """PoolError if rows, slots or pages changed owners since the step was made."""
         if step is None or step in self._ahead:
             return
@@ -135,7 +135,7 @@ class Owners:
         self.check_rows(step.lines)
         self._check_reads(step)
         if self.pages.known:
-            self.pages.check(step.lines, step.ends, step.writes)
+            self.pages.check_pages(step.lines, step.ends, step.writes)
 
     def check_none_ahead(self) -> None:
         """BackendError if a step is ahead: the next one would run before it."""
@@ -148,7 +148,7 @@ class Owners:
             return
         self._ahead.append(step)
         if self.pages.known:
-            self.pages.take(step.lines, step.starts, step.ends, step.writes, step.decodes if step.verifies else 0)
+            self.pages.take_pages(step.lines, step.starts, step.ends, step.writes, step.decodes if step.verifies else 0)
 
     def check_next(self, step: StepUse | None) -> None:
         """BackendError if another step was prepared earlier and has not run."""

@@ -48,7 +48,7 @@ class PageOwners:
         self._floor = np.zeros(rows + 1, np.int64)  # the first position at which its next step may begin
         self._lost = np.zeros((rows + 1, 2), np.int32)  # the page that a row has lost, and the row that has it now
 
-    def admit(self, lines: np.ndarray) -> None:
+    def forget_rows(self, lines: np.ndarray) -> None:
         for line in lines.tolist():
             self._drop(line)
         self._reach[lines] = self._floor[lines] = 0
@@ -131,7 +131,7 @@ class PageOwners:
             indices = np.repeat(first - before, counts) + np.arange(len(owners))
         return Places(owners, indices, self.page_of[owners, indices])
 
-    def check(self, lines: np.ndarray, ends: np.ndarray, writes: Places) -> None:
+    def check_pages(self, lines: np.ndarray, ends: np.ndarray, writes: Places) -> None:
         """PoolError: a row has lost a page, its table has changed since `writes` was made, or
         another row of the step uses a page that this one writes."""
         lost = self._lost[lines, 0]
@@ -154,7 +154,9 @@ class PageOwners:
                         "another page"
                     )
 
-    def take(self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: Places, rolls_back: int) -> None:
+    def take_pages(
+        self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: Places, rolls_back: int
+    ) -> None:
         """The rows of a checked step write these pages from now on. Of the first `rolls_back` rows
         at least one token stays, of the others all."""
         for line, page in self._contended(writes):

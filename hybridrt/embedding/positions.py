@@ -48,7 +48,7 @@ class Positions:
         self._of_slot: dict[int, int] = {}
         self._ahead: list[StepRows] = []  # prepared, and not run
 
-    def admit(self, lines: Sequence[int], slots: Sequence[int]) -> None:
+    def admit_rows(self, lines: Sequence[int], slots: Sequence[int]) -> None:
         self._of_row |= dict.fromkeys(lines, 0)
         self._forget(self._of_slot, slots)
 
@@ -71,12 +71,12 @@ class Positions:
         slots = None if reads is None else reads.tolist()
         batch.metadata[self] = StepRows(own, first, last, batch.num_decode_rows, batch.spec_info is not None, slots)
 
-    def of(self, batch: ForwardBatch) -> StepRows | None:
+    def step_of_batch(self, batch: ForwardBatch) -> StepRows | None:
         """What was noted of a batch; None if nothing was."""
         step: StepRows | None = batch.metadata.get(self)
         return step
 
-    def check(self, step: StepRows | None) -> None:
+    def check_step(self, step: StepRows | None) -> None:
         """BackendError if a row does not continue at the end of its state. None: not known."""
         if step is None or step in self._ahead:
             return

@@ -60,14 +60,14 @@ class EmbeddedRuntime:
         lines = self.numbers.rows.own("rows", rows)
         if self.pools.req_to_token.mamba_pool is None:
             self._owners.check_free(lines, np.zeros_like(lines))
-            self._batches.admit(lines, np.zeros_like(lines))
+            self._batches.admit_rows(lines, np.zeros_like(lines))
             return
         if state_slots is None:
             raise PoolError("the model has recurrent layers: admit needs a state slot for each row")
         places = self.numbers.state_slots.own("state_slots", state_slots)
         check_equal("rows", lines, "state_slots", places)
         self._owners.check_free(lines, places)
-        self._batches.admit(lines, places)
+        self._batches.admit_rows(lines, places)
         self.pools.req_to_token.admit(*self._batches.staging.upload((lines, places)))
 
     @in_undisturbed
@@ -198,9 +198,9 @@ class EmbeddedRuntime:
                 the end of its state.
             PoolError: rows, slots or pages have changed hands since the batch was made.
         """
-        step, use = self._positions.of(batch), self._owners.of(batch)
-        self._positions.check(step)
-        self._owners.check(use)
+        step, use = self._positions.step_of_batch(batch), self._owners.use_of_batch(batch)
+        self._positions.check_step(step)
+        self._owners.check_step(use)
         self.backend.prepare(batch)
         self._positions.prepared(step)
         self._owners.prepared(use)
@@ -219,11 +219,11 @@ class EmbeddedRuntime:
                 commit.
         """
         self._require_commit("forward", BackendError)
-        self._owners.check_next(self._owners.of(batch))
+        self._owners.check_next(self._owners.use_of_batch(batch))
         check_range("input_ids", batch.input_ids, self._batches.vocab_size, BackendError)  # they may be filled late
         hidden: torch.Tensor = self.model(batch)
-        self._positions.ran(self._positions.of(batch))
-        self._owners.ran(self._owners.of(batch))
+        self._positions.ran(self._positions.step_of_batch(batch))
+        self._owners.ran(self._owners.use_of_batch(batch))
         self._open = batch if batch.num_decode_rows else None
         return hidden
 
@@ -251,7 +251,7 @@ class EmbeddedRuntime:
             raise BackendError("commit is for the batch that forward ran last, once, if it has decode rows")
         self.backend.commit(batch, self._accepted(batch, accepted), path)
         if accepted is not None:
-            self._positions.accepted(self._positions.of(batch), accepted)
+            self._positions.accepted(self._positions.step_of_batch(batch), accepted)
         self._open = None
 
     @in_undisturbed
@@ -259,7 +259,7 @@ class EmbeddedRuntime:
         """Discards all prepared steps after a failure. States and KV of their rows are unknown:
         admit their requests again."""
         self.backend.drop_step()
-        self._positions.drop(self._positions.of(self._open) if self._open else None)
+        self._positions.drop(self._positions.step_of_batch(self._open) if self._open else None)
         self._owners.drop()
         self._open = None
 
@@ -370,7 +370,7 @@ class DecodeGraphs:
         step = None
         if batches.table.mamba_pool is not None:
             step = StepRows(lines.tolist(), (lens - ones).tolist(), lens.tolist(), len(lines))
-        batches.positions.check(step)
+        batches.positions.check_step(step)
         index, copied = batches.staging.upload((lines, ids))
         self._last_tokens.index_copy_(0, index.long(), copied if given is None else given)
         nothing = np.zeros_like(lines)

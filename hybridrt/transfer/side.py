@@ -32,7 +32,7 @@ class WorkerSide:
     split: TensorParallelExecutor | None = None
 
     @classmethod
-    def of(cls, llm: LLM) -> "WorkerSide":
+    def from_llm(cls, llm: LLM) -> "WorkerSide":
         """The side of an LLM.
 
         Raises:

@@ -42,7 +42,7 @@ def prefill_worker(
             listen there.
         ProviderNotInstalledError: NIXL is not installed or cannot be loaded; says why.
     """
-    side, found = WorkerSide.of(llm), find_key(key) or secrets.token_hex(32)
+    side, found = WorkerSide.from_llm(llm), find_key(key) or secrets.token_hex(32)
     listener = Listener((host, port), found.encode(), _seconds(timeout))
     try:
         ranks = open_ranks(side, True, _devices(devices, [host]))
@@ -81,7 +81,7 @@ def decode_worker(
 
     After an error `llm` is as it was.
     """
-    side, found = WorkerSide.of(llm), find_key(key)
+    side, found = WorkerSide.from_llm(llm), find_key(key)
     if found is None:
         raise ConfigError(f"no transfer key: pass key=, the prefill worker's `key`, or set {VARIABLE}")
     if llm.engine.prefill_source is not None:

@@ -77,7 +77,7 @@ class EntryRoom:
     def __init__(self) -> None:
         self._held: WeakKeyDictionary[DeltaStream, int] = WeakKeyDictionary()
 
-    def check(self, entries: int) -> None:
+    def check_room(self, entries: int) -> None:
         """Raises QueueFullError if there is no room for so many more."""
         held = sum(list(self._held.values())) if entries else 0
         if held + entries > MAX_RUNNING_ENTRIES:

@@ -99,11 +99,11 @@ class Guard:
             log.info("request %s is cut off", answer.request_id.decode())
         except TimeoutError:
             error = APIError(504, "the request has taken longer than it may", code="timeout")
-            await answer.end(error, scope, receive, send)
+            await answer.send_end(error, scope, receive, send)
         except Exception:
             log.exception("request %s failed", answer.request_id.decode())
             error = APIError(500, "the server has failed on this request; its log says why")
-            await answer.end(error, scope, receive, send)
+            await answer.send_end(error, scope, receive, send)
         finally:
             body.ended(answer.status)
 
@@ -155,7 +155,7 @@ class _Sent:
         await self._send(message)  # not sent if the deadline interrupts it
         self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
-    async def end(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
+    async def send_end(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self.status:
             await error_response(error, scope["path"])(scope, receive, send)
         elif self.is_stream and not self.ended:

@@ -122,7 +122,7 @@ class Service:
         check_output(prompts)
         if body.return_token_ids:
             check_repeated([len(p.tokens) for p in prompts], prompts[0].params.n, "token ids", "return_token_ids")
-        self.entry_room.check(entries)
+        self.entry_room.check_room(entries)
         name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
         record(scope, id=name)
         deltas = self.llm.submit(prompts, name, stream=bool(body.stream))

@@ -14,7 +14,7 @@ Piece = tuple[str, Sequence[int], Any]  # text, the tokens that it ends, the fin
 
 class TextTokens:
     """Cuts deltas into texts of single tokens. A parser that reads these gives the same events as
-    with joined deltas, and `take` finds the tokens of each.
+    with joined deltas, and `tokens_of_text` finds the tokens of each.
 
     A token without text, such as a special one that is left out, belongs to no event.
 
@@ -47,7 +47,7 @@ class TextTokens:
             self._text, self._place = "", 0
             yield rest, (), delta.finish_reason
 
-    def take(self, text: str) -> list[Entry]:
+    def tokens_of_text(self, text: str) -> list[Entry]:
         """The tokens of an event's text. Those before them belong to no event."""
         whole = "".join(piece for piece, _ in self._read)
         start = max(whole.rfind(text), 0)

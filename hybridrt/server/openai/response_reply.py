@@ -139,7 +139,8 @@ class ResponseReply(BlockReply):
 
     def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
         self._written += text
-        found = [] if self._tokens is None else self._tokens.take(text) if kind != "call" else self._tokens.drop()
+        tokens = self._tokens
+        found = [] if tokens is None else tokens.tokens_of_text(text) if kind != "call" else tokens.drop()
         if kind != "text":
             yield self._of_text(kind, "delta", delta=text)
             return
