@@ -95,11 +95,11 @@ def test_an_interrupt_keeps_what_was_said_and_a_failure_nothing(capsys: pytest.C
     talk.answer_line("a")
     assert shown(talk.turns) == [("user", "a"), ("assistant", "He")]
     silent, _ = repl(KeyboardInterrupt())
-    silent.take("a")
+    silent.answer_line("a")
     assert silent.turns == [] and "stopped" in capsys.readouterr().err
     failing, _ = repl(Piece("He"), RequestError("too long"))
     with pytest.raises(RequestError):
-        failing.take("a")
+        failing.answer_line("a")
     assert failing.turns == [] and capsys.readouterr().out.endswith("He\n")
 
 
