@@ -1,5 +1,7 @@
-"""Falcon-Mamba: a stack of Mamba-1 blocks, as Mamba, whose dt, B and C are RMS-normed without weights (TII 2024,
-arXiv:2410.05355)."""
+"""Falcon-Mamba: Mamba-1 blocks with RMS norms without weights of dt, B and C (TII 2024).
+
+arXiv:2410.05355.
+"""
 
 from hybridrt.base.config_fields import EPSILON
 from hybridrt.kinds.mamba1 import Mamba1Config

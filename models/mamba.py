@@ -1,4 +1,4 @@
-"""Mamba and Mamba-2: a stack of blocks of one kind and nothing else, no attention and no MLP.
+"""Mamba and Mamba-2: only recurrent blocks, without attention or MLP.
 
     x ─ norm ─ Mamba ─ +
 
@@ -64,7 +64,7 @@ def derive(fields: dict[str, Any]) -> None:
 
 
 def dt_rank(hidden_size: int) -> int:
-    """Of Mamba-1 where "auto" leaves it open."""
+    """The default of Mamba-1 ("auto")."""
     return math.ceil(hidden_size / 16)
 
 
@@ -113,7 +113,7 @@ FAMILY2 = Family(
 
 
 class PureMamba(CausalLM):
-    """A stack of mixers, whose residuals may be float32."""
+    """A stack of mixers. Residuals may be float32."""
 
     embed_key, norm_key, layers_key = "backbone.embeddings", "backbone.norm_f", "backbone.layers"
     spellings: ClassVar[dict[str, str]] = {"backbone.embedding.": "backbone.embeddings."}
@@ -125,7 +125,7 @@ class PureMamba(CausalLM):
 
     @abstractmethod
     def mixer(self, layer_id: int, name: str) -> Any:
-        """The mixer of a layer."""
+        ...
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         return [ResidualPart("norm", "mixer", self.mixer(layer_id, f"{name}.mixer"))]
