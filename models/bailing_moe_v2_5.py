@@ -91,8 +91,6 @@ FAMILY = replace(
 
 
 class BailingMoeV2_5ForCausalLM(BailingHybridForCausalLM):
-    """Ling 2.5 and Ring 2.5 by their published name."""
-
     gated: ClassVar[bool] = False
 
     def recurrent(self, layer_id: int, name: str) -> Any:

@@ -68,8 +68,6 @@ FAMILY = Family(
 
 
 class BambaForCausalLM(CausalLM):
-    """Bamba (2024)."""
-
     norm_key = "model.final_layernorm"
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:

@@ -149,8 +149,6 @@ class ParallelMixer(nn.Module):
 
 
 class FalconH1ForCausalLM(CausalLM):
-    """Falcon-H1 (TII 2025)."""
-
     norm_key = "model.final_layernorm"
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:

@@ -20,8 +20,6 @@ FAMILY = Family(
 
 
 class FalconMambaForCausalLM(PureMamba):
-    """Falcon-Mamba (TII 2024)."""
-
     def mixer(self, layer_id: int, name: str) -> Mamba1Mixer:
         hf, config = self.config.hf, self.config
         return Mamba1Mixer(

@@ -85,8 +85,6 @@ INTO, OUT = ".input_linear.weight", ".output_linear.weight"
 
 
 class GraniteMoeHybridForCausalLM(CausalLM):
-    """Granite 4-H (IBM 2025), with experts or dense."""
-
     spellings: ClassVar[dict[str, str]] = {".router.weight": ".router.layer.weight"}
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:

@@ -119,7 +119,6 @@ class HybridSSMAdapter(nn.Module):
         return self.forward_history_branch(hidden_states, batch, decode=False)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of the recurrent layer under `key`."""
         return {} if self.mixer is None else self.mixer.targets(key)
 
 
@@ -144,5 +143,4 @@ class HybridAttentionLayer(Attention):
         return self.o_proj(attended, reduce=False)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets under `key`.self_attn and `key`.history."""
         return {**super().targets(f"{key}.self_attn"), **self.ssm_adapter.targets(f"{key}.history")}

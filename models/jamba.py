@@ -80,8 +80,6 @@ FAMILY = Family(
 
 
 class JambaForCausalLM(CausalLM):
-    """Jamba (AI21 2024)."""
-
     norm_key = "model.final_layernorm"
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:

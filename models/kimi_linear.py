@@ -134,8 +134,6 @@ MOE_KEYS = {"router": "gate", "experts": "experts", "shared": "shared_experts"}
 
 
 class KimiLinearForCausalLM(CausalLM):
-    """Kimi-Linear (48B-A3B)."""
-
     gated: ClassVar[bool] = False  # outputs of latent attention
     spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp.", ".forget_gate.": "."}
     joined_convs = True

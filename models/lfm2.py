@@ -107,8 +107,6 @@ MOE_FAMILY = Family(
 
 
 class Lfm2ForCausalLM(CausalLM):
-    """LFM2 (Liquid AI 2025), dense."""
-
     norm_key, eps_field = "model.embedding_norm", "norm_eps"
     spellings: ClassVar[dict[str, str]] = {
         **SWIGLU,

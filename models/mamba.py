@@ -124,8 +124,7 @@ class PureMamba(CausalLM):
         self.residual_dtype = torch.float32 if config.hf.residual_in_fp32 else build.dtype
 
     @abstractmethod
-    def mixer(self, layer_id: int, name: str) -> Any:
-        ...
+    def mixer(self, layer_id: int, name: str) -> Any: ...
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         return [ResidualPart("norm", "mixer", self.mixer(layer_id, f"{name}.mixer"))]
@@ -139,8 +138,6 @@ class PureMamba(CausalLM):
 
 
 class MambaForCausalLM(PureMamba):
-    """Mamba (Gu & Dao 2023)."""
-
     def mixer(self, layer_id: int, name: str) -> Mamba1Mixer:
         hf, config = self.config.hf, self.config
         return Mamba1Mixer(
@@ -150,8 +147,6 @@ class MambaForCausalLM(PureMamba):
 
 
 class Mamba2ForCausalLM(PureMamba):
-    """Mamba-2 (Dao & Gu 2024)."""
-
     def mixer(self, layer_id: int, name: str) -> Mamba2Block:
         hf, config = self.config.hf, self.config
         return Mamba2Block(

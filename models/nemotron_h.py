@@ -127,8 +127,6 @@ MOE_KEYS = {
 
 
 class NemotronHForCausalLM(CausalLM):
-    """Nemotron-H and Nemotron 3 (NVIDIA)."""
-
     embed_key, norm_key, layers_key = "backbone.embeddings", "backbone.norm_f", "backbone.layers"
     spellings: ClassVar[dict[str, str]] = {"model.": "backbone."}
     eps_field = "layer_norm_epsilon"

@@ -135,8 +135,6 @@ class PostNormed(nn.Module):
 
 
 class OlmoHybridForCausalLM(CausalLM):
-    """OLMo-Hybrid (Ai2 2026)."""
-
     spellings: ClassVar[dict[str, str]] = {  # norms in newer checkpoints
         ".attention_layer_norm.": ".input_layernorm.",
         ".feedforward_layer_norm.": ".post_attention_layernorm.",

@@ -98,8 +98,6 @@ SEEING_MOE = replace(
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
-    """Qwen3.5, dense."""
-
     gdn_keys: ClassVar[GDNKeys] = GDNKeys({"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"})
     skipped_keys = (MTP_KEYS, r"model\.visual\..*")
     spellings: ClassVar[dict[str, str]] = {"model.language_model.": "model."}

@@ -104,8 +104,6 @@ GDN_KEYS = GDNKeys({"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}, by_key_head=Tru
 
 
 class Qwen3NextForCausalLM(CausalLM):
-    """Qwen3-Next (80B-A3B)."""
-
     gdn_keys: ClassVar[GDNKeys] = GDN_KEYS
     zero_centered = True
 

@@ -63,7 +63,6 @@ class AttentionBackend(ContractHooks, ABC):
         return ()
 
     def route(self, layer: Any) -> "AttentionBackend":
-        """The backend that serves a layer."""
         return self
 
     # -- a step -------------------------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, Sp
 
 
 class ContractHooks:
-    """SGLang's hooks, a part of every AttentionBackend."""
-
     # Defined by AttentionBackend.
     prepare: Callable[..., None]
     prepare_in_graph: Callable[[ForwardBatch], None]

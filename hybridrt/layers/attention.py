@@ -93,7 +93,6 @@ class Attention(nn.Module):
                 self.rope = Rope(self.rope.cos_sin, self.q_norm.weight, self.k_norm.weight, eps)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Attention over norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.qkv, x, residual)
         return self.o_proj.onto(residual, self._attend(projected, batch))
 

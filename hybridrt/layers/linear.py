@@ -64,7 +64,6 @@ class _SegmentedLinear(nn.Module):
             self.bias.data.zero_()
 
     def _part(self, names: Sequence[str], name: str, scale: float, rearrange: Transform = unchanged) -> Part:
-        """Segment `name` of a checkpoint tensor made of `names`."""
         sizes, shards = {n: self.segments[n].size for n in names}, self.segments[name].shards
 
         def select(t: torch.Tensor) -> torch.Tensor:

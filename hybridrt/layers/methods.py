@@ -149,8 +149,6 @@ class LinearMethod(Method, ABC):
 
 
 class DenseExperts(ExpertsMethod):
-    """Experts in the model's dtype."""
-
     def __init__(self, count: int, rows: int, in_features: int, size: int, build: Build) -> None:
         self.up = parameter(count, rows, in_features, dtype=build.dtype, device=build.device)
         self.down = parameter(count, in_features, size, dtype=build.dtype, device=build.device)

@@ -63,7 +63,6 @@ class LatentAttention(nn.Module):
         self.attn = LatentAttentionLayer(config, layer_id, weights, build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Attention over norm(x + residual) [T, hidden], and x + residual."""
         projected, residual = norm_linear(norm, self.into, x, residual)
         q, k, *gate = projected.split(self.sizes, dim=-1)
         if self.q_norm is not None and self.q_up is not None:

@@ -85,7 +85,6 @@ class SigmoidGroupRouter(nn.Module):
             self.register_buffer("correction", torch.zeros(num_experts, dtype=torch.float32, device=build.device))
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `SoftmaxRouter.forward`."""
         logits = router_product(x, self.weight)
         return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows)
 
@@ -218,12 +217,10 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared, self.latent, self.keys = router, experts, shared, latent, keys
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Experts of norm(x + residual), and x + residual."""
         h, residual = norm(x, residual)
         return self.summand(h, batch), residual
 
     def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, hidden] to [T, hidden]."""
         weights, ids = self.router(h, batch)
         all_reduce = self.experts.tp.all_reduce
         if self.latent is not None:  # the projection back needs whole sums of routed experts

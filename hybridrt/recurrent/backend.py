@@ -103,7 +103,6 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     # Weak: a counted reference to itself would keep the pools until garbage is collected.
     @property
     def members(self) -> "list[MambaAttnBackendBase[Any, Any]]":
-        """The backends that this one plans and commits for, itself first."""
         return [self, *self._others]
 
     @members.setter
@@ -221,7 +220,6 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return self._last
 
     def _plan(self, batch: ForwardBatch) -> ForwardMetadata:
-        """Plans what is known on the host."""
         check_eager_batch(batch, self._check_places)
         plans = self._given_plans(batch)
         if batch.num_extend_rows and not plans:
@@ -314,7 +312,6 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return DecodeSegment(rows, buffers, tokens, parents)
 
     def _extend_segments(self, batch: ForwardBatch, plans: Mapping[int, ChunkPlan]) -> dict[int, ExtendSegment]:
-        """By chunk size."""
         split, padded = batch.num_decode_rows, batch.num_real < batch.batch_size
         rows = batch.req_pool_indices[split:]
         state_slots = self.pools.state_slots(rows)

@@ -96,7 +96,6 @@ class GDNMixer(nn.Module):
         self.norm = GatedRMSNorm(self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Mixer of norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
         mixed_qkv, z, b, a = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         y = batch.attn_backend.run(self, batch, GDNInputs(mixed_qkv, a, b))
@@ -111,7 +110,6 @@ class GDNMixer(nn.Module):
         return GateWeights(self.A_log, self.dt_bias, self.config.beta_scale)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets under `key`, by the names of `keys`."""
         keys, key_heads = self.keys, self.config.num_k_heads
 
         found = {

@@ -85,7 +85,6 @@ class Mamba1Mixer(nn.Module):
         self.norms = cast(list[RMSNorm], norms)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Mixer of norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
         return self.out_proj.onto(residual, self._mix(projected, batch))
 
@@ -116,14 +115,12 @@ class Mamba1Mixer(nn.Module):
 
     @property
     def bc_norms(self) -> BCNorms | None:
-        """The norms of B and C for the backend's kernels."""
         if not self.norms:
             return None
         _, b, c = self.norms
         return BCNorms(b.weight, c.weight, b.eps)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets under `key`, by the names of Mamba, Falcon-Mamba and Jamba."""
 
         found = {
             **self.in_proj.targets(f"{key}.in_proj", ["x", "z"]),

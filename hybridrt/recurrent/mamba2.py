@@ -113,7 +113,6 @@ class Mamba2Mixer(nn.Module):
         return SSMWeights(self.A, self.D, self.dt_bias, self.config.dt_limit)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of conv, A_log, D, dt_bias and norm under `key`."""
 
         found = {
             f"{key}.conv1d.weight": whole(f"{self.name}.conv.weight", self.conv_weight.data, self._conv_shard),
@@ -155,7 +154,6 @@ class Mamba2Block(nn.Module):
         self.out_proj = RowLinear(f"{name}.out_proj", output, hidden_size, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Mamba-2 of norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
         return self.out_proj.onto(residual, self.mixer(projected, batch))
 
@@ -168,8 +166,6 @@ class Mamba2Block(nn.Module):
 
 
 class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
-    """Mamba-2 layers (Dao & Gu 2024)."""
-
     inputs = Mamba2Inputs
     kind, scan, saves_at_chunks = "mamba2", "mamba2_chunk_scan", True
 

@@ -78,7 +78,6 @@ class DecodeSegment:
         return weights, self.conv_state(cache), self.conv_windows(cache)
 
     def fused_step(self, weights: ConvWeights, cache: LayerCache) -> FusedStep:
-        """Conv and states of a layer."""
         nodes = self.conv_windows(cache)
         return FusedStep(weights, self.conv_state(cache), self.state(cache), self.ring(cache), nodes and nodes.stored)
 

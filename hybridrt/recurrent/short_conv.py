@@ -47,7 +47,6 @@ class ShortConvMixer(nn.Module):
         self.out_proj = RowLinear(f"{name}.out_proj", channels, hidden_size, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Mixer of norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
         y = batch.attn_backend.run(self, batch, ShortConvInputs(projected))
         return self.out_proj.onto(residual, y)

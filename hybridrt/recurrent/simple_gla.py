@@ -74,7 +74,6 @@ class SimpleGLAMixer(nn.Module):
         self.register_buffer("steps", torch.zeros_like(self.A))
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Mixer of norm(x + residual), and x + residual."""
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
         *parts, gate = projected.split(self.width, dim=-1)
         q, k, v = (by_head(part, self.heads, self.head_dim) for part in parts)

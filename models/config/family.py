@@ -89,7 +89,6 @@ class Family:
 
     @property
     def architecture(self) -> str:
-        """Its name in config.json."""
         return self.model.partition(":")[2]
 
 
@@ -170,7 +169,7 @@ def derive_ffns(fields: dict[str, Any]) -> None:
 
 
 def ffns(hf: Any) -> list[str]:
-    """"moe" or "mlp" of each layer."""
+    """ "moe" or "mlp" of each layer."""
     return ["moe" if kind == "sparse" else "mlp" for kind in hf.mlp_layer_types]
 
 

@@ -83,13 +83,11 @@ def _text_part(raw: dict[str, Any], family: Family, file: Path) -> dict[str, Any
 
 
 def _image_tokens(raw: Mapping[str, Any], family: Family, file: Path) -> dict[int, str]:
-    """Tokens that stand for images, by field."""
     check_fields(raw, dict.fromkeys(family.image_tokens, either(NULL, integer(0, 2**31 - 1))), file)
     return {raw[name]: name for name in family.image_tokens if raw.get(name) is not None}
 
 
 def _attentions(fields: FamilyFields) -> list[AttentionConfig]:
-    """The model's softmax attention, and that of layers with their own."""
     layers = (*fields["layers"], *fields.get("mtp_layers", ()))
     return [fields["attention"], *(a for layer in layers if isinstance(a := layer.attention, AttentionConfig))]
 
@@ -181,7 +179,6 @@ def _refuse_quantised_files(path: Path) -> None:
 
 
 def _family(path: Path, raw: Mapping[str, Any]) -> Family:
-    """The family of the file's first architecture."""
     try:
         return family_of((raw.get("architectures") or [""])[0])
     except UnsupportedModelError as e:

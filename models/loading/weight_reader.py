@@ -55,7 +55,6 @@ def staged_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, 
 
 
 class _Readers(AbstractContextManager["_Readers"]):
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # One stream for copies and their uses, so that reused memory is written after its last use.
