@@ -123,7 +123,7 @@ class ParallelMixer(nn.Module):
         projected, residual = norm_linear(norm, self.in_proj, x, residual)
         for_attn, for_ssm = self.out_proj.places(projected)
         for_mamba, q, k, v = projected.split_with_sizes(self.sizes, dim=-1)
-        with self.branch.beside():
+        with self.branch.side_stream():
             ssm = self.mamba(for_mamba, batch, for_ssm)
         attn = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, v, rope=self.rope), for_attn)
         self.branch.join()

@@ -34,9 +34,8 @@ class HybridSSMAdapter(nn.Module):
     """The history branch: a recurrent layer with projections, on the hidden states that attention
     reads.
 
-    Its state has its own slot in MambaPool, under `layer_id`, apart from attention's page table. It
-    returns this rank's summand of [T, hidden], to be added to attention's before the sum over
-    ranks.
+    Its state has its own slot in MambaPool, under `layer_id`. It returns this rank's summand of [T,
+    hidden], to be added to attention's before the sum over ranks.
 
     Args:
         time_step_rank: of dt's projection; None: ceil(hidden_size / 16).
@@ -100,7 +99,7 @@ class HybridSSMAdapter(nn.Module):
             )
         if decode is not None:
             batch = batch.attn_backend.route(self.mixer).restrict_to_phase(batch, decode=decode)
-        count, planned = len(hidden_states), batch.attn_backend.route(self.mixer).begin(batch).num_tokens
+        count, planned = len(hidden_states), batch.attn_backend.route(self.mixer).begin_step(batch).num_tokens
         if count != planned:
             raise BackendError(f"history branch {self.name!r} was given {count} tokens of a step of {planned}")
         out: torch.Tensor = self.mixer.summand(hidden_states, batch)

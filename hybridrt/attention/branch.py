@@ -14,14 +14,14 @@ class Branch:
     """A second stream for one of two independent parts of a step.
 
     Kernels of a small batch leave most of the device idle, so two parallel chains take only as long
-    as the longer one. Only captured steps are split: in a graph the allocator keeps the memory that
-    both streams share, and the host costs nothing.
+    as the longer one. Only captured steps are split: there the allocator keeps the memory that
+    streams share, and the host costs nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._side, self._on_gpu = SideStream(device), device.type == "cuda"
 
-    def beside(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         """Kernels launched in this context run in parallel with later ones, until `join`."""
         return self._side.after_current() if self._on_gpu and is_capturing() else _IN_LINE
 
@@ -40,7 +40,7 @@ class Branch:
         """[T, ...]: the first `split` tokens by `decode`, in parallel with the others by `extend`.
         Each gets its part of `out` [T, ...] and may write its result there."""
         first, second = (None, None) if out is None else (out[:split], out[split:])
-        with self.beside():
+        with self.side_stream():
             decoded = decode(first)
         chunks = extend(second)
         self.join()

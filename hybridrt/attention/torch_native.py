@@ -30,12 +30,12 @@ class TorchPlan:
 
     Attributes:
         contexts: of decode rows, by window.
-        turns: cosines and sines, by the address of their table.
+        rotations: cosines and sines, by the address of their table.
         places: where keys and values are written.
     """
 
     contexts: dict[int | None, RowContext] = field(default_factory=dict)
-    turns: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     places: CellPlaces | None = None
 
 
@@ -57,12 +57,12 @@ class TorchNativeAttnBackend(PagedAttnBackend):
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
         plan, spec, table = self._step(batch)[1], layer.spec, rope.cos_sin.data_ptr()
-        if table not in plan.turns:
-            plan.turns[table] = turns(rope.cos_sin, batch.positions)
+        if table not in plan.rotations:
+            plan.rotations[table] = turns(rope.cos_sin, batch.positions)
         if plan.places is None:
             plan.places = cell_places(batch.out_cache_loc, self.kv_pool.page_size)
         heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
-        rotated, key = turned(q.view(heads), k.view(kv_heads), rope, plan.turns[table])
+        rotated, key = turned(q.view(heads), k.view(kv_heads), rope, plan.rotations[table])
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places)
         return rotated.flatten(1)

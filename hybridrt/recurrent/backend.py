@@ -129,7 +129,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         """Runs one mixer for all rows: [T, width], decode rows first."""
         step: ForwardMetadata | None = batch.metadata.get(self)
         if step is None or not step.begun:
-            step = self.begin(batch)
+            step = self.begin_step(batch)
         decode, extend = step.decode, step.extends.get(self.chunk_size)
         compute = self._extend_in_passes if extend and extend.later else self.extend
         if decode and extend:
@@ -164,9 +164,9 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         outputs = self.extend(layer, inputs, segment, out)
         for (tokens, later), part in zip(segment.later, chosen, strict=True):
             replaced = self.extend(layer, part, later)
-            if later.live is not None:
+            if later.real is not None:
                 # Padding is token 0, which the first pass computes: its output stays.
-                replaced = torch.where(later.live.view(-1, *[1] * (replaced.ndim - 1)), replaced, outputs[:1])
+                replaced = torch.where(later.real.view(-1, *[1] * (replaced.ndim - 1)), replaced, outputs[:1])
             outputs.index_copy_(0, tokens, replaced)
         return outputs
 
@@ -177,9 +177,9 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return None
 
     def restrict_to_phase(self, batch: ForwardBatch, *, decode: bool) -> ForwardBatch:
-        """A copy of a prepared batch with recurrent metadata of its decode rows only, or of its
-        extend rows only. All other fields are those of `batch`."""
-        step = self.begin(batch)
+        """A copy of a prepared batch whose recurrent metadata has only its decode rows, or only its
+        extend rows. Other fields are unchanged."""
+        step = self.begin_step(batch)
         part = replace(batch)
         alone = replace(step, extends={}) if decode else replace(step, decode=None)
         for member in self.lead.members:
@@ -270,7 +270,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             step: ForwardMetadata = self.planned(batch)
             step.extends = self._extend_segments(batch, step.plans)
 
-    def begin(self, batch: ForwardBatch) -> ForwardMetadata:
+    def begin_step(self, batch: ForwardBatch) -> ForwardMetadata:
         """Returns the step metadata. The first call builds the segments, because slots and ring
         cursors are final only after earlier steps were queued.
 
@@ -335,7 +335,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         Args:
             padded: token 0 in a later pass is padding.
         """
-        behind: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
+        later: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
         found: dict[int, ExtendSegment] = {}
         for part in passes:
             own_state_slots, positions = state_slots.index_select(0, part.rows), part.start_positions
@@ -343,15 +343,15 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             write_state_slots = torch.where(part.write_state_slots == 0, own_state_slots, part.write_state_slots)
             runs = part.query_start_loc, positions > 0
             tokens = None if part.tokens is None else part.tokens.long()
-            live = tokens > 0 if padded and tokens is not None else None
+            real = tokens > 0 if padded and tokens is not None else None
             for size, plan in part.chunk_plans.items():
                 prompts = Prompts(*runs, plan)
-                segment = ExtendSegment(read_state_slots, write_state_slots, positions, prompts, live=live)
+                segment = ExtendSegment(read_state_slots, write_state_slots, positions, prompts, real=real)
                 if tokens is None:
-                    behind[size] = []
-                    found[size] = replace(segment, later=behind[size])
+                    later[size] = []
+                    found[size] = replace(segment, later=later[size])
                 else:
-                    behind[size].append((tokens, segment))
+                    later[size].append((tokens, segment))
         return found
 
     @property

@@ -84,12 +84,12 @@ class DecodeSegment:
 
 @dataclass(frozen=True)
 class ExtendSegment:
-    """Packed prompt chunks of n rows. A row reads the state in its `read_state_slots` entry and
-    writes the one in `write_state_slots`; -1 is padding.
+    """Packed prompt chunks of n rows. A row reads the state in `read_state_slots` and writes the
+    one in `write_state_slots`; -1 is padding.
 
-    `later`: segments that run after this one, from states that it keeps within chunks, each with
-    the places of its tokens in this one, [t] int64. `live` [t] bool: such a segment's tokens that
-    are not padding; None: all.
+    `later`: segments that run after this one, from states that it keeps within chunks, with their
+    tokens' places in this one, [t] int64. `real` [t] bool: such a segment's tokens without padding;
+    None: all.
     """
 
     read_state_slots: torch.Tensor
@@ -97,7 +97,7 @@ class ExtendSegment:
     start_positions: torch.Tensor
     prompts: Prompts
     later: "Sequence[tuple[torch.Tensor, ExtendSegment]]" = ()
-    live: torch.Tensor | None = None
+    real: torch.Tensor | None = None
 
     def state(self, cache: LayerCache) -> StateSlots:
         return StateSlots(cache.temporal, self.read_state_slots, self.write_state_slots)
