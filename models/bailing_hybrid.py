@@ -2,10 +2,10 @@
 
     x ─ norm ─ KDA or MLA ─ + ─ norm ─ MoE or MLP ─ +
 
-Ant Group 2026. KDA's decay has a lower bound, a sigmoid multiplies each head of latent attention,
-and the last layers of Ling-3.0-flash clamp the SwiGLU of their experts. transformers 5.23 omits the
-clamps; Ant Group's branch of vLLM has them. Published checkpoints and transformers name the
-architecture differently.
+Ant Group 2026. KDA's decay is bounded, a sigmoid multiplies each head of latent attention, and the
+last layers of Ling-3.0-flash clamp their experts' SwiGLU. transformers 5.23 omits the clamps; Ant
+Group's branch of vLLM has them. Published checkpoints and transformers name the architecture
+differently.
 """
 
 from dataclasses import replace

@@ -4,11 +4,10 @@
 
 Ant Group 2026. Decays slow down from layer to layer, to almost none in the last. Layers are counted
 as in the vendor's training code, SGLang and vLLM; the published modeling_bailing_moe_v2_5.py counts
-from one layer earlier, so it has the previous layer's decays.
+from one layer earlier.
 
-transformers has no class. Fields are those of Ling 3, and those in
-configuration_bailing_moe_v2_5.py of inclusionAI/Ring-V2.5. Options without a published checkpoint
-are refused.
+transformers has no class. Fields are those of Ling 3 and of configuration_bailing_moe_v2_5.py
+(inclusionAI/Ring-V2.5). Options without a published checkpoint are refused.
 """
 
 from collections.abc import Mapping

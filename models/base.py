@@ -160,7 +160,7 @@ class MTPHead(nn.Module, ABC):
 
         norm(embedding) | norm(hidden) ─ fuse ─ layers ─ norm
 
-    It can go on from its own output. Its layer ids follow the model's.
+    It can run on its own output. Its layer ids follow the model's.
     """
 
     def __init__(self, model: CausalLM) -> None:

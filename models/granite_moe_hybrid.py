@@ -2,8 +2,8 @@
 
     x ─ norm ─ Mamba-2 or attention ─ x m ─ + ─ norm ─ experts or MLP ─ x m ─ +
 
-Most models rotate nothing. The multipliers of embedding, scores, blocks and logits are applied to
-weights and norms at loading (IBM 2025, Granite 4.0).
+Most models rotate nothing. Multipliers of embedding, scores, blocks and logits scale weights and
+norms at loading (IBM 2025).
 """
 
 from collections.abc import Sequence

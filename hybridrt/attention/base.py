@@ -42,9 +42,8 @@ class Layer(Protocol):
 class AttentionBackend(ContractHooks, ABC):
     """Plans a step once, then runs every layer of it.
 
-    The plan is stored on the batch, so a step can be prepared before earlier ones have run. A
-    backend implements `prepare` and `run`. One with state also implements `commit`; one whose
-    graphs need buffers, `allocate_graph`.
+    The plan is stored on the batch, so a step can be prepared before earlier ones have run.
+    Implement `prepare` and `run`; with state also `commit`; with graph buffers `allocate_graph`.
     """
 
     needs_host_lens = False  # True if a replay plans on the host (flashinfer), which needs exact lengths
@@ -99,12 +98,11 @@ class AttentionBackend(ContractHooks, ABC):
     def run(self, layer: Any, batch: ForwardBatch, inputs: Any, out: Tensor | None = None) -> Tensor:
         """Runs one layer for all rows of a prepared batch.
 
-        On a GPU its kernels may read the batch's tensors and the page table before the previous
-        kernel has ended. So the model must launch a PyTorch kernel (its embedding or a product)
-        after the one that writes them (hybridrt.kernels.core.pdl_triton).
+        On a GPU, kernels may read the batch's tensors and the page table before the previous kernel
+        has ended. So a model must launch a PyTorch kernel after the one that writes them
+        (hybridrt.kernels.core.pdl_triton).
 
         Args:
-            layer: `layer_id`, and what its backend reads.
             inputs: AttentionInputs, or the record of a recurrent kind
                 (`MambaAttnBackendBase.inputs`).
             out: [T, width], where the result may be written. Use the returned tensor.

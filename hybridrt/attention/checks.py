@@ -77,8 +77,8 @@ def check_own(name: str, values: torch.Tensor) -> None:
 
 
 def _check_device_lengths(batch: ForwardBatch) -> None:
-    """With HYBRIDRT_DEBUG=1, compares lengths and positions on the device with the host's, and
-    checks padding rows. Waits for the device."""
+    """With HYBRIDRT_DEBUG=1, checks device lengths, positions and padding rows. Waits for the
+    device."""
     if not DEBUG or not batch.batch_size:
         return
     starts, lens = batch.query_start_loc, batch.seq_lens
@@ -109,8 +109,8 @@ def _check_padding(batch: ForwardBatch) -> None:
 
 
 def check_written_places(batch: ForwardBatch, req_to_token: torch.Tensor) -> None:
-    """With HYBRIDRT_DEBUG=1, checks that new tokens of real rows go to the KV slots of the page
-    table. Padding drafts are not written. Waits for the device."""
+    """With HYBRIDRT_DEBUG=1, checks that new tokens go to the KV slots of the page table. Padding
+    drafts are not written. Waits for the device."""
     if not DEBUG:
         return
     starts, drafts = batch.query_start_loc.tolist(), batch.spec_info.num_drafts if batch.spec_info else None

@@ -97,8 +97,8 @@ class ContractHooks:
         """`run`: one layer for all rows of a prepared batch. Returns [T, width], decode rows first.
 
         Args:
-            q, k, v: [T, heads * head_dim]. None for recurrent layers, which pass their inputs as
-                keywords. k and v are None for layers that read only the pool.
+            q, k, v: [T, heads * head_dim]. All None for recurrent layers, whose inputs are
+                keywords; k and v None for layers that only read the pool.
             save_kv_cache: write k and v into the pool first.
             out: [T, width], where the result may be written. Use the returned tensor.
         """

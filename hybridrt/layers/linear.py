@@ -1,8 +1,7 @@
 """Linear layers of named segments, sharded over tensor-parallel ranks.
 
-A merged weight holds several checkpoint matrices with one input (ColumnLinear: q, k, v; z, x, B, C,
-dt; gate, up) or one output (RowLinear: attention and SSM). Merging needs fewer GEMMs; names keep
-each matrix loadable and scalable.
+A merged weight holds several checkpoint matrices with one input (ColumnLinear) or one output
+(RowLinear). It needs fewer GEMMs; names keep each matrix loadable and scalable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +37,7 @@ class Segment:
 
 
 class _SegmentedLinear(nn.Module):
-    """A merged weight with its segments along `dim`, and a bias if one segment has it.
+    """A merged weight with its segments along `dim`.
 
     Args:
         name: prefix of piece names, unique in the model.
@@ -122,8 +121,8 @@ class RowLinear(_SegmentedLinear):
     dim = 1
 
     def forward(self, x: torch.Tensor, tail: torch.Tensor | None = None, reduce: bool = True) -> torch.Tensor:
-        """y of x, or of [x, tail], so that two branches' results need no common tensor. `reduce`
-        False gives this rank's summand, to which a caller adds before its own sum over ranks."""
+        """y of x, or of [x, tail], which then need no common tensor. `reduce` False: this rank's
+        summand, for a caller with a sum over ranks of its own."""
         # One rank adds the bias, so that the sum over ranks has it once.
         bias = self.bias if self.tp.rank == 0 else None
         y = self.method.apply(x, bias, tail=tail)
@@ -139,8 +138,8 @@ class RowLinear(_SegmentedLinear):
         return self.tp.all_reduce(total), None
 
     def places(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """[T, size] for each segment, with T and dtype of `like`: columns of one tensor, in which
-        branches write results that then need no copy."""
+        """[T, size] for each segment, T and dtype as `like`: columns of one tensor. Results that
+        branches write there need no copy."""
         return list(like.new_empty(like.shape[0], sum(self.sizes)).split_with_sizes(self.sizes, dim=-1))
 
     def targets(self, key: str, name: str, *, scale: float = 1.0) -> CheckpointMap:

@@ -102,8 +102,8 @@ class LinearMethod(Method, ABC):
 
     Attributes:
         experts: class for stacks of experts, or None.
-        merges_inputs: one weight may hold several matrices side by side along the input. False if
-            one scale serves a whole row, because each matrix has its own.
+        merges_inputs: one weight may hold several matrices along the input. False if a scale serves
+            a whole row, because each matrix has its own.
     """
 
     experts: ClassVar[type[ExpertsMethod] | None] = None

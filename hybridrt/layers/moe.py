@@ -28,8 +28,8 @@ class SoftmaxRouter(nn.Module):
     """The top k of a softmax over experts (Qwen, Jamba).
 
     Args:
-        shared_experts: number of experts for every token, after the routed ones. The sigmoid of one
-            more row weighs them. A checkpoint without that row leaves it zero: SHARED_WEIGHT.
+        shared_experts: experts for every token, after the routed ones. The sigmoid of one more row
+            weighs them: SHARED_WEIGHT if the checkpoint has no such row.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SigmoidGroupRouter(nn.Module):
 
     Args:
         corrected: False if the bias is zero and in no checkpoint.
-        shared_experts: number of experts for every token, after the routed ones, with weight 1.
+        shared_experts: experts for every token, after the routed ones, with weight 1.
     """
 
     correction: torch.Tensor

@@ -53,7 +53,7 @@ class SharedBlock(nn.Module):
 
     Args:
         places: index of a place among those of all blocks -> layer id.
-        attention_adapters: q, k and v have adapters too, not only the MLP's first projection.
+        attention_adapters: q, k and v have adapters too.
         bias: of the MLP.
     """
 

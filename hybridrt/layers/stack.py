@@ -71,11 +71,11 @@ class ResidualStack(nn.Module):
 
     @contextmanager
     def shortened(self, sorts: Sequence[Any]) -> Iterator[None]:
-        """In this context, iteration gives two parts of each sort. They launch all kernels (the
+        """In this context, iteration gives two parts of each sort, which launch all kernels (the
         first part may lack a residual).
 
         Args:
-            sorts: of layers. Layers of equal sorts have parts of equal types and weight shapes.
+            sorts: of layers. Equal sorts have equal part types and weight shapes.
         """
         counts, kept = Counter[str](), []
         parts: Any = zip(self.keys, self.norms, self.parts)

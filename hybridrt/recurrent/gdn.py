@@ -127,8 +127,8 @@ class GDNMixer(nn.Module):
         return found | {f"{key}.{name}.weight": self._conv_target(parts) for name, parts in keys.convs.items()}
 
     def _conv_target(self, names: Sequence[str]) -> CheckpointTarget:
-        """Target of a tensor [channels, 1, K] with q, k and v, or one of them. Tensors may also be
-        thirds of all three joined, whatever the segments' sizes: save_pretrained of transformers
+        """Target of a tensor [channels, 1, K] with q, k and v, or one of them. A tensor may also be
+        a third of all three joined, whatever the segments' sizes: transformers' save_pretrained
         splits so."""
         sizes = [self.in_proj.segments[name].size for name in "qkv"]
         first, total = "qkv".index(names[0]), sum(sizes)

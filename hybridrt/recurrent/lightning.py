@@ -23,8 +23,7 @@ def decay_rates(num_heads: int) -> torch.Tensor:
 
 def alibi_rates(num_heads: int) -> torch.Tensor:
     """[num_heads] float32: `decay_rates` of a power of two of heads, then every second one of twice
-    as many. This is how ALiBi (Press et al. 2022) and published lightning models fill up other
-    numbers of heads."""
+    as many, as ALiBi (Press et al. 2022) and published lightning models do."""
     power = 1 << (num_heads.bit_length() - 1)
     return torch.cat((decay_rates(power), decay_rates(2 * power)[::2]))[:num_heads]
 
@@ -97,10 +96,8 @@ class LightningMixer(nn.Module):
 class LightningAttnBackend(Mamba2AttnBackend):
     """S_t = exp(A) S_{t-1} + v_t k_t^T and y_t = S_t q_t in each head, with SiLU on q, k and v.
 
-    It runs as Mamba-2 with x = v, B = k, C = q, one group a head and time step 1.
-
-    Inputs: xBC [T, v | k | q] before SiLU, dt [T, H], whose values do not matter. Strided views are
-    fine.
+    It runs as Mamba-2 with x = v, B = k, C = q, one group a head and time step 1. Inputs: xBC [T, v
+    | k | q] before SiLU, and dt [T, H] of any values. Strided views are fine.
     """
 
     kind = "lightning"

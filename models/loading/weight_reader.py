@@ -1,8 +1,7 @@
 """Reads all tensors of safetensors files; for a GPU by several threads, through pinned memory.
 
-One thread that reads and copies is slow. READERS threads read blocks of BLOCK bytes into pinned
-memory of their own, from which copies go to the device. Tensors come in order; up to AHEAD bytes of
-later ones are read meanwhile.
+One thread is slow. READERS threads read blocks of BLOCK bytes into their pinned memory, from which
+copies go to the device. Tensors come in order; up to AHEAD bytes are read ahead.
 """
 
 import os
