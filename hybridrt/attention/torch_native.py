@@ -1,4 +1,4 @@
-"""Softmax attention in plain torch: the CPU path, and the oracle of the other backends."""
+"""Softmax attention in plain torch: for CPUs, and the oracle of the other backends."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -26,12 +26,12 @@ from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 @dataclass
 class TorchPlan:
-    """What the layers of a step on a CPU share; the first one that needs it computes it.
+    """What the layers of a CPU step share, computed by the first layer that needs it.
 
     Attributes:
-        contexts: of the decode rows, by window.
-        rotations: cosines and sines of the tokens, by the address of their table.
-        places: where keys and values go.
+        contexts: of decode rows, by window.
+        rotations: cosines and sines, by the address of their table.
+        places: where keys and values are written.
     """
 
     contexts: dict[int | None, RowContext] = field(default_factory=dict)
@@ -40,8 +40,8 @@ class TorchPlan:
 
 
 class TorchNativeAttnBackend(PagedAttnBackend):
-    """Gathers a request's pages and calls scaled_dot_product_attention. On a CPU, what all layers share is computed
-    once a step."""
+    """Gathers a request's pages and calls scaled_dot_product_attention. On a CPU, what layers share
+    is computed once a step."""
 
     provider = "torch"
     serves_latent = True
@@ -52,7 +52,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         self._decode = _attend
 
     def recording_key(self, batch: ForwardBatch) -> Hashable:
-        """There is one for all steps without padding. What the rows see is looked up in each step."""
+        """One key for all steps without padding: the rows' context is looked up in each step."""
         return True if min(batch.out_cache_loc.tolist()) >= self.kv_pool.page_size else None
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
@@ -68,7 +68,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         return rotated.flatten(1)
 
     def decode_rows(self, layer: Layer, batch: ForwardBatch) -> Callable[[], RowContext]:
-        """What looks up the rows' context: it grows with each step."""
+        """Looks up the rows' context, which grows with each step."""
         return partial(self._context, layer, batch)
 
     def _context(self, layer: Layer, batch: ForwardBatch) -> RowContext:
@@ -80,9 +80,8 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         return plan.contexts[window]
 
     def _step(self, batch: ForwardBatch) -> tuple[PagedMetadata, TorchPlan]:
-        """What was planned for a batch, and what its layers share."""
         step: PagedMetadata = batch.metadata.get(self) or self.planned(batch)
-        if self.kv_pool.device.type == "cuda":  # a graph would keep what the run before its capture has computed
+        if self.kv_pool.device.type == "cuda":  # a graph would keep values of the run before its capture
             return step, TorchPlan()
         step.plan = step.plan or TorchPlan()
         return step, step.plan

@@ -65,6 +65,10 @@ class HybridReqToTokenPool:
         """State slots of rows: [B] int32 to [B] int32."""
         return self.req_to_state_slot[req_pool_indices]
 
+    def get_mamba_indices(self, req_indices: torch.Tensor) -> torch.Tensor:
+        """`state_slots` under SGLang's name: request rows [n] to state slots [n] int32."""
+        return self.state_slots(req_indices)
+
     def token_slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """KV slots of (row, position) pairs: [T] int32."""
         return (

@@ -95,4 +95,5 @@ def test_layers_share_what_a_step_computes_where_no_graph_can_keep_it(device: st
     backend, batch = object.__new__(TorchNativeAttnBackend), SimpleNamespace(metadata={})
     backend.kv_pool = cast(KVPool, SimpleNamespace(device=torch.device(device)))
     batch.metadata[backend] = PagedMetadata(None, None)
-    assert (backend._step(cast(Any, batch))[1] is backend._step(cast(Any, batch))[1]) is shared
+    first, second = (backend._step(cast(Any, batch))[1] for _ in range(2))
+    assert (first is second) is shared

@@ -242,7 +242,7 @@ def test_metadata_of_a_mixed_step(checkpoints: CheckpointStore) -> None:
     batch = hand.batch([Row(3, 3, [5])], [Row(4, 0, [5] * 18), Row(2, 20, [6] * 15)])
     linear = hand.backend.linear_attn_backend
     linear.prepare(batch)
-    step = linear.begin(batch)
+    step = linear.begin_step(batch)
     mixed = step.extends[16]
     assert step.decode.buffers.state_slots.tolist() == [hand.slot(3)]
     assert mixed.write_state_slots.tolist() == [hand.slot(4), hand.slot(2)] == mixed.read_state_slots.tolist()
@@ -252,7 +252,7 @@ def test_metadata_of_a_mixed_step(checkpoints: CheckpointStore) -> None:
     assert mixed.prompts.plan.seq_idx.tolist() == [0, 0, 1, 1]
     assert mixed.prompts.query_start_loc.tolist() == [0, 18, 33]
     assert step.decode.buffers.start_positions.tolist() == [3]
-    decode, extend = (linear.begin(linear.restrict_to_phase(batch, decode=decode)) for decode in (True, False))
+    decode, extend = (linear.begin_step(linear.restrict_to_phase(batch, decode=decode)) for decode in (True, False))
     assert (decode.num_tokens, extend.num_tokens, step.num_tokens) == (1, 33, 34)
 
 
@@ -265,7 +265,7 @@ def test_padding_rows_get_slot_minus_one(where: str, checkpoints: CheckpointStor
     batch = hand.batch(rows, padding=2) if where == "decode" else hand.batch((), rows, padding=2)
     linear = hand.backend.linear_attn_backend
     linear.prepare(batch)
-    step = linear.begin(batch)
+    step = linear.begin_step(batch)
     slots = step.decode.buffers.state_slots if where == "decode" else step.extends[16].write_state_slots
     assert slots.tolist() == [hand.slot(1), hand.slot(2), -1, -1]
 
