@@ -1,4 +1,4 @@
-"""Deltas on their way to one task: an asynchronous iterator, which joins those that its reader has not taken."""
+"""Asynchronous iterator over deltas, which joins those that its reader has not read."""
 
 import asyncio
 import os
@@ -11,17 +11,17 @@ from hybridrt.engine.request.outputs import Delta
 
 
 class DeltaStream(AsyncIterator[Delta]):
-    """The deltas of one or several requests. Deltas of a sample that were not read yet are joined into one. So a slow
-    reader needs memory for its output only, and delays no other reader. `close`, or dropping the last reference to the
-    stream, aborts the samples that have not ended.
+    """The deltas of one or several requests. Unread deltas of a sample are joined into one, so a
+    slow reader needs memory only for its output and delays no other reader. `close`, or dropping
+    the last reference, aborts the samples that have not ended.
 
     Attributes:
         requests: each request's prompt tokens and parameters by its id, in order.
         running: samples that have not ended; 0 once the stream is closed.
         arrival: when its requests were submitted, in seconds of `time.monotonic()`.
-        take: called with a delta that comes while the reader waits for one. If it returns True, the delta is done with
-            and the reader waits on, until all samples have ended: a task of its own need not run for every token. A
-            failure always goes to the reader. None: all deltas do.
+        take: called with a delta that comes while the reader waits. If it returns True, the delta
+            is done and the reader waits until all samples have ended, so its task need not run for
+            every token. A failure always goes to the reader. None: all deltas do.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
@@ -56,11 +56,7 @@ class DeltaStream(AsyncIterator[Delta]):
             waiter.set_result(None)
 
     async def __anext__(self) -> Delta:
-        """The next delta of any sample.
-
-        Raises:
-            EngineError: the sample failed, or this is a forked process.
-        """
+        """The next delta of any sample. EngineError if the sample failed, or in a forked process."""
         while not self._gains:
             if not self.running:
                 raise StopAsyncIteration
@@ -74,7 +70,6 @@ class DeltaStream(AsyncIterator[Delta]):
         return delta
 
     def abort(self) -> None:
-        """Ends the stream's requests with reason "abort"."""
         for request_id in self.requests:
             self._loop.abort(request_id)
 
