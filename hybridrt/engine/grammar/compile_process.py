@@ -1,7 +1,7 @@
-"""The process that compiles grammars first: its time and memory have limits, and it can be ended.
+"""The killable process that first compiles each grammar, within limits of time and memory.
 
-llguidance compiles without Python's lock, and a thread that compiles cannot be ended. So a grammar is compiled twice:
-there under limits, then here, where what it takes is known.
+llguidance compiles without Python's lock, and a thread that compiles cannot be ended. So a grammar
+is compiled twice: there under limits, then here at a known cost.
 """
 
 import os
@@ -30,7 +30,7 @@ _GONE = "the process that compiles grammars has ended: try again later"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What compiling a grammar came to.
+    """Result of compiling a grammar.
 
     Attributes:
         error: why it cannot be used; "" if it can.
@@ -45,7 +45,7 @@ class Verdict:
 
 @dataclass(eq=False)
 class _Running:
-    """A process, and the jobs that it has not answered, by number. After the process has `ended` it gets no more."""
+    """A process, and its unanswered jobs by number. After it has `ended` it gets no more."""
 
     process: subprocess.Popen[bytes]
     jobs: dict[int, "Future[Verdict]"] = field(default_factory=dict)
@@ -53,14 +53,17 @@ class _Running:
     ended: bool = False
 
     def end(self) -> None:
-        """Ends the process and all that it has forked. Once it is known to have ended, its number may be another's."""
+        """Ends the process and all its forks. Once it is known to have ended, its number may be
+        another's.
+        """
         with suppress(ProcessLookupError):
             if self.process.returncode is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class CompileProcess:
-    """Starts the process when it is first needed, and again after it has ended. Any thread may call it.
+    """Starts the process when it is first needed, and again after it has ended. Any thread may call
+    it.
 
     Args:
         tokenizer: text of a tokenizer.json.
@@ -79,7 +82,8 @@ class CompileProcess:
         """Waits until the grammar is compiled, or its process has used up its CPU time.
 
         Raises:
-            QueueFullError: the process does not start, or has ended, or has got too little CPU time in `seconds`.
+            QueueFullError: the process does not start, has ended, or got too little CPU time in
+                `seconds`.
         """
         running, job = self._started(), Future[Verdict]()
         with running.lock:
@@ -94,12 +98,12 @@ class CompileProcess:
                 raise QueueFullError(_GONE) from e
         try:
             return job.result(seconds + _WRITE_SECONDS)
-        except TimeoutError as e:  # neither it nor the process that it has forked answers
+        except TimeoutError as e:  # neither it nor its fork answers
             running.end()
             raise QueueFullError(_GONE) from e
 
     def close(self) -> None:
-        """Ends the process with all that it compiles. Later calls raise QueueFullError."""
+        """Ends the process and all that it compiles. Later calls raise QueueFullError."""
         with self._lock:
             self._closed = True
             if self._running is not None and self._pid == os.getpid():
@@ -118,7 +122,8 @@ class CompileProcess:
 
     def _start(self) -> _Running:
         try:
-            # A session of its own, so that Ctrl-C on the terminal does not end it, and to end all that it forks.
+            # A session of its own: Ctrl-C on the terminal does not end it, and all its forks can be
+            # ended.
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -144,7 +149,6 @@ class CompileProcess:
 
 
 def _wait_for_answer(process: subprocess.Popen[bytes]) -> None:
-    """Until the process has its tokenizer."""
     assert process.stdout is not None, "it is a pipe"
     if not select.select([process.stdout], [], [], START_SECONDS)[0]:
         raise TimeoutError(f"it has not answered within {START_SECONDS:g} seconds")
@@ -182,7 +186,7 @@ def _verdict(status: str, text: str) -> Verdict:
 
 
 def _write(process: subprocess.Popen[bytes], text: str, seconds: float = _WRITE_SECONDS) -> None:
-    """Sends a frame. Raises TimeoutError if the process does not read it, or OSError if it has ended."""
+    """Sends a frame. TimeoutError if the process does not read it, OSError if it has ended."""
     assert process.stdin is not None, "it is a pipe"
     fd, deadline, data = process.stdin.fileno(), time.monotonic() + seconds, text.encode()
     left, poll = memoryview(len(data).to_bytes(4, "little") + data), select.poll()
@@ -195,7 +199,7 @@ def _write(process: subprocess.Popen[bytes], text: str, seconds: float = _WRITE_
 
 
 def _read(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
-    """The number of the job that is answered next, a status, and a text."""
+    """Number of the answered job, a status, and a text."""
     assert process.stdout is not None, "it is a pipe"
     head = process.stdout.read(4)
     data = process.stdout.read(int.from_bytes(head, "little"))
