@@ -60,5 +60,4 @@ class KVPool:
 
     @staticmethod
     def page_bytes(groups: KVGroups, page_size: int) -> int:
-        """Bytes of one page over all attention layers."""
         return page_size * sum(len(layer_ids) * spec.token_bytes for spec, layer_ids in groups.items())

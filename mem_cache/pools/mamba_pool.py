@@ -50,7 +50,6 @@ class LayerCache:
 
     @property
     def ring(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Values, keys and gates of a pool in replay mode."""
         assert self.ring_values is not None and self.ring_keys is not None and self.ring_gates is not None
         return self.ring_values, self.ring_keys, self.ring_gates
 
@@ -98,7 +97,6 @@ class MambaPoolSpec:
         return ring_width(self.tokens_per_step) - self.tokens_per_step + 1
 
     def slot_shapes(self, shape: StateShape) -> Shapes:
-        """Tensors of a layer for each state slot."""
         conv = (shape.conv_dim, shape.conv_width(self.tokens_per_step))
         return {"conv": (conv, self.conv_dtype), "temporal": (shape.temporal, state_dtype(shape, self.state_dtype))}
 
@@ -119,14 +117,12 @@ class MambaPoolSpec:
         return shapes
 
     def layer_bytes(self, shape: StateShape) -> int:
-        """Bytes of one layer for one running request."""
         return _nbytes(self.slot_shapes(shape)) + _nbytes(self.row_shapes(shape))
 
     def slot_bytes(self) -> int:
         return sum(_nbytes(self.slot_shapes(s)) * len(ids) for s, ids in self.groups.items())
 
     def image_bytes(self) -> int:
-        """Bytes of one `MambaPool.read_slot`, each tensor aligned."""
         return sum(
             len(ids) * (aligned(shape.conv_dim * (shape.conv_kernel - 1) * self.conv_dtype.itemsize)
                         + aligned(shape.temporal_numel * state_dtype(shape, self.state_dtype).itemsize))
@@ -292,7 +288,6 @@ class MambaPool:
         self._write_slots(torch.full_like(self.req_to_state_slot[:1], slot), length, parts)
 
     def slot_parts(self) -> Iterator[SlotPart]:
-        """Describes the tensors of `read_slot`, in their order."""
         for layer_id in self.layer_ids:
             cache, shape = self._caches[layer_id], self._shapes[layer_id]
             yield SlotPart(layer_id, (1, shape.conv_dim, shape.conv_kernel - 1), cache.conv.dtype)
@@ -380,7 +375,6 @@ class MambaPool:
         return RingFolds(self.req_to_state_slot[rows], rows.int(), *cursors, count, write_slots)
 
     def _fold(self, folds: RingFolds) -> None:
-        """One launch for all layers of equal shape that have a recurrent state."""
         for (_, cache), decay in zip(self.stacks, self.stack_decays(), strict=True):
             if cache.temporal.numel():
                 fold_ring(cache.temporal, *cache.ring, decay, folds)

@@ -76,12 +76,10 @@ class MemoryPlan:
 
     @property
     def cache_slots(self) -> int:
-        """State slots for cached prefixes."""
         return max(self.num_slots - self.num_rows, 0)
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools, the scratch row, slot and page included."""
         return sum(size for _, _, size in self._pools())
 
     def table(self) -> list[tuple[str, str, int]]:
@@ -106,7 +104,6 @@ class MemoryPlan:
         ]
 
     def summary(self) -> str:
-        """One line."""
         pages = f", {self.num_pages} KV pages ({self.num_pages * self.page_size} tokens)" if self.num_pages else ""
         return (
             f"{self.num_rows} running requests, {self.num_slots} state slots{pages}, {gib(self.pool_bytes)} "

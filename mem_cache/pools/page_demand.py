@@ -23,7 +23,6 @@ class PageDemand:
     verify_tokens: int = 1
 
     def whole(self, num_tokens: int) -> int:
-        """Pages of `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def least(self, num_tokens: int) -> int:

@@ -84,7 +84,6 @@ class Slots(Sequence[Slot]):
         self.extend((slot,))
 
     def cut(self, count: int) -> "Slots":
-        """Takes the last `count` handles off."""
         taken = self[self._size - count :]
         self._size -= count
         return taken

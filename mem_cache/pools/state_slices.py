@@ -149,7 +149,6 @@ class MambaConvSplitInfo:
 
     @property
     def local_conv_offsets(self) -> Reads:
-        """(offset, bytes) of each sub-projection within this rank's state block."""
         ends = [sum(self.proj_bytes[:i]) for i in range(len(self.proj_bytes))]
         return list(zip(ends, self.proj_bytes))
 
@@ -161,7 +160,6 @@ class MambaConvSplitInfo:
         return tuple(Section(*part) for part in parts)
 
     def reads(self, rank: int, tp_ratio: int) -> list[RangeRead]:
-        """`section_reads` of one prefill rank's block. Arguments as for `remote_conv_offsets`."""
         return section_reads(self.sections, self.local_tp, rank, tp_ratio)
 
     def remote_conv_offsets(self, local_rank_offset: int, tp_ratio: int) -> Reads:
@@ -192,7 +190,6 @@ class MambaConvSplitInfo:
         return read.source, read.nbytes
 
     def temporal_write_offset(self, local_rank_offset: int, tp_ratio: int) -> int:
-        """Target of the recurrent state in this rank's state block."""
         return self.reads(local_rank_offset, tp_ratio)[-1].destination
 
 
@@ -233,7 +230,6 @@ def _check_shapes(kind: LinearKind, spec: MambaSpec) -> None:
 
 
 def _conv_parts(kind: LinearKind, spec: MambaSpec, local_tp: int) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """Channels of each sub-projection of the conv, and its number of pieces if ranks hold copies."""
     (conv_dim, _), temporal = spec.shapes
     shared = [name for name, grouped in kind.conv_parts.items() if grouped]
     wide = prod(temporal[:-1]) if kind.temporal_dims else conv_dim

@@ -111,7 +111,6 @@ class RadixCache:
         return held.length
 
     def complete(self, position: int) -> int:
-        """Pages that are complete with `position` tokens on the path."""
         return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
 
     def expect(self, tokens: np.ndarray, arrival: int, salt: str = "") -> None:
@@ -257,7 +256,6 @@ class RadixCache:
         return len(self._worths.answers)
 
     def nodes(self) -> Iterator[Node]:
-        """Every node except the roots, parents first."""
         below = [node for root in self._roots.values() for node in root.children.values()]
         while below:
             yield (node := below.pop())
@@ -308,7 +306,6 @@ class RadixCache:
     # -- growing
 
     def _extend(self, node: Node, tokens: np.ndarray, pages: Slots, taken: Slots, answer: int) -> Node:
-        """Finds or makes the node of `tokens`, below a node of a prefix of them."""
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
@@ -324,7 +321,6 @@ class RadixCache:
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cuts an edge after `at` tokens; returns the upper node."""
         kept = node.state or node.tail or node.readers or node.children
         if not kept and self.complete(node.start) + len(node.pages) <= self.complete(node.start + at):
             node.tokens = node.tokens[:at].copy()  # nothing would be left below
@@ -347,7 +343,6 @@ class RadixCache:
             step.used = self._clock
 
     def _enlist(self, node: Node) -> None:
-        """Adds an unread leaf to the heap of leaves with evictable pages."""
         if is_idle_leaf(node):
             heapq.heappush(self._leaves, (node.used, next(self._order), node))
         if len(self._leaves) > 64 + 4 * self._size:
@@ -364,7 +359,6 @@ class RadixCache:
         return None
 
     def _shorten(self, leaf: Node, max_pages: int, pages: Slots, states: list[Slot]) -> None:
-        """Removes a leaf's state and up to `max_pages` pages from its end; adds them to the lists."""
         first, wanted = self.complete(leaf.start), len(pages) + max_pages
         self._drop_state(leaf, pages, states)
         if leaf.pages:  # all their tokens are the leaf's, so no state above needs one as its tail

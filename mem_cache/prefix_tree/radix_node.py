@@ -68,7 +68,6 @@ class Node:
 
     @property
     def end(self) -> int:
-        """Tokens on the path up to here."""
         return self.start + len(self.tokens)
 
     @property
@@ -77,7 +76,6 @@ class Node:
 
     @property
     def found(self) -> "list[Node]":
-        """Children that matches find."""
         return [child for first, child in self.children.items() if first >= 0]
 
     @property
@@ -117,7 +115,6 @@ class Node:
 
 
 def in_common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common prefix."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     first = int(differ.argmax()) if n else 0

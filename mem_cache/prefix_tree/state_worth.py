@@ -164,7 +164,6 @@ class StateWorths:
         self._best = max((each.share for each in self.classes.values() if each.made), default=1.0)
 
     def _expected(self, node: Node, arrivals: Collection[int]) -> None:
-        """These waiting requests go on from a node that has got a state."""
         for arrival in arrivals:
             now = self._awaited.get(arrival)
             if now is None or now.end < node.end:
@@ -187,7 +186,6 @@ class StateWorths:
         return has_idle_state(node) and node.kind is not StateKind.ANSWER
 
     def _needed(self, node: Node) -> None:
-        """A request needs the state. One within an answer counts as a prompt's from now on."""
         if node in self.answers:
             del self.answers[node]
             node.kind = StateKind.PROMPT
@@ -196,14 +194,12 @@ class StateWorths:
             self._rank(node)
 
     def used(self, node: Node) -> None:
-        """A request starts from a node's state."""
         self._needed(node)
         self.classes[node.kind].used += not node.hits
         self._compare_classes()
         node.base, node.passed, node.hits = self.inflation, False, node.hits + 1
 
     def left(self, node: Node) -> None:
-        """A request no longer reads the path up to a node."""
         state = next((step for step in node.path if step.state is not None), None)
         if state is not None:
             self.enlist(state)
@@ -226,7 +222,6 @@ class StateWorths:
         self.enlist(node)
 
     def forget(self, arrival: int) -> None:
-        """A request awaits no state any more."""
         node = self._awaited.pop(arrival, None)
         if node is not None:
             node.awaited.discard(arrival)
@@ -240,7 +235,6 @@ class StateWorths:
         return AWAITED + max(saved * uses / n for uses, n in enumerate(ahead, 1))
 
     def _gives_way(self, node: Node, new: NewState, clock: int) -> bool:
-        """True if a node's state may be evicted for a new one of a prompt."""
         if node.awaited or new.arrivals:
             return bool(new.arrivals) and self.of(node) < self._of_awaited(new.saved, new.arrivals)
         recent = node.kind is not StateKind.END and clock - node.used < RECENT
@@ -262,6 +256,5 @@ def state_before(node: Node, within_answers: bool = False) -> Node | None:
 
 
 def saved_tokens(node: Node) -> int:
-    """Tokens between the state before a node's and its own."""
     before = state_before(node)
     return node.end - (before.end if before else 0)

@@ -41,7 +41,6 @@ class WaitingTexts:
             yield (found := self._going_on(tokens, salt, found))
 
     def _going_on(self, tokens: np.ndarray, salt: str, arrivals: Collection[int]) -> set[int]:
-        """`behind`, limited to some arrivals."""
         size = len(tokens)
         last = tokens[-1] if arrivals else None
         return {

@@ -117,7 +117,6 @@ def check_characters(conversation: Conversation, most: int) -> None:
 
 
 def is_large_chat(conversation: Conversation) -> bool:
-    """True if the conversation needs the lane of long texts."""
     tools = [tool.definition for tool in conversation.tools]
     return is_large(conversation.messages, tools, conversation.chat_template_kwargs)
 

@@ -173,7 +173,6 @@ class EngineLoop:
             self._crash(e)
 
     def _run_commands(self) -> None:
-        """Runs at most COMMANDS queued commands. If no request runs, waits for a command."""
         with suppress(Empty):
             for _ in range(COMMANDS):
                 self._commands.get(block=not self._count and not self._closing)()
@@ -236,7 +235,6 @@ class EngineLoop:
                 self._engine.abort(request_id)
 
     def _end(self, requests: Iterable[str], error: EngineError) -> None:
-        """Delivers the last deltas of requests that the engine refused or will not compute."""
         deltas = []
         for name in requests:
             samples, metrics = self._unfinished[name]

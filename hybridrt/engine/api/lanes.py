@@ -44,7 +44,6 @@ class Lanes:
 
 
 def size_of(prompt: object) -> int:
-    """Cost of preparing a prompt, in characters."""
     held = next(iter(prompt.values()), "") if isinstance(prompt, dict) else prompt
     length = len(held) if isinstance(held, Sized) else 1
     return length if isinstance(held, str) else length // _IDS_PER_CHARACTER

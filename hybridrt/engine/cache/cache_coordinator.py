@@ -102,7 +102,6 @@ class CacheCoordinator:
     def of(
         cls, plan: MemoryPlan, copied: Callable[[int], bool], *, prefix_cache: bool = False, lookahead: int = 0
     ) -> "CacheCoordinator":
-        """Lends the entries of a memory plan. `copied` as `Executor.copied`."""
         pools = plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, plan.demand
         made = cls(*pools, prefix_cache=prefix_cache, lookahead=lookahead)
         if plan.host:
@@ -147,7 +146,6 @@ class CacheCoordinator:
         return True
 
     def _lend(self, request: Request, headroom: int) -> bool:
-        """`_take` with the cache's match or, if there is too little room, without it."""
         match = self.prefixes.arrived(request) or self.prefixes.match(request)
         # Locking the match keeps its state and its last page's node from eviction. If the rest is
         # too little, go on without the match.
@@ -180,7 +178,6 @@ class CacheCoordinator:
         return self._demand.whole(num_tokens) if self.pages.total else 0
 
     def room_stamp(self) -> tuple[int, ...]:
-        """Changes if something may have made room for a request."""
         return self.rows.num_free, self.slots.num_free, self.pages.num_free, self._num_releases
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
@@ -300,7 +297,6 @@ class CacheCoordinator:
         return any(copy.fetch for copy in plan.host_copies)
 
     def launched(self, plan: StepPlan) -> None:
-        """The step was launched with its donations and copies."""
         del self.donations[: sum(move.donates for move in plan.moves)]
         if self.prefixes.windows is not None:
             del self.prefixes.windows.copies[: len(plan.kept_pages)]

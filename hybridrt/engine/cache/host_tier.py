@@ -41,7 +41,6 @@ class HostTier:
 
     @property
     def last_ticket(self) -> int:
-        """Of the latest copy, launched or not."""
         return self._ticket
 
     def has_copied(self, ticket: int) -> bool:
@@ -135,7 +134,6 @@ class HostTier:
         self.slots.check()
 
     def _store(self, pages: Slots, places: Slots, states: Sequence[HostState]) -> None:
-        """Copies pages and states of the device to places here."""
         if pages or states:
             self._ticket += 1
             sources = pages.indices.tolist()

@@ -259,7 +259,6 @@ class PrefixStore:
         return taken[0], slot
 
     def give_up_room(self, pages: Sequence[Slot], slots: Sequence[Slot]) -> None:
-        """Frees what was taken for `adopt`."""
         self._pages.free(pages)
         self._slots.free(slots)
 
@@ -307,14 +306,12 @@ class PrefixStore:
         return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
 
     def counters(self) -> dict[str, int]:
-        """Fields of EngineCounters."""
         held = {} if self.tier is None else {
             "host_pages": self.tier.pages.num_cached, "host_states": self.tier.slots.num_cached
         }  # fmt: skip
         return held | {f"cache_{name}": value for name, value in asdict(self.counts).items()}
 
     def totals(self) -> dict[str, int]:
-        """Counts of a CacheDump, and entries in main memory."""
         found = {"host_pages": 0, "host_pages_total": 0, "host_states": 0, "host_states_total": 0}
         if self.tier is not None:
             for name, pool in (("host_pages", self.tier.pages), ("host_states", self.tier.slots)):
@@ -384,7 +381,6 @@ class PrefixStore:
         request.saves = {}
 
     def _slot_for(self, request: Request, place: int) -> Slot | None:
-        """A slot for the state after the first `place` tokens of the prompt."""
         spare = self._slots.num_free + len(self.answers) + self.tree.num_within
         if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot

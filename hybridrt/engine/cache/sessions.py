@@ -87,7 +87,6 @@ class Sessions:
 
     @property
     def _copier(self) -> Any:
-        """Has `read_prefix` and `write_prefix`; `_runner` checks that."""
         return self._executor
 
     def _identify(self) -> Identity:
@@ -102,7 +101,6 @@ class Sessions:
         return self._identity
 
     def _read(self, tokens: np.ndarray, salt: str) -> CachedPrefix:
-        """Copies the longest cached prefix of a text to main memory, and waits for the device."""
         store = self._pools.prefixes
         _check_windows(store)
         match, states = store.path(tokens, salt)
@@ -120,7 +118,6 @@ class Sessions:
         return CachedPrefix(known, [position for position, _ in states], tensors)
 
     def _most_states(self, length: int) -> int:
-        """States that the header of a file has room for, at least one."""
         names = prefix_shapes(self._runner().pools, 1, length, 1)
         of_state = sum(name.startswith("states.") for name in names)
         return max((MAX_TENSORS - len(names)) // max(of_state, 1), 1)

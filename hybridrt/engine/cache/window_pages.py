@@ -33,11 +33,9 @@ class WindowPages:
         return None if state in self._spoiled else self._of[state]
 
     def span(self, position: int) -> range:
-        """Numbers of the pages that a state after `position` tokens needs."""
         return range(self._demand.first_page(position), self._demand.whole(position))
 
     def held(self, request: Request, position: int) -> Slots:
-        """The request's own pages that a state after `position` tokens needs."""
         span = self.span(position)
         return request.pages[span.start - request.first_page : span.stop - request.first_page]
 
@@ -54,7 +52,6 @@ class WindowPages:
         self._of[state] = pages
 
     def drop(self, states: Iterable[Slot]) -> int:
-        """Frees the pages of evicted states. Returns how many there were."""
         gone = Slots(*[self._of.pop(state) for state in states])
         self._spoiled.intersection_update(self._of)
         self._pages.evict(gone)

@@ -134,7 +134,6 @@ class Engine:
         return engine
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
-        """`Intake.prepare`, for `submit`. Changes nothing."""
         return self.intake.prepare(prompt, params)
 
     def add_request(

@@ -23,7 +23,6 @@ class FoldCounts:
 
     @classmethod
     def of(cls, pool: MambaPool | None) -> "FoldCounts | None":
-        """For a pool with state rings; None for others."""
         if pool is None or pool.spec.mode != "replay":
             return None
         return cls(pool.num_rows, pool.width, pool.spec.tokens_per_step)

@@ -47,7 +47,6 @@ def step_masks(
 
 
 def _draft(decode: DecodeRows, i: int, end: int) -> Draft:
-    """Draft of decode row i, which ends at `end` among all drafts."""
     start = end - int(decode.num_drafts[i])
     parents = range(end - start) if decode.parents is None else decode.parents[start:end].tolist()
     return Draft.of_tree(decode.drafts[start:end].tolist(), parents)
@@ -88,7 +87,6 @@ def _fill_together(places: Sequence[_Place], masks: np.ndarray, executor: "LLExe
 
 
 def _fill_slice(places: Sequence[_Place], masks: np.ndarray, executor: "LLExecutor") -> None:
-    """Masks of chains are computed in the executor's threads, without Python's lock."""
     from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
     plain, drafted = [], []

@@ -121,7 +121,6 @@ class Samples:
     def _accept(
         self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, verified: bool
     ) -> None:
-        """Gives a sample its tokens of a step, and ends it after its last one."""
         metrics, totals, known = request.metrics, self.totals, len(request.output)
         if metrics.first_token_time is None:
             metrics.first_token_time = time.monotonic()
@@ -170,7 +169,6 @@ class Samples:
 
 
 def _notify(request: Request) -> None:
-    """Tells the request's reader, if it still exists, that a delta is ready."""
     queue = request.queue() if request.queue is not None else None
     if queue is not None:
         queue.put(request)

@@ -322,7 +322,6 @@ class Scheduler:
         return True
 
     def _retract_latest(self, plan: StepPlan) -> Request:
-        """Returns the running request that is last by `_turn` to the queue, and releases it."""
         victim = max(self.running.values(), key=_turn)
         assert victim.row is not None
         # Its row may be lent again in this step: do not write its new pages there.
@@ -365,9 +364,6 @@ class Scheduler:
             self._add_extend(step, request, budget)
 
     def _next_waiting(self) -> Request | None:
-        """First request of the queue that does not wait for another sample of its prompt or a
-        fetch.
-        """
         shares = self._coordinator.prefixes.shares
         for request in self.waiting:
             if self._coordinator.waits(request):

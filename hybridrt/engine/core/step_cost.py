@@ -60,7 +60,6 @@ class StepWork(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """One of _KINDS."""
         return "mixed" if self.decode_tokens and self.prompt_tokens else "decode" if self.decode_tokens else "prefill"
 
     def features(self, tokens: int) -> list[float]:
@@ -139,7 +138,6 @@ class StepCost:
         return median(self._errors) if self._errors else None
 
     def _features(self, work: StepWork) -> list[float]:
-        """`StepWork.features`, and whether the step has no graph although there are graphs."""
         if not work.prompt_tokens or not self._buckets:
             return [*work.features(work.decode_tokens + work.prompt_tokens), 0.0]
         bucket = self._bucket(work)
@@ -147,7 +145,6 @@ class StepCost:
         return [*work.features(tokens), float(bucket is None)]
 
     def _bucket(self, work: StepWork) -> Bucket | None:
-        """The bucket that runs a step with prompts (`PromptGraphs.bucket`)."""
         return next((bucket for bucket in self._buckets if _has_room(bucket, work)), None)
 
     def _note_error(self, works: Sequence[StepWork], seconds: float) -> None:

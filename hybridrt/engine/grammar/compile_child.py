@@ -142,7 +142,6 @@ def _token(mask: bytes, rng: random.Random) -> int:
 
 
 def _read() -> tuple[str, str]:
-    """First line of the next frame, and the rest. At the end, ends this process and all its forks."""
     head, _, text = _exactly(int.from_bytes(_exactly(4), "little")).partition(b"\n")
     return head.decode(), text.decode()
 

@@ -156,7 +156,6 @@ def _wait_for_answer(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read_answers(running: _Running) -> None:
-    """Gives each job its verdict, until the process ends. Then the others fail."""
     with suppress(EOFError, OSError, ValueError):
         while True:
             number, status, text = _read(running.process)
@@ -199,7 +198,6 @@ def _write(process: subprocess.Popen[bytes], text: str, seconds: float = _WRITE_
 
 
 def _read(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
-    """Number of the answered job, a status, and a text."""
     assert process.stdout is not None, "it is a pipe"
     head = process.stdout.read(4)
     data = process.stdout.read(int.from_bytes(head, "little"))

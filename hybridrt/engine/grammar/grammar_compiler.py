@@ -96,7 +96,6 @@ class GrammarCompiler:
 
     @cached_property
     def executor(self) -> "LLExecutor":
-        """The threads that compute masks."""
         from llguidance import LLExecutor
 
         return LLExecutor(self.threads)
@@ -119,7 +118,6 @@ class GrammarCompiler:
         return Matcher(found, thinking=None if tags is None else ThinkingState.start(tags, self._text))
 
     def grammar(self, outputs: StructuredOutputs) -> Grammar:
-        """The compiled grammar. Raises as `matcher`."""
         self._loaded()
         outputs = _without_thinking(outputs)
         with self._lock:
@@ -206,7 +204,6 @@ class GrammarCompiler:
             self._waiting.release()
 
     def _judged(self, text: str, verdict: Verdict) -> "Grammar | str":
-        """Compiles here, at a known cost. Or returns why the grammar cannot be used."""
         if verdict.error:
             return _explained(verdict.error)
         done = Future["LLMatcher"]()
@@ -273,7 +270,6 @@ class GrammarCompiler:
 
     @cached_property
     def _llguidance(self) -> "LLTokenizer":
-        """Also makes `_process`, with the same tokenizer."""
         if not isinstance(self._tokenizer, HFTokenizer):
             raise RequestError(f"{_FIELD} need a tokenizer and this model has none", _FIELD)
         if not self._eos:

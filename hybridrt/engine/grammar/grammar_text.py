@@ -19,7 +19,6 @@ NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 
 def grammar_text(outputs: StructuredOutputs) -> str:
-    """Text of the grammar in llguidance's own form."""
     from llguidance import LLMatcher
 
     if outputs.regex is not None:

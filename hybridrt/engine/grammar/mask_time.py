@@ -31,11 +31,9 @@ class Allowance:
         return self.last > HEAVY_SECONDS
 
     def watch(self) -> None:
-        """Measure its next masks."""
         self.watched = WATCHED_STEPS
 
     def advanced(self, seconds: float) -> None:
-        """A token has been read."""
         self._left = min(self._left + SECONDS_A_TOKEN, BURST_SECONDS)
         self.spend(seconds)
 

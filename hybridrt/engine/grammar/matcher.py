@@ -79,7 +79,6 @@ class Matcher:
 
     @property
     def root(self) -> int:
-        """Number of the grammar's root that lends the lexer."""
         return self._started[0]
 
     @property
@@ -93,7 +92,6 @@ class Matcher:
         return self.thinking is None and self._grammar.takes_back
 
     def copy(self) -> "Matcher":
-        """An independent matcher in the same state."""
         started = (self.root, self.inner.deep_copy()) if "_started" in self.__dict__ else None
         return Matcher(self._grammar, started, self.thinking)
 

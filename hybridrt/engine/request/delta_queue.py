@@ -71,6 +71,5 @@ class Abandonment:
         self._notes.append(weakref.ref(queue))
 
     def take(self, requests: Iterable[S]) -> list[S]:
-        """The requests whose queue was abandoned or collected; clears the notes."""
         gone = [None, *(self._notes.popleft()() for _ in range(len(self._notes)))]
         return [r for r in requests if r.queue is not None and r.queue() in gone]

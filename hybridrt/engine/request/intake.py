@@ -199,7 +199,6 @@ class Intake:
         ]
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Checks parameters against the model."""
         vocab = self.limits.vocab_size
         for name, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):
             if getattr(params, name) and self.tokenizer is None:

@@ -173,7 +173,6 @@ class Delta(msgspec.Struct):
     prompt_scores: list[TokenScores] | None = None
 
     def spell_out(self) -> None:
-        """Converts prompt_scores to prompt_logprobs."""
         if self.prompt_scores is not None:
             self.prompt_logprobs = [None, *(entry for chunk in self.prompt_scores for entry in chunk.entries())]
             self.prompt_scores = None
@@ -182,7 +181,6 @@ class Delta(msgspec.Struct):
         raise no_attribute(self, name, _DELTA_NAMES)
 
     def extend(self, later: "Delta") -> None:
-        """Adds the sample's next delta."""
         self.token_ids += later.token_ids
         self.text += later.text
         if later.logprobs is not None:

@@ -157,19 +157,16 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Tokens sampled but not read yet."""
         if self.columns is None or self.row is None:
             return 0
         return int(self.columns.output_index[self.row.index]) - len(self.output)
 
     @property
     def end_page(self) -> int:
-        """Number of the request's next page."""
         return self.first_page + len(self.pages)
 
     @property
     def borrowed_pages(self) -> int:
-        """How many of `pages` the prefix cache owns; they come first."""
         return len(self.prefix.pages)
 
     def score(self, start: int, found: TokenScores) -> None:

@@ -92,7 +92,6 @@ class Detokenizer:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
 
     def _extend(self, fresh: str, may_stop: bool) -> bool:
-        """Appends text. True if a stop string has ended in it; the text is then cut there."""
         self._text += fresh
         if self._stop is None:
             return False

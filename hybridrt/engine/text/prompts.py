@@ -81,7 +81,6 @@ def _is_token_id(value: object) -> bool:
 
 
 def _only_value(prompt: Mapping[Any, Any]) -> object:
-    """The value under the one key that a dictionary may have."""
     if list(prompt) == ["prompt"] and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
     if list(prompt) == ["prompt_token_ids"] and not isinstance(prompt["prompt_token_ids"], (str, Mapping)):
@@ -99,7 +98,6 @@ def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
 
 
 def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
-    """True for text too, but not for bytes."""
     return isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))
 
 
@@ -109,7 +107,6 @@ def _not_a_prompt(value: object) -> RequestError:
 
 
 def _kind(value: object) -> str:
-    """The type's name; of an array also its number of dimensions and dtype."""
     name = type(value).__name__
     if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
         name = f"{'meta' if value.is_meta else str(value.layout).removeprefix('torch.')} {name}"

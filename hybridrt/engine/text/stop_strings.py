@@ -10,7 +10,7 @@ class StopStrings:
     0 its root.
 
     Args:
-        strings: not empty.
+        strings: none of them empty.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:

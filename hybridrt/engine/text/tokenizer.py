@@ -238,8 +238,8 @@ def _read_config(directory: Path) -> Any:
 
 
 def _check_kinds(directory: Path) -> None:
-    """CheckpointError if a tokenizer file is no regular file: transformers reads files by name,
-    whole, and one may not end.
+    """CheckpointError for a file that is not regular or too large: transformers reads files by
+    name, whole, and one may not end.
     """
     for file in directory.iterdir():
         if file.suffix in (".json", ".jinja", ".model", ".txt") and file.exists():
