@@ -174,7 +174,6 @@ class SlotAllocator:
         self.num_free = end
 
     def _checked(self, slots: Sequence[Slot], source: int) -> np.ndarray:
-        """Indices [n] of the entries, after a check that each is in state `source` and given once."""
         if len(slots) == 1 and self._is(slots[0], source):
             return np.array([slots[0].index])
         indices = self._indices(slots)
@@ -185,7 +184,6 @@ class SlotAllocator:
         return self._once(indices)
 
     def _once(self, indices: np.ndarray) -> np.ndarray:
-        """The same indices [n]. PoolError if one is repeated."""
         if len(indices) > 1:
             self._places[indices] = places = np.arange(len(indices), dtype=np.int32)
             if np.count_nonzero(self._places[indices] != places):
@@ -193,7 +191,6 @@ class SlotAllocator:
         return indices
 
     def _indices(self, slots: Sequence[Slot]) -> np.ndarray:
-        """Indices [n] of the entries. PoolError if one does not exist or its handle is stale."""
         keys = keys_of(slots)
         indices = indices_of(keys)
         try:

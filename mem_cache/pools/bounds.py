@@ -17,7 +17,7 @@ def may_look(device: torch.device) -> bool:
 
 
 def check_range(name: str, values: torch.Tensor, end: int, error: type[HybridrtError] = PoolError) -> None:
-    """Raises `error` unless all values are in [0, end). Does nothing if they may not be read."""
+    """Raises `error` unless all values are in [0, end), if they may be read."""
     if values.numel() and may_look(values.device):
         low, high = map(int, torch.aminmax(values))
         if low < 0 or high >= end:

@@ -101,7 +101,7 @@ class MambaPoolSpec:
         return {"conv": (conv, self.conv_dtype), "temporal": (shape.temporal, state_dtype(shape, self.state_dtype))}
 
     def row_shapes(self, shape: StateShape) -> Shapes:
-        """Tensors of a layer for each running request. They exist only while it decodes."""
+        """Tensors of a layer for each running request, only while it decodes."""
         tokens = self.tokens_per_step
         shapes: Shapes = {}
         if self.mode == "intermediate":
@@ -369,7 +369,6 @@ class MambaPool:
         return self._decays
 
     def _rings(self, rows: torch.Tensor, write_slots: torch.Tensor | None = None) -> RingFolds:
-        """All ring entries of `rows`, and the target slots. None: the slots that the rows own."""
         count = torch.full_like(self.ring_start[:1], len(rows))
         cursors = self.ring_start[rows], self.ring_length[rows]
         return RingFolds(self.req_to_state_slot[rows], rows.int(), *cursors, count, write_slots)

@@ -83,7 +83,6 @@ class MemoryPlan:
         return sum(size for _, _, size in self._pools())
 
     def table(self) -> list[tuple[str, str, int]]:
-        """(name, number, bytes) lines of the plan, for people."""
         kept = f"{self.host.num_pages} pages, {self.host.num_states} states"
         return [
             ("weights", "", self.weight_bytes),

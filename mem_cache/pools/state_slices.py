@@ -154,7 +154,6 @@ class MambaConvSplitInfo:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """The sub-projections, then the recurrent state, which may have no bytes."""
         groups = self.proj_groups or (None,) * len(self.local_proj_dims)
         parts = zip((*self.proj_bytes, self.ssm_sizes[1]), (*groups, self.state_groups), strict=True)
         return tuple(Section(*part) for part in parts)
@@ -179,7 +178,6 @@ class MambaConvSplitInfo:
         return [(read.source, read.nbytes) for read in self.reads(local_rank_offset, tp_ratio)[:-1] if read.nbytes]
 
     def write_offsets(self, local_rank_offset: int, tp_ratio: int) -> list[int]:
-        """Targets of `remote_conv_offsets` in this rank's state block, in the same order."""
         return [read.destination for read in self.reads(local_rank_offset, tp_ratio)[:-1] if read.nbytes]
 
     def remote_temporal_offset(self, local_rank_offset: int, tp_ratio: int) -> tuple[int, int]:

@@ -102,9 +102,7 @@ class RadixCache:
         return PrefixMatch(length, self._pages(node)[:pages], node=None if node.parent is None else node), states
 
     def touch(self, tokens: np.ndarray, salt: str) -> int:
-        """Marks the tree's part of a text as used now. Returns its number of tokens in complete
-        pages.
-        """
+        """Marks a text as used now. Returns how many of its tokens are in complete pages."""
         held, _ = self.held(tokens, salt)
         self.lock(held)
         self.unlock(held)
@@ -267,9 +265,6 @@ class RadixCache:
         return self._roots.get(salt) or self._roots.setdefault(salt, Node(np.empty(0, np.int32), 0, salt=salt))
 
     def _descend(self, salt: str, tokens: np.ndarray) -> tuple[Node, int]:
-        """The deepest node whose edge shares a token with `tokens`, and how many tokens are in
-        common.
-        """
         node, known = self._roots.get(salt) or Node(np.empty(0, np.int32), 0), 0
         while known < len(tokens) and (child := node.children.get(int(tokens[known]))) is not None:
             shared = in_common(child.tokens, tokens[known:])
@@ -283,7 +278,6 @@ class RadixCache:
         return Slots(*[step.pages for step in reversed(path)])
 
     def _covering(self, node: Node, pages: int) -> Node:
-        """The highest node of a path that has so many complete pages at its end."""
         while node.parent is not None and self.complete(node.parent.end) >= pages:
             node = node.parent
         return node
@@ -401,7 +395,6 @@ class RadixCache:
         pages.append(page)
 
     def _prune(self, node: Node, kept: Node | None = None) -> None:
-        """Removes empty nodes, from a node upwards. `kept` stays if something is below it."""
         while node.parent is not None and not (node.children or node.pages or node.state or node.tail or node.readers):
             parent, node.parent = node.parent, None
             del parent.children[node.first]

@@ -50,7 +50,6 @@ def _hide(tree: RadixCache, node: Node) -> None:
 
 
 def _with_tail(tree: RadixCache, path: list[Node], top: Node) -> Node:
-    """`top`, or the first node on its path with a state that has a tail at or below `top`."""
     for node in path:
         owner = tree._tail_node(node) if node.state is not None else None
         if node is top or (owner is not None and top in owner.path):

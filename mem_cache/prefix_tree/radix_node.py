@@ -80,7 +80,6 @@ class Node:
 
     @property
     def path(self) -> "Iterator[Node]":
-        """The node, its parent and so on, without the root."""
         node = self
         while node.parent is not None:
             yield node
@@ -141,7 +140,6 @@ def leaves_prompt(node: Node, known: int) -> bool:
 
 
 def _edges_behind(node: Node, known: int) -> Collection[Node]:
-    """Edges that go on after `known` tokens, the last of which are on the edge of `node`."""
     return [node] if known < node.end else node.found
 
 

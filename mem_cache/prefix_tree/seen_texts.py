@@ -16,7 +16,6 @@ class SeenTexts:
         self._blocks.clear()
 
     def note(self, tokens: np.ndarray, salt: str) -> None:
-        """Adds a text [n] int32."""
         for block in _hashes(tokens, salt):
             self._blocks.pop(block, None)
             self._blocks[block] = None

@@ -131,7 +131,6 @@ class StateWorths:
         return None
 
     def enlist(self, node: Node) -> None:
-        """The worth of a node's state may have changed, or the state may be evicted from now on."""
         if self._is_ranked(node):
             heapq.heappush(self._heap, (self.of(node), next(self._order), node))
         if len(self._heap) > 64 + 4 * len(self._states):

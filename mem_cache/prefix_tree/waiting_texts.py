@@ -35,7 +35,6 @@ class WaitingTexts:
         return self._going_on(tokens, salt, self._texts)
 
     def behind_each(self, beginnings: Iterable[np.ndarray], salt: str) -> Iterator[set[int]]:
-        """`behind` of the beginnings of one text, each longer than the one before."""
         found: Collection[int] = self._texts
         for tokens in beginnings:
             yield (found := self._going_on(tokens, salt, found))

@@ -96,12 +96,10 @@ class AsyncLLM:
 
     @property
     def failure(self) -> UnavailableError | None:
-        """Why the engine has ended; None while it runs."""
         return self._loop.error
 
     @property
     def unfinished(self) -> int:
-        """Samples that run or wait."""
         return self._loop.unfinished
 
     @property
@@ -146,7 +144,7 @@ class AsyncLLM:
     def submit(
         self, prepared: PreparedPrompt | Sequence[PreparedPrompt], name: str | None = None, *, stream: bool = True
     ) -> DeltaStream:
-        """Starts one request, or several that one reader reads.
+        """Starts one request, or several for one reader.
 
         Args:
             name: the request's id; several requests get the ids name-0, name-1, … None: a new id.
@@ -156,8 +154,7 @@ class AsyncLLM:
             QueueFullError: too many samples wait already.
             RequestError: an argument is of the wrong kind, or the name is taken.
             UnavailableError: the engine has failed, or the server is shutting down.
-            EngineError: called from a second event loop, while the first one is open and has
-                requests.
+            EngineError: a second event loop, while the first one has requests.
         """
         if self.draining:
             raise UnavailableError("the server is shutting down; send the request to another one")
@@ -182,7 +179,7 @@ class AsyncLLM:
         return deltas
 
     def _enter(self, events: asyncio.AbstractEventLoop) -> None:
-        """Serves this event loop from now on. Requests of a closed one have no readers: they end."""
+        """Serves this event loop from now on. Requests of a closed one end."""
         if events is self._events:
             return
         if self._events is not None and self._events.is_closed():
@@ -230,9 +227,6 @@ class AsyncLLM:
         return whole_output(request_id, prepared.tokens, prepared.params.n, ended)
 
     async def _spell_out(self, delta: Delta) -> None:
-        """Converts log-probabilities of a prompt to dictionaries, in another thread: there may be
-        thousands.
-        """
         if delta.prompt_scores is not None:
             await self.in_thread(delta.spell_out)
 
@@ -294,7 +288,6 @@ class AsyncLLM:
         return True
 
     def stream_of(self, request_id: str) -> DeltaStream | None:
-        """The stream that a request's deltas go to; None if its reader has gone."""
         check_name(request_id)
         return self._streams.get(request_id)
 

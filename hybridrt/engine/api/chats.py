@@ -187,7 +187,6 @@ class ChatOutput:
         return [self, *self.siblings]
 
     def message(self) -> dict[str, Any]:
-        """The answer as the next message of the conversation."""
         calls = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for c in self.tool_calls
@@ -199,9 +198,6 @@ class ChatOutput:
 
 
 def as_conversations(messages: object, options: Mapping[str, Any]) -> list[Conversation]:
-    """One conversation (a list of messages) or several (a list of these). RequestError as
-    `read_conversation`.
-    """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise RequestError(f"messages is {shown(messages)}; pass a list of messages, or a list of such lists")
     if isinstance(messages[0], Mapping):
@@ -210,7 +206,6 @@ def as_conversations(messages: object, options: Mapping[str, Any]) -> list[Conve
 
 
 def read_output(chat: PreparedChat, output: RequestOutput) -> ChatOutput:
-    """Parses a whole output and its siblings."""
     first, *siblings = (_read(chat.new_answer(), sample) for sample in output.outputs)
     first.siblings = tuple(siblings)
     return first

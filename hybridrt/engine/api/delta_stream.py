@@ -19,7 +19,7 @@ class DeltaStream(AsyncIterator[Delta]):
         requests: each request's prompt tokens and parameters by its id, in order.
         running: samples that have not ended; 0 once the stream is closed.
         arrival: when its requests were submitted, in seconds of `time.monotonic()`.
-        take: called with a delta that comes while the reader waits. If it returns True, the delta
+        write_now: called with a delta that comes while the reader waits. If it returns True, the delta
             is done and the reader waits until all samples have ended, so its task need not run for
             every token. A failure always goes to the reader. None: all deltas do.
     """
@@ -28,20 +28,20 @@ class DeltaStream(AsyncIterator[Delta]):
         self.requests: dict[str, PreparedPrompt] = {}
         self.running = 0
         self.arrival = time.monotonic()
-        self.take: Callable[[Delta], bool] | None = None
+        self.write_now: Callable[[Delta], bool] | None = None
         self._loop, self._process = loop, os.getpid()
         self._gains: dict[tuple[str, int], Delta] = {}  # by sample
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: Delta) -> None:
-        """Gives a delta to `take`, or adds it and wakes the reader. Call this in the event loop."""
+        """Gives a delta to `write_now`, or adds it and wakes the reader. Call this in the event loop."""
         if not self.running:
             return
         self.running -= delta.finish_reason is not None
         waiter = None if self._waiter is None or self._waiter.done() else self._waiter
-        if waiter is not None and delta.error is None and self.take is not None:
+        if waiter is not None and delta.error is None and self.write_now is not None:
             try:
-                taken = self.take(delta)
+                taken = self.write_now(delta)
             except Exception as e:  # it is the reader's, and must not keep other streams from their deltas
                 waiter.set_exception(e)
                 return
@@ -75,7 +75,7 @@ class DeltaStream(AsyncIterator[Delta]):
 
     def close(self) -> None:
         """Aborts the requests that have not ended. Drops their later deltas."""
-        self.take = None  # it may refer to this stream
+        self.write_now = None  # it may refer to this stream
         if self.running:
             self.running = 0
             self.abort()

@@ -178,7 +178,6 @@ class EngineLoop:
                 self._commands.get(block=not self._count and not self._closing)()
 
     def _put_off(self) -> None:
-        """Runs commands while the next step need not be scheduled yet: their requests join it."""
         while not self._closing and (seconds := self._spare_seconds()):
             with suppress(Empty):
                 self._commands.get(timeout=min(seconds, ASK_SECONDS))()
@@ -201,7 +200,7 @@ class EngineLoop:
             message.handed_out.wait(min(HAND_OUT_SECONDS, HAND_OUT_SHARE * message.seconds))
 
     def _deliver_deltas(self, seconds: float) -> StepMessage:
-        message = StepMessage(self._deltas.take(), seconds)
+        message = StepMessage(self._deltas.take_deltas(), seconds)
         if message.deltas:
             self._remove_ended(message.deltas)
             self._deliver(message)

@@ -125,7 +125,6 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine underneath, for `add_request`, `step`, `abort` and `counters`."""
         if self._engine is None:
             raise EngineError("this LLM is closed; build a new one")
         self._engine.turns.check_process()
@@ -182,7 +181,7 @@ class LLM:
                     with engine.turns:
                         if not queue:
                             engine.run_step()
-                        deltas = queue.take()
+                        deltas = queue.take_deltas()
                     _raise_error(deltas)
                     ended.update({(delta.request_id, delta.index): delta for delta in deltas})
                     interrupts.check()
@@ -279,7 +278,6 @@ class LLM:
         return prepare_chat(self.engine, self.tokenizer, chat, conversation, params)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets cached prefixes, as `Engine.reset_prefix_cache` does."""
         with self.engine.turns:
             return self.engine.reset_prefix_cache()
 
@@ -301,15 +299,13 @@ class LLM:
     def save_session(
         self, path: str | PathLike[str], prompt: Prompt, *, cache_salt: str | None = None, note: str = ""
     ) -> Session:
-        """Writes KV and recurrent states of a text's longest cached prefix to a file, for
-        `load_session` of this or another process.
+        """Writes KV and states of a text's longest cached prefix to a file, for `load_session`.
 
         Args:
             path: of a safetensors file, which is replaced as a whole.
-            prompt: the text, most often prompt and answer of a request that has ended, best as
-                token ids.
+            prompt: most often prompt and answer of a request that has ended, best as token ids.
             cache_salt: of that request.
-            note: text of the caller's own that the file keeps, up to 2**20 characters.
+            note: text of the caller's own, up to 2**20 characters.
 
         Returns:
             What was saved. Its `token_ids` may be fewer than the prompt's: the last token of an
@@ -317,8 +313,7 @@ class LLM:
 
         Raises:
             RequestError: `prompt` is no prompt, or `cache_salt` no text.
-            SessionError: nothing of it is cached, `path` is no path, or the note is no text or too
-                long.
+            SessionError: nothing of it is cached, `path` is no path, or the note is invalid.
             OSError: the file cannot be written.
         """
         file, content = as_path("path", path, SessionError), text_or_ids(prompt)
@@ -394,7 +389,7 @@ class LLM:
                 with engine.turns:
                     if not queue:
                         self.engine.run_step()
-                    deltas = queue.take()
+                    deltas = queue.take_deltas()
                     running -= sum(delta.finish_reason is not None for delta in deltas)
                     if not running or any(delta.error for delta in deltas):
                         engine.abandon(queue)

@@ -48,7 +48,6 @@ class AnswerStates:
         return slot in self._of
 
     def begin(self, request: Request) -> None:
-        """The request's prompt has been computed: it leaves states from now on."""
         assert request.row is not None
         self._gaps[request.row.index], self._due_at[request.row.index] = APART, request.prefill_end
 

@@ -279,7 +279,6 @@ class CacheCoordinator:
             self.fetches.start(waiting[:LOOK_AHEAD], self.room_stamp(), headroom)
 
     def waits(self, request: Request) -> bool:
-        """True if a waiting request should wait until its prefix is copied from main memory."""
         return self.fetches is not None and self.fetches.awaited(request)
 
     def seal(self, plan: StepPlan, rows: Sequence[tuple[Request, int]] = ()) -> bool:
@@ -312,7 +311,6 @@ class CacheCoordinator:
             self.prefixes.tier.clear()
 
     def forget_prefixes(self) -> bool:
-        """Frees unread entries of the prefix cache. True if nothing is left."""
         if self.fetches is not None:
             self.fetches.cancel_all()
         return self.prefixes.reset()
@@ -381,7 +379,6 @@ class CacheCoordinator:
         return pages <= room[0] and slots <= room[1] and self.prefixes.make_room(pages, slots)
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
-        """Writes an admitted request into the plan: row, pages, and copies into them."""
         assert request.row is not None
         row, state_slot = request.row.index, request.state_slot.index if request.state_slot else NO_SLOT
         settings = request.params, request.seed, request.rules

@@ -62,7 +62,6 @@ class HostFetches:
         return bool(self._fetches)
 
     def awaited(self, request: Request) -> bool:
-        """True if the request's prefix is being copied and its deadline has not passed."""
         fetch = self._fetches.get(request.arrival)
         return fetch is not None and time.monotonic() < fetch.deadline
 

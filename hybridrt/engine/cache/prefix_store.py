@@ -109,7 +109,6 @@ class PrefixStore:
             slots.lock(() if entry is None else (entry,))
 
     def unlock(self, match: PrefixMatch) -> None:
-        """Undoes `lock`, or the rest of it after `has_read`."""
         self.has_read(match)
         self._pages.unlock(match.pages)
         self.tree.unlock(match)
@@ -193,9 +192,7 @@ class PrefixStore:
             self.tree.unlock(before)
 
     def release(self, request: Request) -> CacheEntries:
-        """Offers the request's entries and unlocks what it has read. Returns what the cache takes
-        over.
-        """
+        """Offers the request's entries and unlocks what it has read. Returns what was taken over."""
         taken = self._offer(request)
         self.answers.end(request)
         self._free_saves(request, taken)
@@ -220,7 +217,6 @@ class PrefixStore:
         return length if self.tree.recurrent else length + self.tree.lookahead
 
     def length_of(self, num_tokens: int) -> int:
-        """Inverse of `known_at`: tokens with KV for so many token ids."""
         return num_tokens if self.tree.recurrent else num_tokens - self.tree.lookahead
 
     def room(self) -> tuple[int, int]:
@@ -287,7 +283,6 @@ class PrefixStore:
                 freed += self.windows.drop(gone)
 
     def reset(self) -> bool:
-        """Frees all entries that no request reads. True if none is left."""
         self._seen.clear()
         if self.tier is not None:
             self.tier.clear()
@@ -388,7 +383,6 @@ class PrefixStore:
         return self._spare_slot(NewState(place - request.prefix.length, arrivals))
 
     def evicted(self, gone: CacheEntries) -> Sequence[Slot]:
-        """Frees the entries that the tree has given up. Returns the slots."""
         self._pages.evict(gone.pages)
         self._slots.evict(gone.states)
         return gone.states

@@ -149,7 +149,6 @@ class SessionReader:
 
     @property
     def own_salt(self) -> str:
-        """A salt that no other contents have; after `read`."""
         return f"session {self._metadata['checksum']}"
 
     def read(self, shapes: Shapes, vocab_size: int) -> tuple[CachedPrefix, str]:
@@ -181,7 +180,6 @@ class SessionReader:
         return CachedPrefix(tokens, positions, found), note
 
     def _note(self, found: dict[str, torch.Tensor]) -> str:
-        """Removes the note from the tensors and returns it."""
         if NOTE not in found:
             return self._metadata.get("note", "")
         try:
@@ -233,7 +231,6 @@ class SessionReader:
 
 
 def _check_path(path: Path) -> None:
-    """Raises SessionError for an impossible file name."""
     try:
         possible = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:

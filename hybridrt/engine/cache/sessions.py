@@ -179,7 +179,6 @@ class Sessions:
 
 
 def _check_windows(store: PrefixStore) -> None:
-    """Raises SessionError for a model whose cached states have pages of their own."""
     if store.windows is not None:
         raise SessionError(
             "all attention layers of this model have a sliding window: its prefixes can be neither saved nor loaded"
@@ -187,7 +186,6 @@ def _check_windows(store: PrefixStore) -> None:
 
 
 def _without_states(tensors: Tensors, skipped: int) -> Tensors:
-    """The tensors without the first states; the others are numbered from 0."""
     found = dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
         what, _, rest = name.partition(".")

@@ -72,7 +72,7 @@ class ChunkBudget:
         known = min(2 * self._cost.max_prompt_tokens - self._work.prompt_tokens, self._tokens)
         return max(least, self._in_time(start, max(known, 0)), 0)
 
-    def take(self, start: int, tokens: int) -> None:
+    def spend_tokens(self, start: int, tokens: int) -> None:
         """Adds a chunk of `tokens` to the step, after the first `start` of its prompt."""
         self._tokens -= tokens
         if tokens and self._cost is not None:
@@ -136,7 +136,7 @@ class ItlTarget:
         self._lead = _LEAD
 
     @classmethod
-    def of(cls, config: EngineConfig, device: torch.device, buckets: Iterable[Bucket]) -> "ItlTarget | None":
+    def from_config(cls, config: EngineConfig, device: torch.device, buckets: Iterable[Bucket]) -> "ItlTarget | None":
         """The target of `EngineConfig.target_itl_ms`; None if there is none. `buckets`: of the
         captured graphs of steps with prompts.
         """
@@ -158,13 +158,13 @@ class ItlTarget:
         if waited > LONG_WAIT * self.seconds and self._long_steps >= 1:
             factor = LATE_FACTOR
         target = self.seconds * (1 - self._margin) * factor
-        return ChunkBudget(tokens, self.cost, target, StepWork.of(StepPlan(decode=decode)), self._share)
+        return ChunkBudget(tokens, self.cost, target, StepWork.from_plan(StepPlan(decode=decode)), self._share)
 
     def spare_seconds(self, plan: StepPlan, launched: float) -> float:
         """How long scheduling of the next step can be put off while this plan runs as the last one:
         more prompts can join then. 0 if its end is unknown. `launched`: when, by `clock`.
         """
-        seconds = self.cost.predict(StepWork.of(plan))
+        seconds = self.cost.predict(StepWork.from_plan(plan))
         if seconds is None or self._unseen:
             return 0.0
         end = max(launched, self._last_end) + seconds * (1 - self._margin)
@@ -185,7 +185,7 @@ class ItlTarget:
         """
         if not self._unseen:
             self._unseen_start = launched
-        self._unseen.append(work := StepWork.of(plan))
+        self._unseen.append(work := StepWork.from_plan(plan))
         self._lead = min(2 * self._lead, _MAX_LEAD) if late else max(self._lead * _SHRINK, _MIN_LEAD)
         if work.decode_tokens:
             self._long_steps += 1 / LONG_EVERY - ((self.cost.predict(work) or 0.0) > self.seconds)

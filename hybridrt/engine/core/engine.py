@@ -128,9 +128,9 @@ class Engine:
         buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            target=ItlTarget.of(config, runner.device, buckets),
+            target=ItlTarget.from_config(config, runner.device, buckets),
         )  # fmt: skip
-        engine._samples.folds = FoldCounts.of(runner.pools.req_to_token.mamba_pool)
+        engine._samples.folds = FoldCounts.from_pool(runner.pools.req_to_token.mamba_pool)
         return engine
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
@@ -169,8 +169,10 @@ class Engine:
         check_submission(prepared, request_id, export_to, export_from)
         with self.turns.now:
             if request_id is None:
-                request_id = next(n for i in count(self._num_requests) if not self._samples.of(n := f"request-{i}"))
-            if self._samples.of(request_id):
+                request_id = next(
+                    n for i in count(self._num_requests) if not self._samples.samples_of_request(n := f"request-{i}")
+                )
+            if self._samples.samples_of_request(request_id):
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
             samples = new_samples(request_id, prepared, seed, self._arrivals, self.intake.tokenizer)
@@ -199,7 +201,7 @@ class Engine:
         with self.turns.now:
             if not self._samples.waits(request_id):
                 raise RequestError(f"request {request_id!r} does not wait for its prompt to be computed elsewhere")
-            check_arrived(arrived, len(self._samples.of(request_id)[0].prompt))
+            check_arrived(arrived, len(self._samples.samples_of_request(request_id)[0].prompt))
             with self._change:
                 self._samples.queue(request_id, arrived)
 
@@ -209,7 +211,7 @@ class Engine:
         as `run_step`.
         """
         self.run_step()
-        return self._deltas.take()
+        return self._deltas.take_deltas()
 
     def run_step(self) -> None:
         """Launches the next step, if anything can run, then reads the oldest launched step. With
@@ -245,7 +247,7 @@ class Engine:
     def drain(self) -> list[Delta]:
         """Reads every launched step and launches none: afterwards finished requests hold nothing."""
         self.finish_launched()
-        return self._deltas.take()
+        return self._deltas.take_deltas()
 
     def finish_launched(self) -> None:
         """Waits for every launched step; the next `step` or `drain` returns their deltas."""
@@ -260,7 +262,7 @@ class Engine:
         False if it is unknown or has finished.
         """
         with self.turns.now:
-            return self._end(self._samples.of(request_id), self._samples.abort)
+            return self._end(self._samples.samples_of_request(request_id), self._samples.abort)
 
     def abort_all(self) -> None:
         with self.turns.now:
@@ -273,25 +275,22 @@ class Engine:
         self._abandoned.note(queue)
 
     def fail(self, request_id: str, cause: BaseException) -> bool:
-        """Ends a request as `abort` does, with an EngineError caused by `cause`."""
         with self.turns.now:
-            return self._end(self._samples.of(request_id), lambda request: self._samples.fail(request, cause))
+            return self._end(
+                self._samples.samples_of_request(request_id), lambda request: self._samples.fail(request, cause)
+            )
 
     def gained(self, request_id: str) -> int | None:
         """The smallest number of output tokens over the request's unfinished samples, or None
         without any. From 1 on, the step that imported their state is over for all of them.
         """
-        return min((len(request.output) for request in self._samples.of(request_id)), default=None)
+        return min((len(request.output) for request in self._samples.samples_of_request(request_id)), default=None)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets the cached prefixes that no running request reads. True if none is left."""
         with self.turns.now, self._change:
             return self._coordinator.forget_prefixes()
 
     def cache_dump(self, *, text: bool = False) -> CacheDump:
-        """The present contents of the prefix cache; with `text`, also its texts, if there is a
-        tokenizer.
-        """
         with self.turns.now:
             decode = self.intake.tokenizer.decode if text and self.intake.tokenizer is not None else None
             return cache_dump(self._coordinator, decode)
@@ -343,7 +342,7 @@ class Engine:
 
     def _end_abandoned(self) -> None:
         if self._abandoned:
-            self._end(self._abandoned.take(self._samples.all()), self._samples.abort)
+            self._end(self._abandoned.take_abandoned(self._samples.all()), self._samples.abort)
 
     def _recover(self) -> None:
         """Ends every request and takes everything back: after a broken change, ledgers may
@@ -389,7 +388,7 @@ class Engine:
             result = handle.result()
             if failure is not None:
                 raise failure
-            step.check(result)
+            step.check_result(result)
         except Exception as e:
             with self._change:
                 self._launched.popleft()
@@ -397,4 +396,4 @@ class Engine:
             return
         with self._change:
             self._launched.popleft()
-            self._samples.take(step, result)
+            self._samples.take_result(step, result)

@@ -22,7 +22,7 @@ class FoldCounts:
         self._last, self._phases = width - widest, width - widest + 1
 
     @classmethod
-    def of(cls, pool: MambaPool | None) -> "FoldCounts | None":
+    def from_pool(cls, pool: MambaPool | None) -> "FoldCounts | None":
         if pool is None or pool.spec.mode != "replay":
             return None
         return cls(pool.num_rows, pool.width, pool.spec.tokens_per_step)

@@ -40,7 +40,7 @@ def step_masks(
     for request, row in zip(requests, rows, strict=True):
         try:
             if row.matcher is not None:
-                row.matcher.check()
+                row.matcher.check_limits()
         except GrammarError as e:
             fail(request, e)
     return masks
@@ -59,7 +59,7 @@ def fill_masks(rows: Sequence[MaskedRow], words: int, executor: "LLExecutor") ->
     """[sum(1 + len(draft)), words] int32; bit i % 32 of word i // 32 is set if token i may follow.
 
     Several threads make masks together while they need little time. Else each row is measured, and
-    a request over its limit fails (`Matcher.check`): its masks then allow all tokens.
+    a request over its limit fails (`Matcher.check_limits`): its masks then allow all tokens.
     """
     starts = [0, *accumulate(1 + len(row.draft) for row in rows)]
     masks = np.full((starts[-1], words), -1, np.int32)

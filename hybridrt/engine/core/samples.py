@@ -35,7 +35,7 @@ class Samples:
     def __bool__(self) -> bool:
         return bool(self._samples)
 
-    def of(self, request_id: str) -> list[Request]:
+    def samples_of_request(self, request_id: str) -> list[Request]:
         """Unfinished samples of a request; empty if it is unknown. RequestError for an invalid id."""
         check_name(request_id)
         return self._samples.get(request_id, [])
@@ -63,8 +63,7 @@ class Samples:
             request.arrived = arrived
             self._scheduler.add(request)
 
-    def take(self, step: ScheduledStep, result: StepResult) -> None:
-        """Gives each sample the tokens that it gained in a step."""
+    def take_result(self, step: ScheduledStep, result: StepResult) -> None:
         gains = iter(zip(result.tokens, result.logprobs, strict=True))
         if result.prompt_logprobs:
             self._score(step, result.prompt_logprobs)
@@ -112,7 +111,7 @@ class Samples:
         for request in self.all():
             if request.finish_reason is None:
                 error = EngineError(f"request {request.request_id!r} failed: an exception broke a step off")
-                request.end("abort", error)
+                request.finish("abort", error)
                 self.totals.count_end("abort", error)
             _notify(request)
         self._samples.clear()
@@ -155,9 +154,8 @@ class Samples:
             _notify(request)
 
     def _finish(self, request: Request, reason: FinishReason, error: EngineError | None = None) -> None:
-        """Ends a sample: the scheduler forgets it, and its reader gets the last delta."""
         request_id = request.request_id
-        request.end(reason, error)
+        request.finish(reason, error)
         self.totals.count_end(reason, error)
         if request_id not in self._elsewhere:
             self._scheduler.remove(request)

@@ -33,7 +33,7 @@ class ScheduledStep:
     launched: float = 0.0
     late: bool = False
 
-    def check(self, result: StepResult) -> None:
+    def check_result(self, result: StepResult) -> None:
         """Raises EngineError if the result has a wrong number of rows, a row gained more than its
         limit, or an unfinished request gained no token.
         """
@@ -51,7 +51,6 @@ class ScheduledStep:
 
 
 def _pending(requests: Sequence[Request], columns: RowColumns) -> np.ndarray:
-    """`Request.pending` of all requests from their columns: [n] int32."""
     return columns.output_index - int32s([len(request.output) for request in requests])
 
 
@@ -125,11 +124,9 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: ScheduledStep) -> list[Request] | None:
-        """Adds the decode rows. Returns the requests with uncomputed prompts; None if the step must
-        wait.
-        """
+        """Adds the decode rows. Returns requests with uncomputed prompts; None: wait."""
         requests, rows = self._running_rows()
-        columns = self._coordinator.columns.of(rows)
+        columns = self._coordinator.columns.select_rows(rows)
         prefilled = columns.computed >= columns.prefill_end
         ready = prefilled & (columns.output_index < columns.max_output)
         if self._drafter is not None:
@@ -142,7 +139,11 @@ class Scheduler:
         indices, prefilling = ready.nonzero()[0], list[Request]()
         if len(indices) < len(rows):
             prefilling = list(compress(requests, (~prefilled).tolist()))
-            requests, rows, columns = [requests[i] for i in indices.tolist()], rows[indices], columns.of(indices)
+            requests, rows, columns = (
+                [requests[i] for i in indices.tolist()],
+                rows[indices],
+                columns.select_rows(indices),
+            )
         if len(indices):
             self._schedule_decode(step, requests, rows, columns)
         return prefilling
@@ -240,7 +241,7 @@ class Scheduler:
         return self._order
 
     def _needs_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
-        """[n] bool mask: ready requests whose next step needs tokens that the host has not read."""
+        """[n] bool: the next step needs tokens that the host has not read."""
         assert self._drafter is not None
         pending = _pending(requests, columns)
         needs_tokens = ready & (pending > 0)
@@ -262,7 +263,7 @@ class Scheduler:
         short = (ends >= columns.capacity).nonzero()[0].tolist()
         if short:
             found = self._find_pages(requests, drafts, short, step.plan)
-            rows, requests, columns = rows[found], [requests[i] for i in found], columns.of(found)
+            rows, requests, columns = rows[found], [requests[i] for i in found], columns.select_rows(found)
             drafts = [drafts[i] for i in found] if drafts else []
         lent = rows.astype(np.int32), columns.computed, columns.output_index
         if drafts:
@@ -376,9 +377,6 @@ class Scheduler:
         return None
 
     def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:
-        """Adds the next chunk; none if the budget has no room, or a launched step still reads the
-        needed pages.
-        """
         assert request.row is not None
         start = request.computed
         end = min(start + budget.room(start), request.prefill_end)
@@ -386,7 +384,7 @@ class Scheduler:
         end = self._coordinator.use_spare_pages(request, end, step.plan)
         if end <= start:
             return
-        budget.take(start, end - start)
+        budget.spend_tokens(start, end - start)
         tokens, row, columns = request.tokens, request.row.index, self._coordinator.columns
         last = end == request.prefill_end
         columns.computed[row] = end

@@ -41,7 +41,7 @@ class StepWork(NamedTuple):
     passes: int = 0
 
     @classmethod
-    def of(cls, plan: StepPlan) -> "StepWork":
+    def from_plan(cls, plan: StepPlan) -> "StepWork":
         decode = plan.decode
         work = cls(len(decode) + len(decode.drafts), int(decode.computed.sum()))
         for row in plan.extend:

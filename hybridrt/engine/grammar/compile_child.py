@@ -61,7 +61,6 @@ _starting = threading.Lock()  # the stack size is the process's, so it is set fo
 
 
 def main() -> None:
-    """Makes the tokenizer of the first frame, then answers jobs until the parent closes its end."""
     from llguidance import LLTokenizer
 
     os.nice(NICE)
@@ -133,7 +132,6 @@ def _slow(root: "LLMatcher", eos: set[int]) -> str:
 
 
 def _token(mask: bytes, rng: random.Random) -> int:
-    """A token that a mask allows: the next one from a random place on."""
     start = rng.randrange(len(mask))
     turned = mask[start:] + mask[:start]
     skipped = len(turned) - len(turned.lstrip(b"\0"))

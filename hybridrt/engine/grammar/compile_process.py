@@ -52,7 +52,7 @@ class _Running:
     lock: threading.Lock = field(default_factory=threading.Lock)
     ended: bool = False
 
-    def end(self) -> None:
+    def kill_process(self) -> None:
         """Ends the process and all its forks. Once it is known to have ended, its number may be
         another's.
         """
@@ -94,12 +94,12 @@ class CompileProcess:
             try:
                 _write(running.process, f"{number} {cpu_seconds} {seconds}\n{grammar}")
             except (OSError, TimeoutError) as e:
-                running.end()
+                running.kill_process()
                 raise QueueFullError(_GONE) from e
         try:
             return job.result(seconds + _WRITE_SECONDS)
         except TimeoutError as e:  # neither it nor its fork answers
-            running.end()
+            running.kill_process()
             raise QueueFullError(_GONE) from e
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class CompileProcess:
         with self._lock:
             self._closed = True
             if self._running is not None and self._pid == os.getpid():
-                self._running.end()
+                self._running.kill_process()
 
     def _started(self) -> _Running:
         with self._lock:
@@ -139,7 +139,7 @@ class CompileProcess:
             _wait_for_answer(process)
             threading.Thread(target=_read_answers, args=(running,), name="hybridrt-verdicts", daemon=True).start()
         except (OSError, EOFError, TimeoutError, RuntimeError) as e:
-            running.end()
+            running.kill_process()
             process.wait()
             raise QueueFullError(
                 f"the process that compiles grammars does not start ({type(e).__name__}: {e}); try "
@@ -165,7 +165,7 @@ def _read_answers(running: _Running) -> None:
                 job.set_exception(QueueFullError("the machine is too busy to compile a grammar: try again later"))
             elif job is not None:
                 job.set_result(_verdict(status, text))
-    running.end()
+    running.kill_process()
     running.process.wait()
     with running.lock:
         running.ended = True

@@ -195,7 +195,6 @@ class GrammarCompiler:
 
     @contextmanager
     def _wait(self) -> Iterator[None]:
-        """Counts a waiting request. QueueFullError if there are enough."""
         if not self._waiting.acquire(blocking=False):
             raise QueueFullError(FULL)
         try:
@@ -303,7 +302,6 @@ def _without_thinking(outputs: StructuredOutputs) -> StructuredOutputs:
 
 
 def _explained(error: str) -> str:
-    """llguidance's error with its line breaks: they show where an expression is wrong."""
     if error.startswith(_NO_TOKEN):
         return "Unsatisfiable: no text of finite length fits"
     text = "\n".join(line for line in error.rstrip().split("\n") if NO_FORCING.strip() not in line)
@@ -321,6 +319,5 @@ def _takes_back(root: "LLMatcher", eos: frozenset[int]) -> bool:
 
 
 def _num_threads() -> int:
-    """Four of five CPUs, 16 at most."""
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(max(cpus * 4 // 5, 1), 16)

@@ -38,7 +38,6 @@ class Allowance:
         self.spend(seconds)
 
     def masked(self, seconds: float, masks: int) -> None:
-        """Masks have been made: one, and those of a draft's tokens."""
         self.last = seconds / masks
         self.watched = WATCHED_STEPS if self.heavy else self.watched - 1
         self._left = min(self._left + SECONDS_A_TOKEN * (masks - 1), BURST_SECONDS)
@@ -52,8 +51,7 @@ class Allowance:
     def fail(self, reason: str) -> None:
         self._failure = self._failure or reason
 
-    def check(self) -> None:
-        """Raises GrammarError if the request has used too much time."""
+    def check_time(self) -> None:
         if self._failure:
             raise GrammarError(
                 f"structured_outputs delay all other requests: its masks take {self._failure}; make it simpler"

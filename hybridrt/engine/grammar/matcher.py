@@ -44,7 +44,6 @@ class Grammar:
         self._turn = count()
 
     def start(self) -> "tuple[int, LLMatcher]":
-        """The number of the next root, and a copy of it."""
         roots = self.roots
         number = next(self._turn) % len(roots)
         return number, roots[number].deep_copy()
@@ -109,13 +108,13 @@ class Matcher:
                 if not read:
                     return False
             if not self.inner.consume_token(token):
-                self.check()
+                self.check_limits()
         self.allowance.advanced(taken[0])
         return self.inner.is_stopped()
 
-    def check(self) -> None:
+    def check_limits(self) -> None:
         """Raises GrammarError if a limit is exceeded: llguidance's answers are then invalid."""
-        self.allowance.check()
+        self.allowance.check_time()
         if self.inner.is_error():
             reason = shortened(self.inner.get_error())
             raise GrammarError(f"structured_outputs cannot be followed any further: {reason}")
@@ -199,7 +198,6 @@ _State = tuple["LLMatcher", ThinkingState | None]
 
 
 def _children(draft: Draft, node: int) -> Sequence[int]:
-    """Numbers of a node's successors; 0 is the root."""
     if draft.parents is None:
         return [node + 1] if node < len(draft) else []
     return [i for i, parent in enumerate(draft.parents, 1) if parent == node]
@@ -222,5 +220,4 @@ class MaskedRow:
 
 
 def shortened(text: str) -> str:
-    """The text of an llguidance error in one line of at most 500 characters."""
     return " ".join(text.split())[:500]

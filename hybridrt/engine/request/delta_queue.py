@@ -41,7 +41,7 @@ class DeltaQueue:
     def put(self, request: DeltaSource) -> None:
         self._moved[request] = None
 
-    def take(self) -> list[Delta]:
+    def take_deltas(self) -> list[Delta]:
         """One delta for each sample that has gained something since the last call, or has ended."""
         moved, self._moved = self._moved, {}
         deltas = [sample.delta() for sample in moved]
@@ -70,6 +70,6 @@ class Abandonment:
         """Any thread may call this at any time."""
         self._notes.append(weakref.ref(queue))
 
-    def take(self, requests: Iterable[S]) -> list[S]:
+    def take_abandoned(self, requests: Iterable[S]) -> list[S]:
         gone = [None, *(self._notes.popleft()() for _ in range(len(self._notes)))]
         return [r for r in requests if r.queue is not None and r.queue() in gone]

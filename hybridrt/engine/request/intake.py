@@ -87,7 +87,6 @@ class EngineLimits:
     image_tokens: Mapping[int, str] = field(default_factory=dict)
 
     def check_length(self, num_tokens: int) -> None:
-        """Raises PromptTooLongError if a prompt has too many tokens."""
         longest = self.max_model_len - 1
         if num_tokens > longest:
             # Clients know an overlong prompt by the words of OpenAI's error.
@@ -263,7 +262,6 @@ def _check_constants(params: SamplingParams, rules: TokenRules | None) -> None:
 
 
 def _check_first(params: SamplingParams, rules: TokenRules, matcher: Matcher | None) -> None:
-    """Raises RequestError if no token may come first."""
     if any_allowed(rules, None if matcher is None else matcher.mask(), ()):
         return
     fields = [name for name in _FORBIDDING if getattr(params, name)]
@@ -278,7 +276,6 @@ def _no_params(value: object) -> RequestError:
 
 
 def check_prepared(prepared: object) -> None:
-    """Raises RequestError for anything except a result of `prepare`."""
     if not isinstance(prepared, PreparedPrompt):
         raise RequestError(f"prepared is {shown(prepared)}; pass what `prepare` returns for a prompt", "prompt")
 
@@ -294,7 +291,6 @@ def check_name(request_id: object) -> None:
 
 
 def check_submission(prepared: object, request_id: object, export_to: object, export_from: object) -> None:
-    """Raises RequestError for invalid arguments of `Engine.submit`."""
     check_prepared(prepared)
     if request_id is not None:
         check_name(request_id)

@@ -60,7 +60,7 @@ class TokenCounters:
 @dataclass(slots=True)
 class RequestMetrics(TokenCounters):
     """Of one sample. Times are seconds of `time.monotonic()`; `admission_time` is its first start.
-    `cached_tokens` of the prompt came from the prefix cache.
+    `cached_tokens` came from the prefix cache.
     """
 
     prompt_tokens: int
@@ -191,19 +191,12 @@ class Delta(msgspec.Struct):
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A whole sample, as `LLM.generate` returns it.
+    """A whole sample, as `LLM.generate` returns it. Fields not listed are those of Delta, for all
+    tokens.
 
     Attributes:
         index: which of the prompt's `n` samples.
-        prompt_token_ids: one list, which the prompt's samples share.
-        token_ids: all output tokens, the token that stopped the sample included.
-        text: their text, without the stopping token or stop string; "" without a tokenizer.
-        logprobs: for every token, token id -> log-probability of it and of the likeliest; None if
-            not asked for.
-        prompt_logprobs: the same for every prompt token, None for the first; shared by the prompt's
-            samples.
-        stop_reason: the stop string or the one of `stop_token_ids` that has ended the sample; None
-            if something else has.
+        prompt_token_ids, prompt_logprobs: shared by the prompt's samples.
         siblings: the samples 1 to n - 1 of the same prompt, on sample 0.
     """
 
@@ -229,7 +222,6 @@ class RequestOutput:
 
 
 def whole_output(request_id: str, prompt: list[int], n: int, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
-    """The `n` samples of a prompt from one delta each, by request and index."""
     scores = ended[request_id, 0].prompt_logprobs
     first, *siblings = (_sample(prompt, scores, ended[request_id, index]) for index in range(n))
     first.siblings = tuple(siblings)

@@ -33,7 +33,7 @@ class RowColumns:
     def allocate(cls, num_rows: int) -> "RowColumns":
         return cls(np.zeros((5, num_rows + 1), np.int32))
 
-    def of(self, rows: Sequence[int] | np.ndarray) -> "RowColumns":
+    def select_rows(self, rows: Sequence[int] | np.ndarray) -> "RowColumns":
         """Copies the entries of rows [n] (int64), in their order."""
         return RowColumns(self.table.take(rows, axis=1))
 

@@ -232,7 +232,7 @@ class Request:
             return False
         return self.detokenizer.advance(tokens, may_stop=self.decoded > self.params.min_tokens)
 
-    def end(self, reason: FinishReason, error: EngineError | None = None) -> None:
+    def finish(self, reason: FinishReason, error: EngineError | None = None) -> None:
         """Ends the request. Without an error all of its text is made: a stop string may be hidden
         in text that was held back for an unfinished character.
         """
@@ -248,19 +248,17 @@ class Request:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop string or the one of `stop_token_ids` that has ended the request."""
         if self.detokenizer is not None and self.detokenizer.stopped_by is not None:
             return self.detokenizer.stopped_by
         return self.output[-1] if self.output[-1] in self.params.stop_token_ids else None
 
     def delta(self) -> Delta:
-        """News since the last delta; in the last one also the finish reason and metrics."""
         tokens = self.output[self.told :]
         self.told += len(tokens)
         reason, detokenizer, logprobs = self.finish_reason, self.detokenizer, self.logprobs
         if logprobs is not None:
             self.logprobs = []
-        text = detokenizer.take(reason is not None) if detokenizer is not None else ""
+        text = detokenizer.take_text(reason is not None) if detokenizer is not None else ""
         metrics = self.metrics if reason is not None else None
         prompt_scores, self.prompt_scores = self.prompt_scores, None
         return Delta(
@@ -272,7 +270,7 @@ class Request:
 def new_samples(
     request_id: str, prepared: PreparedPrompt, seed: int, arrivals: Iterator[int], tokenizer: Tokenizer | None
 ) -> list[Request]:
-    """The `n` samples of a prompt. The first one gets the log-probabilities of the prompt."""
+    """The `n` samples of a prompt. Only the first gets the log-probabilities of the prompt."""
     tokens, params = prepared.tokens, prepared.params
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     samples = [

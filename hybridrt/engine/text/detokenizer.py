@@ -79,7 +79,7 @@ class Detokenizer:
         text = self._decode([*self._window, *tokens]).rstrip(_INCOMPLETE)
         return self._extend(text[self._known :], may_stop)
 
-    def take(self, final: bool) -> str:
+    def take_text(self, final: bool) -> str:
         """The text since the last call. Holds back a possible beginning of a stop string unless
         `final`.
         """

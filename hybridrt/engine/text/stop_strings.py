@@ -36,7 +36,6 @@ class StopStrings:
         self._found[state] = len(string)
 
     def _link(self, state: int) -> Iterable[int]:
-        """Fills the tables of the states after `state`; returns these states."""
         self._found[state] = self._found[state] or self._found[self._shorter[state]]
         for character, later in self._next[state].items():
             self._shorter[later] = self._step(self._shorter[state], character)
@@ -61,7 +60,6 @@ class StopStrings:
         return next(string for string in self._strings if text.startswith(string, start))
 
     def held(self, state: int) -> int:
-        """Characters at the end that may be the beginning of a string."""
         return self._depth[state]
 
     def _step(self, state: int, character: str) -> int:

@@ -110,7 +110,6 @@ class HFTokenizer:
 
 
 def _raise(error: BaseException) -> NoReturn:
-    """Raises a tokenizer's failure as a CheckpointError, anything else as it is."""
     if not is_failure(error):
         raise error
     raise CheckpointError(
