@@ -26,8 +26,8 @@ STATE_SHARE = 0.5
 @dataclass(frozen=True)
 class UnitCosts:
     """Bytes of one state slot (conv ring and recurrent state of all layers), one running row (rings
-    or intermediate states, page table, sampling tables, its drafter's data) and one KV page.
-    `fixed`: graph buffers and a draft model's weights. In addition, the arena of state transfer.
+    or intermediate states, tables, its drafter's data) and one KV page. `fixed`: graph buffers and
+    a draft model's weights. Also the arena of state transfer.
     """
 
     slot: int
@@ -43,11 +43,10 @@ class MemoryPlan:
 
     Attributes:
         num_rows: R, requests that run together.
-        num_slots: S, recurrent state slots: one for each row, and those for cached prefixes; 0 for
-            a model without recurrent layers.
-        num_pages: KV pages of `page_size` tokens; 0 for a model without attention layers.
+        num_slots: S, state slots of rows and cached prefixes; 0 without recurrent layers.
+        num_pages: KV pages of `page_size` tokens; 0 without attention layers.
         max_model_len: longest prompt + output of one request.
-        budget_bytes: limit of the pools, after weight_bytes and activation_bytes were subtracted.
+        budget_bytes: limit of the pools, without weight_bytes and activation_bytes.
         demand: how many pages a request holds at a time; None: those of all its tokens.
         host: the prefix cache's part in main memory.
 

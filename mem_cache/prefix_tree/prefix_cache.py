@@ -18,24 +18,23 @@ class CacheEntries(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A prefix of `length` tokens that needs no computing.
+    """A prefix of `length` tokens that needs no computing. The request copies `tail` and `window`.
 
     Attributes:
-        pages: the cache's whole KV pages of it, in order; none for a model without attention
-            layers.
-        state: the cache's slot with the recurrent state after it; None for a model without
-            recurrent layers. The request's first step reads this slot and writes the request's own.
+        pages: the cache's whole KV pages of it, in order; none without attention layers.
+        state: the cache's slot with the state after it; None without recurrent layers. The
+            request's first step reads this slot and writes the request's own.
         tail: the cache's page with the tokens after the last whole page, if the state is in the
-            middle of a page. The request copies it.
+            middle of a page.
         known: first tokens of the prompt that are in the tree: more than `length` if a state is
             missing.
         fork: `known`, if another prompt in the tree goes on differently from there; else 0.
         window: the cache's pages with the KV that the next token sees, if all attention layers have
-            a sliding window. The request copies them.
+            a sliding window.
         node, tail_node: the tree's entries of the match and the tail.
-        retokenised: tokens of a cached answer after the place within it where the prompt leaves it.
-        staged: of a prefix that was computed elsewhere: where its state and KV are in the
-            executor's arena. They are copied to the request's own slot and pages at admission.
+        retokenised: tokens of a cached answer after the place where the prompt leaves it.
+        staged: of a prefix that was computed elsewhere: its place in the executor's arena, until
+            admission.
         staged_from: of such a prefix, the tokens whose KV is in `pages` instead.
     """
 
@@ -63,10 +62,10 @@ class CacheCounts:
     Attributes:
         asked: all tokens.
         hit: tokens that needed no computing.
-        without_state: tokens that the cache knew, but had no state at or after them.
-        without_kv: tokens of a text whose KV the cache has evicted.
-        retokenised: tokens of a cached answer after the place within it where the prompt leaves it,
-            mostly because the history was tokenised anew.
+        without_state: known tokens with no state at or after them.
+        without_kv: tokens whose KV was evicted.
+        retokenised: tokens of a cached answer after the place where the prompt leaves it, mostly
+            because the history was tokenised anew.
         fetched: tokens that were brought back from main memory, or whose state was.
         dropped: entries, not tokens: their use gave logits that are not finite.
     """

@@ -48,8 +48,8 @@ class NewState(NamedTuple):
     """A new state of a prompt that may replace another one.
 
     Attributes:
-        saved: tokens between the state that the prompt starts from and this one; 0 for a state
-            within an answer, which replaces only states of its kind.
+        saved: tokens since the state that the prompt starts from; 0 for a state within an answer,
+            which replaces only states of its kind.
         arrivals: of waiting requests whose prompts go on from it.
     """
 
@@ -96,9 +96,8 @@ class StateWorths:
         self._heap: list[tuple[float, int, Node]] = []  # the others by worth; entries may be out of date
 
     def of(self, node: Node) -> float:
-        """GreedyDual's value of a node's state: inflation at its last use (now, while the request
-        that left it runs) plus the tokens since the state before it, weighted by how often its
-        class is used.
+        """GreedyDual's value: inflation at the last use (now, while the request that left the state
+        runs) plus the tokens since the state before, weighted by how often the class is used.
         """
         if node in self.answers or (node.passed and not node.awaited):
             return 0.0

@@ -49,10 +49,7 @@ class StepMessage:
 
 class EngineLoop:
     """Steps an engine while its requests run. Every method may be called from any thread, unless it
-    says otherwise.
-
-    Other threads may use the same engine if they take turns, as `LLM.generate` and `LLM.stream` do.
-    Each step computes tokens for the requests of all.
+    says otherwise. Other threads may use the same engine if they take turns.
 
     If a step raises, or a rank or the device is lost, the loop ends: its requests end with an
     UnavailableError, `error` is set, and later requests are refused.

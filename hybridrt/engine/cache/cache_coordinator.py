@@ -57,9 +57,7 @@ class CacheCoordinator:
 
     Args:
         num_rows: requests that may run together.
-        num_slots: recurrent states; 0 if the model has no recurrent layer.
-        num_pages: KV pages; 0 if the model has no attention layer.
-        page_size: tokens in a page.
+        num_slots, num_pages: recurrent states and KV pages; 0 without such layers.
         demand: how many pages requests hold, if all attention layers have a sliding window; None:
             all.
         prefix_cache: keep the entries of ended requests. Nothing is kept if every layer is

@@ -48,14 +48,12 @@ class DumpedNode:
 
 @dataclass(frozen=True)
 class CacheDump:
-    """A prefix cache at one moment.
+    """A prefix cache at one moment. Counts are those of CacheCounts.
 
     Attributes:
         pages, states: entries, of `pages_total` KV pages and `states_total` state slots of the
             engine.
-        host_pages, host_states: entries of its tier in main memory, and their limits.
-        asked, hit, without_state, without_kv, retokenised, fetched: `CacheCounts`, in tokens;
-            dropped: entries whose use gave logits that are not finite.
+        host_pages, host_states: entries in main memory, and their limits.
         nodes: parents first.
     """
 

@@ -153,10 +153,7 @@ class SessionReader:
 
     def read(self, shapes: Shapes, vocab_size: int) -> tuple[CachedPrefix, str]:
         """All contents, checked, and the note. `shapes`: of all tensors except tokens and
-        positions.
-
-        Raises:
-            SessionError: they are not what `shapes` says, or damaged.
+        positions. SessionError if they differ or are damaged.
         """
         self._check_shapes(shapes)
         notes = [NOTE] if NOTE in self._file.entries else []

@@ -109,13 +109,12 @@ class ItlTarget:
     LATE_SECONDS, the target rises in proportion, up to LATE_FACTOR. Few single steps may be as long
     earlier: they end bursts of arrivals, which make first tokens late.
 
-    Costs are fitted to launched and read steps. The host does not see the end of a step that
-    samples nothing or ended before it was read: its work is observed together with the next step
-    that is waited for.
+    The host does not see the end of a step that samples nothing or ended before it was read: its
+    work is observed together with the next step that is waited for.
 
     Args:
         seconds: between tokens.
-        cost: None: one that knows of no graphs with prompts.
+        cost: None: one without graphs for prompts.
         clock: seconds, as `RequestMetrics.arrival_time` has them.
         share: as for `ChunkBudget`.
     """

@@ -43,15 +43,12 @@ class Engine:
     One thread at a time: a call while another thread is inside raises EngineError. Threads that
     share an engine take turns (`with engine.turns:`). Ctrl-C waits until a call has ended. After
     another exception in the middle of a call, the next call ends all requests with an error and
-    continues with an empty engine.
-
-    A sample that fails (its step raised, or its text could not be made) ends alone, with
-    finish_reason "abort" and `Delta.error`.
+    continues with an empty engine. A sample that fails (its step raised, or its text could not be
+    made) ends alone, with finish_reason "abort" and `Delta.error`.
 
     A process that serves should call `gc.collect()` and `gc.freeze()` after it has built its
-    engine. Otherwise a full collection examines all objects of torch's import, for a tenth of a
-    second or more between two steps. Call `gc.unfreeze()` before the last reference to the engine
-    is dropped.
+    engine, and `gc.unfreeze()` before it drops the last reference. Otherwise a full collection
+    examines all objects of torch's import, for a tenth of a second or more between two steps.
 
     Args:
         tokenizer: None: token ids go in and come out.
@@ -64,8 +61,7 @@ class Engine:
 
     Attributes:
         intake: checks prompts and parameters before they are queued.
-        turns: held by the thread that is inside; `with engine.turns:` waits for it, first come,
-            first served.
+        turns: `with engine.turns:` waits for the thread that is inside, first come, first served.
         sessions: saves parts of the prefix cache to files, and loads them.
         prefixes: shared entries of requests.
         prefill_source: the PrefillSource that computes the prompts of later requests. None: this

@@ -77,14 +77,13 @@ class StepCost:
     """A model of the seconds of steps: linear in `StepWork.features` with costs that are not
     negative, so more work is never predicted to be faster.
 
-    The costs minimise the squared relative error of past steps. Only newer steps of the same kind
-    reduce the weight of older ones: many decode steps do not remove what is known of prompts. A
-    step that was slow for another reason (a kernel was compiled) has little effect, because its
-    error relative to its own time is at most one.
+    The costs minimise the squared relative error of past steps, so one slow step (a kernel was
+    compiled) has little effect. Only newer steps of the same kind reduce the weight of older ones:
+    many decode steps do not remove what is known of prompts.
 
-    A graph's time is that of its full bucket, so a step is predicted by its bucket's tokens. A step
-    without a graph needs longer to launch than to run, and no cost of a token describes that: these
-    steps have a cost of their own, and count at least as many tokens as the largest graph.
+    A graph's time is that of its full bucket, so a step counts its bucket's tokens. A step without
+    a graph needs longer to launch than to run: it has a cost of its own, and counts at least as
+    many tokens as the largest graph.
 
     Args:
         buckets: of the graphs of steps with prompts. Empty: no such step runs as a graph.

@@ -56,14 +56,13 @@ class _Job(Future["Grammar | str"]):
 class GrammarCompiler:
     """Makes matchers of structured outputs. Any thread may call `matcher`.
 
-    A grammar is first compiled and measured in another process with limits (compile_process.py). If
-    that refuses it, it is never compiled here. A short grammar gets QUICK_CPU_SECONDS at once. If
-    it needs more, it waits among the medium ones, then among the large ones. Each of these two
-    kinds has a share of one core. A grammar of several samples is compiled again in the background,
-    up to once for each thread that computes masks (`Grammar.roots`).
+    A grammar is first compiled in another process with limits (compile_process.py). A short one
+    gets QUICK_CPU_SECONDS at once. If it needs more, it waits among the medium ones, then among the
+    large ones; each kind has a share of one core. A grammar of several samples is compiled again in
+    the background, up to once for each thread that computes masks (`Grammar.roots`).
 
     Args:
-        tokenizer: None: the model has none, so requests are refused.
+        tokenizer: None: requests are refused.
         vocab_size: of the model. Tokens beyond the tokenizer's are never allowed.
         eos_token_ids: allowed where an output may end.
         seconds: most time that a request waits for each turn, and for the process.

@@ -114,13 +114,12 @@ class Intake:
     check_fits: Callable[[int], None]
 
     def prepare(self, prompt: Prompt, params: SamplingParams, known: Known | None = None) -> PreparedPrompt:
-        """Checks a prompt and its parameters, and compiles its grammar. Changes nothing.
+        """Checks a prompt (see hybridrt.engine.text.prompts) and its parameters, and compiles its
+        grammar. Changes nothing.
 
         Args:
-            prompt: as in hybridrt.engine.text.prompts: text or token ids, as they are or under
-                their name.
-            known: of one batch: results for the prompt before, reused if its parameters are the
-                same object. The largest ones take long, and a batch may have a thousand prompts.
+            known: of one batch: results for the prompt before, reused for the same parameters. The
+                largest ones take long, and a batch may have a thousand prompts.
 
         Raises:
             RequestError: the prompt is no prompt, empty, too long, holds ids outside the

@@ -78,17 +78,12 @@ class EngineCounters(TokenCounters):
     waiting requests, and free entries of the pools.
 
     Attributes:
-        cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised,
-            cache_fetched: the CacheCounts of hybridrt.mem_cache.prefix_tree.prefix_cache, in
-            tokens.
-        cache_dropped: entries that the prefix cache has dropped, because their use gave logits that
-            are not finite.
+        cache_asked .. cache_dropped: hybridrt.mem_cache.prefix_tree.prefix_cache.CacheCounts.
         cached_slots, cached_pages: evictable entries of the prefix cache.
-        step_cost_error: median relative error of the last steps' predicted times; None without
-            `target_itl_ms`, or before enough steps have run.
+        step_cost_error: median relative error of predicted times; None without `target_itl_ms`, or
+            before enough steps have run.
         host_pages, host_states: entries of the prefix cache in main memory.
-        folds: state rings that became part of their states, over all steps; most_folds: in one
-            step. 0 without rings.
+        folds: rings folded over all steps; most_folds: in one step. 0 without rings.
     """
 
     steps: int = 0

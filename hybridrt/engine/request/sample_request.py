@@ -41,14 +41,11 @@ class NotFinite(EngineError):
 class Request:
     """Host state of one sample.
 
-    `prompt` and `output` are known. `columns` count launched work too, at its row.
+    `prompt` and `output` are known. `columns` count launched work too, at its row. Fields of
+    PreparedPrompt mean the same here.
 
     Attributes:
         arrival: order of arrival, unique.
-        max_len: prompt + output tokens at which the request ends.
-        stop_ids: tokens that end it.
-        rules: which single tokens its parameters allow.
-        matcher: follows its output, if it has a grammar; a retracted request keeps it.
         prompt_scores: log-probabilities of the first `scored` tokens of the prompt, without the
             very first, by chunk. None if not asked for, and once they are in a delta.
         stream: its reader gets deltas while it runs; False: one delta at its end.
@@ -62,7 +59,6 @@ class Request:
         shared: its prompt has been offered to the prefix cache.
         leader: the first sample of the same prompt, whose prompt this one waits for; None: it is
             the first.
-        boundaries: as in PreparedPrompt.
         first_page: number of pages[0] in the request: earlier ones have left the sliding window.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
         prefill_end: how many of `tokens` are computed before decoding starts: those known at
