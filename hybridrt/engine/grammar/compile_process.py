@@ -117,7 +117,7 @@ class CompileProcess:
                 self._running, self._pid = None, os.getpid()
             if self._running is None or self._running.ended:
                 self._running = self._start()
-                weakref.finalize(self, self._running.end)
+                weakref.finalize(self, self._running.kill_process)
             return self._running
 
     def _start(self) -> _Running:
