@@ -116,7 +116,7 @@ class EventStream(Response):
             await send(_part(part))
             await asyncio.sleep(0)
         if (writer := scope.get("extensions", {}).get(BODY_WRITER)) is not None:
-            answer.deltas.take = partial(self._write_now, writer)
+            answer.deltas.write_now = partial(self._write_now, writer)
         try:
             async for delta in answer.deltas:
                 gain = await made_by(answer.in_thread, answer.gain(delta), answer.weight(delta))
