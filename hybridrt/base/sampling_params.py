@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen and when it ends."""
+"""How the tokens of a request are chosen, and when it ends."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,18 +36,18 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def is_number(value: object, kind: type) -> bool:
-    """True for numbers of `kind`, Integral or Real, of Python and numpy. A bool and a numpy duration are instances of
-    these classes, but they do not count as numbers."""
+    """True for Python and numpy numbers of `kind`, Integral or Real. bool and numpy durations,
+    which are instances of these classes too, do not count."""
     if type(value) is int or (type(value) is float and kind is Real):
-        return True  # at once: a check for an abstract class takes long, and there are a dozen a request
+        return True  # a check for an abstract class is slow, and a request needs a dozen
     if not isinstance(value, kind) or isinstance(value, bool):
         return False
     return getattr(getattr(value, "dtype", None), "kind", "") != "m"
 
 
 def _plain(value: Any, kind: type) -> int | float:
-    """A number of `kind` as Python's own, which is compared with any range without an overflow; NaN, which is in no
-    range, for everything else."""
+    """As a Python number, which compares with any range without overflow; NaN, which is in no
+    range, for anything else."""
     if not is_number(value, kind):
         return math.nan
     try:
@@ -57,7 +57,7 @@ def _plain(value: Any, kind: type) -> int | float:
 
 
 def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
-    """The entries of a list or another collection; none for None. At most `max_entries` + 1 of them are read."""
+    """The entries of a collection; none for None. Reads at most `max_entries` + 1."""
     if value is None:
         return ()
     if type(value) not in (tuple, list):
@@ -71,7 +71,6 @@ def _entries(name: str, value: Any, max_entries: int) -> tuple[Any, ...]:
 
 
 def _token_ids(name: str, value: Any, max_entries: int) -> tuple[int, ...]:
-    """Token ids of a collection, as Python integers."""
     ids = _entries(name, value, max_entries)
     for t in ids:
         ok = is_number(t, Integral) and 0 <= t <= _INT32_MAX
