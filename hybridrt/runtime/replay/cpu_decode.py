@@ -1,8 +1,8 @@
-"""Plain decode steps on a CPU, over tensors and batches that are made once for each number of rows.
+"""Plain decode steps on a CPU, over tensors and batches that are made once per number of rows.
 
-An eager step makes its tensors and its batch anew, and its backends look at all numbers. For a few rows of a small
-model that takes as long as a quarter of the model. Here numpy fills the tensors in place, and the backends prepare the
-step as one of a graph. They take its numbers from the scheduler and the tables as they are.
+An eager step makes tensors and a batch, and its backends look at all numbers: for a few rows of a
+small model that takes a quarter of the model's time. Here numpy fills the tensors in place, and the
+backends prepare the step like a graph's, with the numbers of the scheduler and the tables.
 """
 
 from collections.abc import Hashable
@@ -23,8 +23,8 @@ class _Rows(NamedTuple):
     """A step of n rows.
 
     Attributes:
-        columns: [6, n] int32: input_ids, positions, out_cache_loc, rows, seq_lens, output_indices. The tensors of
-            `batch` are views of it.
+        columns: [6, n] int32: input_ids, positions, out_cache_loc, rows, seq_lens, output_indices.
+            The tensors of `batch` are views of it.
         output_indices: [n] int32.
     """
 
@@ -49,8 +49,8 @@ class CPUDecode:
         self._made: dict[int, _Rows] = {}
 
     def prepare(self, decode: DecodeRows) -> tuple[ForwardBatch, torch.Tensor]:
-        """The batch of a step without drafts, which the backends have prepared, and its output indices [n] int32. The
-        next step of as many rows overwrites both. The tables hold the pages of all tokens already."""
+        """The prepared batch of a step without drafts, and its output indices [n] int32. The next
+        step of as many rows overwrites both. The tables must contain the pages of all tokens."""
         columns, batch, output_indices = self._made.get(len(decode)) or self._make(len(decode))
         rows, computed = decode.rows, decode.computed
         ids, _, slots, _, lens, _ = columns
@@ -64,7 +64,8 @@ class CPUDecode:
         return batch, output_indices
 
     def key(self, batch: ForwardBatch) -> Hashable:
-        """Prepared steps of equal keys are the same operations on the same tensors; None: one of its own."""
+        """Steps of equal keys are the same operations on the same tensors; None: this one is
+        unique."""
         key = self._backend.recording_key(batch)
         return None if key is None else (batch.batch_size, key)
 

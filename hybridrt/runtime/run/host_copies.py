@@ -1,4 +1,4 @@
-"""The second tier of the prefix cache on one rank: KV pages and states in main memory, and their copies."""
+"""The prefix cache's tier in main memory, on one rank: KV pages, states, and their copies."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -15,11 +15,12 @@ from hybridrt.runtime.step.plan import HostCopy, HostState
 
 
 class HostCopies:
-    """Page and state buffers in main memory, pinned beside a GPU, and a stream of copies between them and the pools.
+    """Page and state buffers in main memory, pinned for a GPU, and copies between them and the
+    pools.
 
-    An image of a page holds its keys and values in every layer; that of a state is what the state pool exports. Copies
-    run in order, on a stream of their own. It begins where the steps that were launched before the copies end. A later
-    step waits for it only if `StepPlan.after_copies` names it.
+    A page's image has its keys and values in every layer; a state's image is what the state pool
+    exports. Copies run in order, on a stream that starts after the steps launched before them. A
+    later step waits for them only if `StepPlan.after_copies` names them.
 
     Raises:
         MemoryBudgetError: there is not so much free main memory.
@@ -56,7 +57,7 @@ class HostCopies:
             wait_in_stream(self._running[last], self._device)
 
     def copied(self, ticket: int) -> bool:
-        """Whether a copy that was launched has ended."""
+        """Whether a launched copy has ended."""
         event = self._running.get(ticket)
         if event is None or not event.query():
             return event is None
@@ -121,8 +122,8 @@ class HostCopies:
 
 
 def _pinned(entries: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """[entries, nbytes] uint8 of main memory, page-locked beside a GPU. torch's own pinned memory is not used: it takes
-    up to twice as much, because it comes in powers of two."""
+    """[entries, nbytes] uint8 of main memory, page-locked for a GPU. torch's own pinned memory may
+    use twice as much: it comes in powers of two."""
     buffer = torch.zeros((entries, nbytes), dtype=torch.uint8)  # page faults happen here, not while requests wait
     if device.type == "cuda" and buffer.numel() and (status := page_lock(buffer)):
         raise MemoryBudgetError(
@@ -133,7 +134,7 @@ def _pinned(entries: int, nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(index, place, length) of each run of places that follow one another."""
+    """(index, place, length) of each run of consecutive places."""
     starts = [0, *(i for i, (a, b) in enumerate(pairwise(places), 1) if b != a + 1), len(places)]
     for start, end in pairwise(starts):
         yield start, places[start], end - start

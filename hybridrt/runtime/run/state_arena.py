@@ -1,4 +1,4 @@
-"""Where states leave for other workers and arrive from them: a buffer beside the pools, filled with images."""
+"""The buffer through which images of states leave for other workers and arrive from them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,10 +70,11 @@ class ImageLayout:
 
 
 class StateArena:
-    """Copies states between the pools and images in `buffer` [transfer_bytes] uint8, on the pools' device.
+    """Copies states between the pools and images in `buffer` [transfer_bytes] uint8, on the pools'
+    device.
 
-    Pools keep layouts of their own: a ring of conv inputs, KV in pages, in replay mode a checkpoint and a ring of
-    inputs since. An image holds none of these, so each side may keep its state in a layout of its own.
+    Pools have layouts of their own: a ring of conv inputs, KV in pages, in replay mode a checkpoint
+    and a ring of inputs since. An image has none of these, so the two workers' layouts may differ.
     """
 
     def __init__(self, target: RunTarget, pools: Pools, transfer_bytes: int) -> None:
@@ -83,7 +84,7 @@ class StateArena:
         self._kv = [t for layer_id in target.model_config.full_attention_layer_ids for t in pools.kv.held(layer_id)]
 
     def export_state(self, copy: StateCopy) -> None:
-        """Pools to image. A state may move: a ring of inputs becomes part of its checkpoint.
+        """Pools to image. May fold the state: a ring of inputs becomes part of its checkpoint.
 
         Raises:
             PoolError: the image is larger than its room. Nothing has changed.
@@ -98,7 +99,7 @@ class StateArena:
             offset += len(data)
 
     def import_state(self, copy: StateCopy) -> None:
-        """Image to pools, into the slot and the pages that the row has, of a request that has just been admitted.
+        """Image to pools, into the slot and pages of a row that has just been admitted.
 
         Raises:
             PoolError: the image would end outside the arena. Nothing has changed.
@@ -114,8 +115,8 @@ class StateArena:
             tensor.flatten(0, 1).index_copy_(0, places, heads.transpose(0, 1))
 
     def _check_room(self, copy: StateCopy) -> None:
-        """PoolError unless the image fits its room: the bytes around it belong to other requests, and another worker
-        may be reading them."""
+        """PoolError unless the image fits its room: the bytes around it belong to other requests,
+        and another worker may be reading them."""
         needed, end = self.layout.image_bytes(copy.length, copy.start), self.buffer.numel()
         room = end - copy.offset if copy.room is None else copy.room
         if copy.offset < 0 or needed > room or copy.offset + needed > end:
@@ -129,7 +130,7 @@ class StateArena:
         return self._table.req_to_token[copy.row, first : copy.length].long()
 
     def _read(self, start: int, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
-        """The tensors that lie one after the other from byte `start` on. Copies: an image has no alignment."""
+        """Consecutive tensors from byte `start` on. Copies: an image has no alignment."""
         for shape, dtype in parts:
             end = start + prod(shape) * dtype.itemsize
             yield self.buffer[start:end].clone().view(dtype).view(shape)
