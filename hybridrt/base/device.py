@@ -32,7 +32,7 @@ class GPUFacts:
     free_bytes: int
 
     @classmethod
-    def of(cls, device: torch.device) -> "GPUFacts":
+    def of_device(cls, device: torch.device) -> "GPUFacts":
         """Of a device of this machine. Memory that torch keeps without using it counts as free."""
         found: Any = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)

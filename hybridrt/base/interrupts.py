@@ -26,7 +26,7 @@ class _Note:
 
 
 class Interrupts:
-    """Delays SIGINT: the end of the context, or `check`, raises KeyboardInterrupt for it.
+    """Delays SIGINT: the end of the context, or `raise_if_interrupted`, raises KeyboardInterrupt for it.
 
     It acts only in the main thread, where signals are handled, and only in place of Python's own
     handler: an application's handler stays. Contexts may nest; only the outermost acts, because
@@ -56,9 +56,9 @@ class Interrupts:
             Interrupts._outermost = None
             if signal.getsignal(signal.SIGINT) is self._note:  # else it was changed meanwhile
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-        self.check()
+        self.raise_if_interrupted()
 
-    def check(self) -> None:
+    def raise_if_interrupted(self) -> None:
         """Raises KeyboardInterrupt if SIGINT has come."""
         if self.waiting:
             self.waiting = False

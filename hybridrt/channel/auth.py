@@ -46,7 +46,7 @@ class Tagger:
         self._sent += 1
         return _tag(self._outgoing, self._sent, data)
 
-    def check(self, data: bytes, tag: bytes) -> None:
+    def check_tag(self, data: bytes, tag: bytes) -> None:
         self._received += 1
         if not hmac.compare_digest(tag, _tag(self._incoming, self._received, data)):
             raise MessageError("a message does not bear the tag of the process that connected")
@@ -59,7 +59,7 @@ class Challenge:
         self._key = key
         self.data = _NAME + os.urandom(NONCE_BYTES)
 
-    def check(self, answer: bytes) -> tuple[bytes, Tagger]:
+    def check_answer(self, answer: bytes) -> tuple[bytes, Tagger]:
         """Our proof, to be sent, and the connection's tagger.
 
         Raises:

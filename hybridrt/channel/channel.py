@@ -196,7 +196,7 @@ class SocketChannel:
             if len(self._incoming) < end:
                 break
             message = bytes(self._incoming[start + head : end])
-            self._tagger.check(message, bytes(self._incoming[start + _LENGTH.size : start + head]))
+            self._tagger.check_tag(message, bytes(self._incoming[start + _LENGTH.size : start + head]))
             self._messages.append(message)
             start = end
         del self._incoming[:start]

@@ -114,7 +114,7 @@ class Listener:
         stranger.answer += data
         if len(stranger.answer) < ANSWER_BYTES:
             return None
-        proof, tagger = stranger.challenge.check(bytes(stranger.answer))
+        proof, tagger = stranger.challenge.check_answer(bytes(stranger.answer))
         stranger.socket.send(proof)  # fits, too
         return SocketChannel(stranger.socket, tagger, self._timeout)
 

@@ -34,13 +34,13 @@ class Communicator:
         loopback: all ranks run on this host, and no connection listens on a network.
 
     Attributes:
-        check: called several times a second while this rank waits in main memory; raises if another
+        check_ranks: called several times a second while this rank waits in main memory; raises if another
             rank is lost.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self.check: Callable[[], None] = lambda: None
+        self.check_ranks: Callable[[], None] = lambda: None
         self._groups: dict[str, Any] = {}  # by the type of the device that their tensors lie on
         self._aborting: threading.Thread | None = None
         self._loopback = loopback
@@ -124,7 +124,7 @@ class Communicator:
                 if work.is_completed():  # it has failed, or ended just now
                     work.wait()
                     return
-            self.check()
+            self.check_ranks()
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Ranks:
         self._error: RankError | None = None
         self._lock, self._named = threading.Lock(), threading.Event()
         self._serving = self._leaving = False
-        comm.check = self.check
+        comm.check_ranks = self.check_alive
         disown_in_child(self)
         for rank, link in enumerate(links, 1):
             threading.Thread(target=self._read_messages, args=(rank, link), daemon=True).start()
@@ -61,7 +61,7 @@ class Ranks:
         """False in a process that was forked from the one that leads the ranks."""
         return os.getpid() == self._pid
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """RankError that names the rank, if one was lost."""
         if self._error is not None:
             raise RankError(str(self._error))
@@ -73,7 +73,7 @@ class Ranks:
         After an exception in it the ranks differ in state, so the other ranks are ended. If a lost
         rank caused the exception, the RankError that is raised names it.
         """
-        self.check()
+        self.check_alive()
         try:
             yield
         except BaseException as e:
@@ -91,7 +91,7 @@ class Ranks:
             except PeerGoneError as e:
                 raise RankError(_LOST.format(rank, e)) from e
 
-    def begin(self, message: object) -> None:
+    def start_service(self, message: object) -> None:
         """Tells the others what to serve; ConfigError if they serve something already."""
         if self._serving:
             raise ConfigError("these tensor-parallel ranks serve another LLM: close that one first")
@@ -100,7 +100,7 @@ class Ranks:
             self.send(encoded)
         self._serving = True
 
-    def end(self) -> None:
+    def end_service(self) -> None:
         """Stops the service. Returns when the others have freed what they held."""
         if self._serving and self._error is None:
             with suppress(RankError):  # a rank that is lost holds nothing either
@@ -112,7 +112,7 @@ class Ranks:
         """Lets the others leave. May be repeated."""
         if self._leaving:
             return
-        self.end()
+        self.end_service()
         self._leaving = True
         if self._error is None:
             with suppress(RankError):

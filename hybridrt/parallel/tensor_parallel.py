@@ -63,7 +63,7 @@ class TensorParallelExecutor:
         started = ranks is None and world() is None
         self.ranks = ranks or _find_ranks(config.tp_size, kind, ahead)
         comm = self.ranks.comm
-        self.ranks.begin(config)
+        self.ranks.start_service(config)
         try:
             with self.ranks.together():
                 config = replace(config, device=str(comm.device))
@@ -138,9 +138,9 @@ class _SplitStep:
 
     def result(self) -> StepResult:
         while not self._step.ready():
-            self._split.ranks.check()
+            self._split.ranks.check_alive()
             time.sleep(POLL_S)
-        self._split.ranks.check()  # kernels that were stopped look finished
+        self._split.ranks.check_alive()  # kernels that were stopped look finished
         return self._step.result()
 
 
@@ -189,6 +189,6 @@ def _end(ranks: Ranks, drop_graphs: Callable[[], None], started: bool) -> None:
     if not ranks.here:
         return  # a forked child holds copies of what is the parent's
     drop_graphs()  # NCCL waits for the graphs that it is part of
-    ranks.end()
+    ranks.end_service()
     if started:
         ranks.close()

@@ -70,7 +70,7 @@ class _Tenant:
     start: int = 0
     computed: int = 0
     admitted: bool = False
-    chain: list[int] = field(default_factory=list)  # of the current proposal; siblings: other likely tokens at each place
+    chain: list[int] = field(default_factory=list)  # of the current proposal
     siblings: list[list[int]] = field(default_factory=list)
 
     @property
@@ -164,7 +164,7 @@ class DraftModelDrafter(Drafter):
         for step in range(1, max((steps for _, steps in behind), default=0)):
             going = [tenant for tenant, steps in behind if steps > step]
             rows = (DecodeRow(t.row, t.held + step - 1, len(t.request.output) + step) for t in going)
-            plan = StepPlan(decode=DecodeRows.of(rows))  # draws draft number `step`, 0 being the first
+            plan = StepPlan(decode=DecodeRows.from_rows(rows))  # draws draft number `step`, 0 being the first
             launched.append((self.runner.launch(plan), going))
         for handle, drawing in launched:
             self._read(handle, drawing)
@@ -208,7 +208,7 @@ class DraftModelDrafter(Drafter):
             return
         arrays = self._staging.upload(SamplingTable.pack([self._admission(tenant) for tenant in tenants]))
         rows = torch.tensor([tenant.row for tenant in tenants], dtype=torch.int64, device=self.runner.device)
-        self.runner.sampling_table.admit(rows, arrays)
+        self.runner.sampling_table.enter_rows(rows, arrays)
 
     def _catch_up(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """Computes the tokens that the states lack, in chunks of few rows; a row's last chunk gives

@@ -145,7 +145,7 @@ class HeadRunner:
         """The head's own step number `step`, from 1: [n, vocab] logits after the last drafts."""
         n, graphs = len(rows), self._graphs.get(AHEAD)
         if graphs is not None and graphs.bucket(n):
-            return graphs.replay(DecodeRows.of(DecodeRow(r.row, r.computed + step - 1, 0) for r in rows))
+            return graphs.replay(DecodeRows.from_rows(DecodeRow(r.row, r.computed + step - 1, 0) for r in rows))
         index, positions = step_rows.rows, step_rows.computed + (step - 1)
         ids = self.tokens[index].clamp(min=0)
         inputs = TokenInputs(ids, positions, self.table.token_slots(index, positions))

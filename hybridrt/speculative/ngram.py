@@ -1,5 +1,4 @@
-"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last ones (Saxena
-2023)."""
+"""Prompt lookup: proposes what followed an earlier occurrence of the last tokens (Saxena 2023)."""
 
 from array import array
 from collections.abc import Sequence

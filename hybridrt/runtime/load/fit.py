@@ -20,7 +20,7 @@ def free_bytes(config: EngineConfig, target: RunTarget) -> int:
     """
     if target.device.type != "cuda":
         return int(free_host_memory() // target.tp.size * (config.memory_fraction or 1))
-    gpu = GPUFacts.of(target.device)
+    gpu = GPUFacts.of_device(target.device)
     return int(gpu.total_bytes * _gpu_share(config)) - (gpu.total_bytes - gpu.free_bytes)
 
 
@@ -71,7 +71,7 @@ def _too_large(config: EngineConfig, target: RunTarget, weights: int, free: int)
         hints.insert(0, f"a memory_fraction above {share}")
     if target.device.type == "cuda":
         hints.append("more ranks (tp_size)")
-        gpu = GPUFacts.of(target.device)
+        gpu = GPUFacts.of_device(target.device)
         used, allowed = gpu.total_bytes - gpu.free_bytes, int(gpu.total_bytes * _gpu_share(config))
         detail = f": of its {gib(gpu.total_bytes)}, {gib(allowed)} may be taken and {gib(used)} are in use"
         if used > allowed // 2:

@@ -16,7 +16,7 @@ from hybridrt.collectives.groups import TPGroup
 class StartKernels(Protocol):
     """Compiles kernels next to a start."""
 
-    def begin(self, device: torch.device, path: Path) -> None:
+    def start_compiling(self, device: torch.device, path: Path) -> None:
         """Called when the device and the model's directory are known."""
 
     def wait_for_start(self) -> None:
@@ -32,7 +32,7 @@ class _LaunchesCompile:
 
     def __init__(self, config: EngineConfig, tp: TPGroup) -> None: ...
 
-    def begin(self, device: torch.device, path: Path) -> None: ...
+    def start_compiling(self, device: torch.device, path: Path) -> None: ...
 
     def wait_for_start(self) -> None: ...
 

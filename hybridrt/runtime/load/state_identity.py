@@ -25,14 +25,16 @@ def state_identity(config: EngineConfig, target: RunTarget, model_path: Path) ->
     chunk_size: tokens of a scan's chunk: it decides how a prefill rounds.
     """
     mc = target.model_config
-    linear = [(state_shape(c), mc.linear_layer_ids(kind), c) for kind, c in sorted(mc.linear.items())]
+    linear = sorted(mc.linear.items())
     return {
         "model": model_digest(model_path, config),
         "conv_dtype": dtype_name(target.dtype),
         "state_dtype": dtype_name(target.state_dtype),
-        "conv_layout": "; ".join(f"{_conv(shape)} in layers {_ids(ids)}" for shape, ids, _ in linear),
+        "conv_layout": "; ".join(
+            f"{_conv(state_shape(c))} in layers {_ids(mc.linear_layer_ids(kind))}" for kind, c in linear
+        ),
         "kv_layout": _kv_layout(mc),
-        "chunk_size": max((c.chunk_size for _, _, c in linear), default=0),
+        "chunk_size": max((c.chunk_size for _, c in linear), default=0),
     }
 
 

@@ -72,7 +72,7 @@ class CompileReport:
 class CompileAhead:
     """Processes that compile the kernels of a configuration. `wait` and `close` end them.
 
-    They start at once, and compile after `begin` has named the GPU.
+    They start at once, and compile after `start_compiling` has named the GPU.
 
     Args:
         config: of the run; its model is a directory.
@@ -96,7 +96,7 @@ class CompileAhead:
             self.close()
             raise
 
-    def begin(self, gpu: GPUFacts) -> None:
+    def start_compiling(self, gpu: GPUFacts) -> None:
         """Compiles for this GPU, in the background."""
         self._mark = find_mark(self._config, gpu)
         for i, process in enumerate(self._processes):
@@ -263,15 +263,15 @@ class KernelsAhead:
         self._config, self._tp, self._key = config, tp, TritonKey() if _launches(config) else None
         self._ahead = _start(config, tp, self._key)
 
-    def begin(self, device: torch.device, path: Path) -> None:
+    def start_compiling(self, device: torch.device, path: Path) -> None:
         """Called when the device and the model's directory are known."""
         if self._key is None or not _wanted(self._config, self._tp) or device.type != "cuda":
             return self._close()
-        config, gpu = _of_run(self._config, path), GPUFacts.of(device)
+        config, gpu = _of_run(self._config, path), GPUFacts.of_device(device)
         if find_mark(config, gpu).exists():
             return self._close()
         self._ahead = self._ahead or CompileAhead(config, default_workers(), self._key)
-        self._ahead.begin(gpu)
+        self._ahead.start_compiling(gpu)
 
     def wait_for_start(self) -> None:
         """Returns when Triton has its key and, on rank 0, the kernels that a start needs are

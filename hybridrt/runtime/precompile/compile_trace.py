@@ -260,7 +260,7 @@ class _Plans:
         runner.launch(self.prompts([_SAVE] * rows, params))
         drafts = [0] * (runner.config.num_verify_tokens - 1)
         lines = [DecodeRow(row, _SAVE, 1, drafts) for row in range(1, rows + 1)]
-        plan = StepPlan(decode=DecodeRows.of(lines), constrained=[0] if constrained else [])
+        plan = StepPlan(decode=DecodeRows.from_rows(lines), constrained=[0] if constrained else [])
         step = runner.launch(plan)
         if constrained:
             words = -(-runner.model_config.vocab_size // 32)

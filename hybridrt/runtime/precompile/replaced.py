@@ -1,5 +1,4 @@
-"""Replaces attributes of other packages for a while: torch.cuda and Triton cannot be told of a
-pretended GPU."""
+"""Replaces attributes of other packages for a while, where they have no seam of their own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

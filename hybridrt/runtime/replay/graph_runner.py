@@ -65,7 +65,7 @@ class StaticBuffers:
     ) -> None:
         device, dtype = model.device, model.dtype
         scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
-        row = pack_rows(DecodeRows.of([scratch]), tokens, tree, int32s([-1]))
+        row = pack_rows(DecodeRows.from_rows([scratch]), tokens, tree, int32s([-1]))
         step = map_arrays(lambda array: array.repeat(max_bs, 0), row)
         arrays = arrays_of(step)
         self.padding, self.starts = np.empty(packed_size(arrays), np.int32), section_starts(arrays)

@@ -1,5 +1,4 @@
-"""Prefill and mixed steps of few tokens as graphs: launching their kernels takes longer than
-running.
+"""Prefill and mixed steps of few tokens as graphs: launching their kernels takes too long.
 
 A graph has a fixed number of decode rows, prompts and tokens, its bucket; `PaddedStep` pads a step
 to it. Tensors on the device hold what differs between steps: rows, their tokens and places, chunks,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,13 @@ from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, HostPlan, aligned
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.runtime.load.host_memory import free_host_memory
 from hybridrt.runtime.step.plan import HostCopy, HostState
+
+
+class _Run(NamedTuple):
+    """Copied pages that are consecutive in main memory: where they are staged, and there."""
+
+    staged: slice
+    host: slice
 
 
 class HostCopies:
@@ -76,16 +84,16 @@ class HostCopies:
         staged, index = self._staged_pages[: len(pages)], self._indices(pages)
         runs = list(_runs(places))
         if fetch:
-            for i, place, n in runs:
-                staged[i : i + n].copy_(self._pages[place : place + n], non_blocking=True)
+            for run in runs:
+                staged[run.staged].copy_(self._pages[run.host], non_blocking=True)
         for tensor, image in zip(self._kv.tensors, self._page_images(staged), strict=True):
             if fetch:
                 tensor.index_copy_(1, index, image.transpose(0, 1))
             else:
                 image.copy_(tensor.index_select(1, index).transpose(0, 1))
         if not fetch:
-            for i, place, n in runs:
-                self._pages[place : place + n].copy_(staged[i : i + n], non_blocking=True)
+            for run in runs:
+                self._pages[run.host].copy_(staged[run.staged], non_blocking=True)
 
     def _page_images(self, staged: torch.Tensor) -> Iterator[torch.Tensor]:
         """[n, layers, page_size, heads, dim] views of staged pages, in the order of KVPool.tensors."""
@@ -133,8 +141,7 @@ def _pinned(entries: int, nbytes: int, device: torch.device) -> torch.Tensor:
     return buffer
 
 
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(index, place, length) of each run of consecutive places."""
+def _runs(places: Sequence[int]) -> Iterator[_Run]:
     starts = [0, *(i for i, (a, b) in enumerate(pairwise(places), 1) if b != a + 1), len(places)]
     for start, end in pairwise(starts):
-        yield start, places[start], end - start
+        yield _Run(slice(start, end), slice(places[start], places[start] + end - start))

@@ -195,7 +195,7 @@ class LaunchedStep:
             decode, lines = _split_lines(part.lines, batch.num_decode_rows, split)
             accepted = self._verify(runner, part, decode, of_drafts)
         if lines is not None and len(lines.rows):
-            parts, wanted = runner.required.of(*lines.on_host)
+            parts, wanted = runner.required.required_by_rows(*lines.on_host)
             tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
             enter_tokens(lines.rows, tokens, runner.last_tokens)
             logprobs = _logprobs(lines.logits, tokens, wanted) if wanted else ()
@@ -219,7 +219,7 @@ class LaunchedStep:
             lines.rows, lines.output_indices, batch.positions[: batch.num_decode_tokens].view(n, -1),
             drafts.tokens[:n], drafts.counts[:n], runner.last_tokens, *tree,
         )  # fmt: skip
-        parts, wanted = runner.required.of(*lines.on_host)
+        parts, wanted = runner.required.required_by_rows(*lines.on_host)
         kept = runner.sampler.verify(lines.logits, step, parts, bitmask)
         runner.backend.commit(batch, kept.counts, kept.path)
         logprobs = _logprobs(lines.logits, kept.tokens, wanted, kept.path) if wanted else ()
@@ -298,12 +298,11 @@ def _read_scores(scored: Sequence[Wanted], found: Sequence[Sequence[torch.Tensor
     """By request row, the log-probabilities of its prompt tokens."""
     (own, ids, best), end = (torch.cat(parts).numpy() for parts in zip(*found)), 0
     scores = {}
-    for row, tokens, top in scored:
-        at, end = slice(end, end + len(tokens)), end + len(tokens)
+    for each in scored:
+        at, end = slice(end, end + len(each.tokens)), end + len(each.tokens)
         # Copies: a request keeps these for longer than the step's pinned memory should be taken.
-        scores[row] = TokenScores(
-            np.array(tokens, np.int32), own[at].copy(), ids[at, :top].astype(np.int32), best[at, :top].copy()
-        )
+        top_ids, top_best = ids[at, : each.top].astype(np.int32), best[at, : each.top].copy()
+        scores[each.row] = TokenScores(np.array(each.tokens, np.int32), own[at].copy(), top_ids, top_best)
     return scores
 
 

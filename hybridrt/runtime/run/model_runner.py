@@ -74,7 +74,7 @@ class ModelRunner(StepRunner):
         kernels: StartKernels,
     ) -> None:  # fmt: skip
         self.model_path, target = load_target(config, tp)
-        kernels.begin(target.device, self.model_path)
+        kernels.start_compiling(target.device, self.model_path)
         if plan is None:
             weights = weight_bytes(empty_model(config, target, torch.device("meta")))
             plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading

@@ -1,5 +1,4 @@
-"""Copies KV and states of a cached prefix between the pools of all ranks and tensors in main
-memory."""
+"""Copies a cached prefix between the pools of all ranks and tensors in main memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -26,14 +26,15 @@ class ImageLayout:
         for each attention layer   keys [kv_heads, tokens, head_dim] | values [kv_heads, tokens, v_head_dim]
                                    or latent vectors [1, tokens, head_dim], the same on all ranks
 
-    Tokens are all `length` of them or, where every attention layer has a sliding window, those that the next token sees
-    in the layer with the widest; but for the first `start`, whose KV the receiver has. Whatever is cut over the ranks
-    is outermost, so that a share of it is one run too.
+    Tokens are all `length` of them or, if every attention layer has a sliding window, those that
+    the next token sees in the widest; without the first `start`, whose KV the receiver has. The
+    dimension that is cut over ranks is outermost, so that a share of it is one run too.
 
     Attributes:
         states: the parts of all recurrent layers' states, in order.
-        tokens: what one token takes of each tensor with keys, values or latent vectors, in order.
-        window: keys that a token sees in the layer with the widest window; None if a layer sees all.
+        tokens: one token's part of each tensor with keys, values or latent vectors, in order.
+        window: keys that a token sees in the layer with the widest window; None if a layer sees
+            all.
     """
 
     states: tuple[Section, ...]
@@ -42,7 +43,7 @@ class ImageLayout:
     tp_size: int
 
     @classmethod
-    def of(cls, target: RunTarget, kv: KVPool) -> "ImageLayout":
+    def from_target(cls, target: RunTarget, kv: KVPool) -> "ImageLayout":
         mc, tp = target.model_config, target.tp.size
         configs = {layer_id: config for kind, config in mc.linear.items() for layer_id in mc.linear_layer_ids(kind)}
         states, tokens = list[Section](), list[Section]()
@@ -78,7 +79,7 @@ class StateArena:
     """
 
     def __init__(self, target: RunTarget, pools: Pools, transfer_bytes: int) -> None:
-        self.layout = ImageLayout.of(target, pools.kv)
+        self.layout = ImageLayout.from_target(target, pools.kv)
         self.buffer = torch.zeros(transfer_bytes, dtype=torch.uint8, device=target.device)
         self._table = pools.req_to_token
         self._kv = [t for layer_id in target.model_config.full_attention_layer_ids for t in pools.kv.held(layer_id)]

@@ -99,8 +99,8 @@ class StepRunner:
             self.check_sampled()
         self._check(plan)
         if plan.admissions:
-            self.required.admit(plan.admissions)
-            self._prompt_scores.admit(plan.admissions)
+            self.required.note_admissions(plan.admissions)
+            self._prompt_scores.note_admissions(plan.admissions)
         # `step_widths` has all widths; where no row has drafts, a plain step serves.
         tokens = self.config.num_verify_tokens if len(plan.decode.drafts) else 1
         step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
@@ -177,7 +177,7 @@ class StepRunner:
             self._run_eager(plan, tokens, step)
 
     def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
-        scored, places = self._prompt_scores.of(plan.extend, len(plan.decode) * tokens)
+        scored, places = self._prompt_scores.wanted_by_rows(plan.extend, len(plan.decode) * tokens)
         on_host = pack_step(
             plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places
         )
@@ -220,7 +220,7 @@ class StepRunner:
         # These graphs verify no drafts, and keep no hidden states: drafters and log-probabilities of prompts need them.
         if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
             return None
-        scored, _ = self._prompt_scores.of(plan.extend, 0)
+        scored, _ = self._prompt_scores.wanted_by_rows(plan.extend, 0)
         # States of other workers are copied between the changes of the tables and the model.
         return None if scored or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
@@ -250,9 +250,9 @@ class StepRunner:
         """Replays the decode rows. Then runs the chunks, with the page writes `rest`."""
         decode = plan.decode
         graphs.replay(decode, new_pages)
-        batch, indices, logits, hidden = graphs.rows(len(decode))
-        lines = SampledLines(batch.req_pool_indices, indices, (decode.rows, decode.output_indices), logits)
-        step.add_part(self, ForwardPart(lines, batch, graphs.buffers.arrays, hidden))
+        rows, on_host = graphs.rows(len(decode)), (decode.rows, decode.output_indices)
+        lines = SampledLines(rows.batch.req_pool_indices, rows.output_indices, on_host, rows.logits)
+        step.add_part(self, ForwardPart(lines, rows.batch, graphs.buffers.arrays, rows.hidden))
         if plan.extend:
             # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
             self._run_model(replace(plan, page_writes=rest, decode=NO_ROWS), 1, step)

@@ -67,13 +67,13 @@ class RowRequirements:
         self._logprobs = np.full(num_rows + 1, -1, np.int64)
         self._ruled_until = np.zeros(num_rows + 1, np.int64)
 
-    def admit(self, admissions: Iterable[Admission]) -> None:
+    def note_admissions(self, admissions: Iterable[Admission]) -> None:
         for a in admissions:
             self._ruled_until[a.row] = 0 if a.rules is None else a.rules.until
             self._parts[a.row] = _parts(a.params)
             self._logprobs[a.row] = -1 if a.params.logprobs is None else a.params.logprobs
 
-    def of(self, rows: np.ndarray, output_indices: np.ndarray) -> tuple[int, Sequence[int | None]]:
+    def required_by_rows(self, rows: np.ndarray, output_indices: np.ndarray) -> tuple[int, Sequence[int | None]]:
         """What rows [n] need for tokens from those output indices [n] on.
 
         Returns:

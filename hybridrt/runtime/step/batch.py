@@ -20,7 +20,7 @@ def enter_tables(pools: Pools, sampling_table: SamplingTable, changes: TableChan
     table = pools.req_to_token
     if (admissions := changes.admissions) is not None:
         table.admit(admissions.rows, admissions.state_slots, admissions.phases)
-        sampling_table.admit(admissions.rows.long(), admissions.sampling)
+        sampling_table.enter_rows(admissions.rows.long(), admissions.sampling)
     if (entries := changes.pages) is not None:
         table.write_pages(entries.rows, entries.indices, entries.pages)
     if (copies := changes.copies) is not None:

@@ -164,7 +164,7 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
             raise ValueError(f"{len(self.drafts)} drafts where num_drafts counts {total}")
 
     @classmethod
-    def of(cls, rows: Iterable[DecodeRow]) -> "DecodeRows":
+    def from_rows(cls, rows: Iterable[DecodeRow]) -> "DecodeRows":
         rows = list(rows)
         lines, computed = int32s(r.row for r in rows), int32s(r.computed for r in rows)
         indices = int32s(r.output_index for r in rows)

@@ -33,13 +33,15 @@ class PromptRequirements:
     def __init__(self) -> None:
         self._rows: dict[int, tuple[int, int]] = {}  # alternatives, and tokens of the prompt
 
-    def admit(self, admissions: Sequence[Admission]) -> None:
+    def note_admissions(self, admissions: Sequence[Admission]) -> None:
         for a in admissions:
             self._rows.pop(a.row, None)
             if a.params.prompt_logprobs is not None:
                 self._rows[a.row] = a.params.prompt_logprobs, a.prompt_len
 
-    def of(self, extend: Sequence[ExtendRow], decoded: int) -> tuple[list[Wanted], ScoredTokens[np.ndarray] | None]:
+    def wanted_by_rows(
+        self, extend: Sequence[ExtendRow], decoded: int
+    ) -> tuple[list[Wanted], ScoredTokens[np.ndarray] | None]:
         """What a step's chunks give.
 
         Args:

@@ -1,5 +1,4 @@
-"""Sampling constants, token counts and rules by request row: packed at admission, stored on the
-device."""
+"""Sampling constants, token counts and rules by request row, in tables on the device."""
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -89,7 +88,7 @@ class SamplingTable:
         penalties = _pack_penalties(counted) if counted else None
         return SamplingArrays(constants[:, :2], constants[:, 2:], penalties, pack_rules(admissions))
 
-    def admit(self, rows: Tensor, arrays: SamplingArrays[Tensor]) -> None:
+    def enter_rows(self, rows: Tensor, arrays: SamplingArrays[Tensor]) -> None:
         """Stores what `pack` packed, for request rows `rows` [n]."""
         self._constants[:, rows] = arrays.constants.t()
         self.seeds[rows] = arrays.seeds.view(torch.int64).squeeze(1)

@@ -1,5 +1,4 @@
-"""Rules about single tokens: made of a request's parameters, packed at admission into a device
-table.
+"""Rules about single tokens: made of a request's parameters, packed into a device table.
 
 `kernels/sampling/token_rules.py` applies them.
 """
@@ -48,6 +47,15 @@ class RuleArrays(NamedTuple, Generic[A]):
     allowed: AllowedArrays[A] | None
 
 
+class _Rule(NamedTuple):
+    """`value` is added to a token's logit after `prefix`, before output token `until`."""
+
+    token: int
+    value: float
+    until: int
+    prefix: tuple[int, ...] = ()
+
+
 def make_rules(
     params: SamplingParams, stop_ids: Iterable[int], words: Sequence[Sequence[int]], vocab_size: int
 ) -> TokenRules | None:
@@ -65,17 +73,18 @@ def make_rules(
         return None
     stop_ids = sorted(stop_ids) if params.min_tokens else []
     biases = params.logit_bias or {}
-    forbidden = [(token, -np.inf, params.min_tokens, ()) for token in stop_ids]
-    biased = [(token, bias, _ALWAYS, ()) for token, bias in biases.items()]
-    bad = [(word[-1], -np.inf, _ALWAYS, tuple(word[:-1])) for word in words]
+    forbidden = [_Rule(token, -np.inf, params.min_tokens) for token in stop_ids]
+    biased = [_Rule(token, bias, _ALWAYS) for token, bias in biases.items()]
+    bad = [_Rule(word[-1], -np.inf, _ALWAYS, tuple(word[:-1])) for word in words]
     _check_size({"min_tokens": len(forbidden), "logit_bias": len(biased), "bad_words": len(bad)}, words)
     rules = forbidden + biased + bad
-    lengths = [len(prefix) for *_, prefix in rules]
+    lengths = [len(rule.prefix) for rule in rules]
     columns = np.zeros((RULE_COLUMNS, len(rules)), np.int32)
-    tokens, values, limits, prefixes = zip(*rules) if rules else ((),) * 4
-    columns[0], columns[1] = tokens, np.array(values, np.float32).view(np.int32)
-    columns[2], columns[3], columns[4] = limits, [0, *accumulate(lengths)][: len(rules)], lengths
-    flat = np.array([token for prefix in prefixes for token in prefix], np.int32)
+    columns[0] = [rule.token for rule in rules]
+    columns[1] = np.array([rule.value for rule in rules], np.float32).view(np.int32)
+    columns[2] = [rule.until for rule in rules]
+    columns[3], columns[4] = [0, *accumulate(lengths)][: len(rules)], lengths
+    flat = np.array([token for rule in rules for token in rule.prefix], np.int32)
     permanent = biased or bad or params.allowed_token_ids is not None
     allowed = _words(params.allowed_token_ids, vocab_size)
     return TokenRules(columns.tobytes(), flat.tobytes(), allowed, _ALWAYS if permanent else params.min_tokens)

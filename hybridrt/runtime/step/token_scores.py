@@ -1,5 +1,4 @@
-"""Log-probabilities of many tokens as arrays: 8 bytes an entry, compared with over a hundred in a
-dict."""
+"""Log-probabilities of many tokens as arrays: 8 bytes an entry, over a hundred in a dict."""
 
 from dataclasses import dataclass
 
