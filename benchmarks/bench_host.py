@@ -99,7 +99,7 @@ def build(
     )  # fmt: skip
     runner: Any = llm.engine.executor
     runner.model, runner.backend, runner.sampler = NullModel(runner.model), NullBackend(), NullSampler(None)
-    runner.sampling_table.admit = lambda *args: None
+    runner.sampling_table.enter_rows = lambda *args: None
     for tokens in {1, drafts + 1}:
         graphs = GraphRunner(
             model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,

@@ -108,7 +108,7 @@ def _devices() -> list[DeviceReport]:
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores in use"
     found = [DeviceReport("cpu", platform.processor() or platform.machine(), free_host_memory(), total, threads)]
     for device in (torch.device("cuda", i) for i in range(visible_gpus())):
-        gpu = GPUFacts.of(device)
+        gpu = GPUFacts.of_device(device)
         note = f"sm_{gpu.capability[0]}{gpu.capability[1]}, CUDA {torch.version.cuda}"
         if not has_bfloat16(device):
             note += ", no bfloat16"

@@ -32,7 +32,7 @@ class LocalModel:
                 content = "".join(event.text for event in delta.events if isinstance(event, Content))
                 reasoning = "".join(event.text for event in delta.events if isinstance(event, Reasoning))
                 yield Piece(content, reasoning)
-                interrupts.check()
+                interrupts.raise_if_interrupted()
         found = timings(delta.metrics)
         counts = (found["output_tokens"], found["prompt_tokens"], found["cached_tokens"])
         yield Totals(*counts, found["tokens_per_second"])

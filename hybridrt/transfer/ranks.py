@@ -50,7 +50,7 @@ def _join(split: TensorParallelExecutor, serve: bool, devices: str, undo: ExitSt
         split.on_all((JoinTransfer(ranks.host, listener.port, key, serve, devices),), lambda: None)
         deadline = time.monotonic() + _JOIN_SECONDS
         while len(joined) < ranks.comm.size - 1:
-            ranks.check()
+            ranks.check_alive()
             if time.monotonic() > deadline:
                 found = len(joined) + 1
                 raise RankError(f"{found} of {ranks.comm.size} ranks joined in {_JOIN_SECONDS:.0f} seconds")

@@ -72,7 +72,7 @@ class Device(Bench):
 
 
 def decoding(rows: int) -> DecodeRows:
-    return DecodeRows.of([DecodeRow(i + 1, 500, 3) for i in range(rows)])
+    return DecodeRows.from_rows([DecodeRow(i + 1, 500, 3) for i in range(rows)])
 
 
 @pytest.mark.parametrize("buckets", [(), BUCKETS])

@@ -37,7 +37,7 @@ def prefilled(path: Path, drafts: int = 0) -> ModelRunner:
 
 def decode(constrained: tuple[int, ...], drafts: int = 0) -> StepPlan:
     rows = [DecodeRow(row, len(prompt), 1, [3] * drafts) for row, prompt in enumerate(PROMPTS, 1)]
-    return StepPlan(decode=DecodeRows.of(rows), constrained=list(constrained))
+    return StepPlan(decode=DecodeRows.from_rows(rows), constrained=list(constrained))
 
 
 def masks_for(runner: ModelRunner, lines: int, token: int = 7) -> np.ndarray:
@@ -127,7 +127,7 @@ def test_a_sampling_that_fails_leaves_no_step(path: Path, monkeypatch: pytest.Mo
 
 def test_which_lines_have_masks() -> None:
     """Of decode rows the input and the drafts, not the padding; of prompts the last token."""
-    decode = DecodeRows.of([DecodeRow(1, 4, 1, [3]), DecodeRow(2, 4, 1, [3, 3])])
+    decode = DecodeRows.from_rows([DecodeRow(1, 4, 1, [3]), DecodeRow(2, 4, 1, [3, 3])])
     extend = [ExtendRow(3, 0, [1], 0, True), ExtendRow(4, 0, [1], 0, False), ExtendRow(5, 0, [1], 0, True)]
     lines, total = MaskedLines.from_plan(StepPlan(decode=decode, extend=extend, constrained=[0, 3]), 3)
     assert lines.tolist() == [0, 1, 7] and total == 8

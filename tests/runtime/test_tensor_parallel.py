@@ -243,12 +243,12 @@ def test_masks_reach_all_ranks(groups: Groups, checkpoints: CheckpointStore, mon
     masks[:, 0] = 1 << 6, 1 << 9
     step = executor.launch(prompt)
     with pytest.raises(EngineError, match="has not sampled"):
-        executor.launch(StepPlan(decode=DecodeRows.of([DecodeRow(1, 2, 1)])))
+        executor.launch(StepPlan(decode=DecodeRows.from_rows([DecodeRow(1, 2, 1)])))
     with pytest.raises(EngineError, match="2 constrained lines"):
         step.sample(masks[:1])
     step.sample(masks)
     assert step.result().tokens == [[6], [9]] and not step.needs_masks
-    decode = StepPlan(decode=DecodeRows.of([DecodeRow(row, 2, 1) for row in (1, 2)]), constrained=[0])
+    decode = StepPlan(decode=DecodeRows.from_rows([DecodeRow(row, 2, 1) for row in (1, 2)]), constrained=[0])
     given_up = executor.launch(decode)
     given_up.drop()
     again = executor.launch(decode)

@@ -106,11 +106,11 @@ def test_a_stopped_rank_is_named_and_an_interrupt_is_taken(
 
 def test_a_failed_rank_reports_its_reason() -> None:
     ranks = start_ranks(2, "cpu")
-    ranks.begin(EngineConfig("/no/checkpoint", device="cpu", tp_size=2))
+    ranks.start_service(EngineConfig("/no/checkpoint", device="cpu", tp_size=2))
     with pytest.raises(RankError, match=r"rank 1 was lost: .*/no/checkpoint.*build a new LLM"), ranks.together():
         ranks.comm.barrier()
     with pytest.raises(RankError, match="rank 1"):
-        ranks.check()
+        ranks.check_alive()
     ranks.close()
     assert statuses(ranks)[0] in (1, -signal.SIGKILL)  # rank 0 does not wait for its end
 
@@ -140,7 +140,7 @@ from hybridrt.base.config import EngineConfig
 from hybridrt.parallel.rank_start import start_ranks
 
 ranks = start_ranks(3, "cpu")
-ranks.begin(EngineConfig(sys.argv[1], device="cpu", tp_size=3, load_format="dummy"))
+ranks.start_service(EngineConfig(sys.argv[1], device="cpu", tp_size=3, load_format="dummy"))
 print(*(process.pid for process in ranks._processes), flush=True)
 time.sleep(60)
 """

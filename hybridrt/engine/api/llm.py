@@ -184,7 +184,7 @@ class LLM:
                         deltas = queue.take_deltas()
                     _raise_error(deltas)
                     ended.update({(delta.request_id, delta.index): delta for delta in deltas})
-                    interrupts.check()
+                    interrupts.raise_if_interrupted()
                     bar.update(len(deltas))
                 return [
                     whole_output(request_id, prepared.tokens, prepared.params.n, ended)
