@@ -247,7 +247,7 @@ Repl(Model(), make_reader(list(COMMANDS)), Screen()).run()
 """
 
 
-@pytest.mark.parametrize("term", ["xterm", "dumb"])
+@pytest.mark.parametrize("term", ["xterm", pytest.param("dumb", marks=pytest.mark.slow)])
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(term: str, tmp_path: Path) -> None:
     terminal = Terminal("-c", LOOP, TERM=term, XDG_STATE_HOME=str(tmp_path))
     terminal.wait_for("Ctrl-D ends.")
