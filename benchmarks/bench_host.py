@@ -63,7 +63,7 @@ class NullModel:
 class NullBackend:
     """Stands for the attention backend: every hook returns at once."""
 
-    needs_host_lens, seq_len_fill = False, 1
+    needs_host_lens, saves_at_chunks, seq_len_fill = False, False, 1
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -99,7 +99,7 @@ def build(
     )  # fmt: skip
     runner: Any = llm.engine.executor
     runner.model, runner.backend, runner.sampler = NullModel(runner.model), NullBackend(), NullSampler(None)
-    runner.sampling_table.admit = lambda *args: None
+    runner.sampling_table.enter_rows = lambda *args: None
     for tokens in {1, drafts + 1}:
         graphs = GraphRunner(
             model=runner.model, backend=runner.backend, req_to_token_pool=runner.pools.req_to_token,

@@ -72,6 +72,8 @@ class SimulatedExecutor:
         tokens = [[3 + hash((self._seeds[row], index)) % (VOCAB - 3)] for row, index in sampled]
         return StepResult(tokens, [None] * len(tokens))
 
+    def drop_last(self) -> None: ...
+
     def copied(self, ticket: int) -> bool:
         return True
 

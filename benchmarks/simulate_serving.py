@@ -102,7 +102,7 @@ def engine(device: SimulatedDevice, times: StepTimes, chunk: int, target_ms: flo
     """One without a prefix cache; its scheduler has the device's clock."""
     pools = CacheCoordinator(rows, rows, NUM_PAGES, PAGE_SIZE, prefix_cache=False)
     config = EngineConfig("simulated", target_itl_ms=target_ms)  # type: ignore[arg-type]
-    if target := ItlTarget.of(config, torch.device("cuda"), times.buckets):
+    if target := ItlTarget.from_config(config, torch.device("cuda"), times.buckets):
         target.clock = device.monotonic
     return Engine(device, pools, EngineLimits(VOCAB, 2 * LEAST_CONTEXT, chunk), target=target)
 

@@ -1,4 +1,4 @@
-"""Pools of device memory, and the prefix cache; the names that people import are found here, too."""
+"""Pools of device memory and the prefix cache. People import their names from here."""
 
 from hybridrt.base.lazy_names import lazy_names
 

@@ -1,12 +1,11 @@
-"""Ling 3: blocks as in Kimi-Linear, with gates of full rank, rotary embeddings and gated outputs.
+"""Ling 3: blocks of Kimi Delta Attention or gated latent attention, then experts or an MLP.
 
     x ─ norm ─ KDA or MLA ─ + ─ norm ─ MoE or MLP ─ +
 
-The decay of Kimi Delta Attention has a lower bound, the outputs of latent attention are multiplied head by head by a
-sigmoid, and the last layers of Ling-3.0-flash clamp the SwiGLU of their experts (Ant Group 2026). transformers 5.23
-leaves the clamps out; Ant Group's branch of vLLM has them.
-
-Published checkpoints name their architecture otherwise than those that transformers writes.
+Ant Group 2026. KDA's decay is bounded, a sigmoid multiplies each head of latent attention, and the
+last layers of Ling-3.0-flash clamp their experts' SwiGLU. transformers 5.23 omits the clamps; Ant
+Group's branch of vLLM has them. Published checkpoints and transformers name the architecture
+differently.
 """
 
 from dataclasses import replace
@@ -33,13 +32,13 @@ FIELDS: FieldTypes = {
     "short_conv_kernel_size": TAPS,
     "kda_safe_gate": FLAG,
     "kda_lower_bound": number(-1e6, 0.0),
-    # Of published checkpoints, which transformers does not read: only these values have a meaning here.
+    # Not read by transformers. Other values would mean a different model.
     "gated_attention_proj_granularity_type": either(NULL, one_of("head_wise")),
     "linear_attention": either(NULL, one_of("kda")),
     **dict.fromkeys(("moe_router_enable_expert_bias", "no_kda_lora"), either(NULL, TRUE)),
     **dict.fromkeys(("mtp_use_kda", "use_mla_nope", "use_qkv_bias", "use_bias"), OFF),
     **dict.fromkeys(("score_function", "scoring_func"), either(NULL, one_of("sigmoid"))),
-    # Limits of SwiGLU in the routed and in the shared experts, layer by layer: 0 is none.
+    # SwiGLU limits of routed and shared experts for each layer; 0: none.
     **dict.fromkeys(
         ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"),
         either(NULL, list_of(either(NULL, number(0.0, 1e6)))),
@@ -56,7 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "kda_safe_gate": True, "kda_lower_bound": -5.0, "layer_types": None, "mlp_layer_types": None,
     "linear_head_dim": None, "linear_num_heads": None, "linear_conv_kernel_dim": None,
 }  # fmt: skip
-# What the linear layers take from other fields.
+# Fields of linear layers under other names.
 LINEAR = {
     "linear_head_dim": "head_dim", "linear_num_heads": "num_attention_heads",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
@@ -104,7 +103,7 @@ PUBLISHED = replace(FAMILY, model="hybridrt.models.bailing_hybrid:BailingMoeV3Fo
 
 
 class BailingHybridForCausalLM(KimiLinearForCausalLM):
-    """Ling 3, as transformers names it. Its prediction head is one more layer in the checkpoint."""
+    """Ling 3 by transformers' name. Its prediction head is one more layer in the checkpoint."""
 
     gated: ClassVar[bool] = True
     spellings: ClassVar[dict[str, str]] = {
@@ -116,7 +115,7 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
     }
 
     def limits(self, layer_id: int) -> tuple[float | None, float | None]:
-        """Where the lists of config.json end, as in layers with 0 or null, nothing is clamped."""
+        """Layers with 0 or null, or past the end of the lists, have no limit."""
         lists = (getattr(self.config.hf, f"{part}_swiglu_limit_list", None) for part in ("expert", "share_expert"))
         routed, shared = ((each or [])[layer_id : layer_id + 1] for each in lists)
         return (float(routed[0]) if any(routed) else None), (float(shared[0]) if any(shared) else None)
@@ -127,11 +126,11 @@ class BailingHybridForCausalLM(KimiLinearForCausalLM):
 
 
 class BailingMoeV3ForCausalLM(BailingHybridForCausalLM):
-    """Ling 3, as it is published."""
+    """Ling 3 by its published name."""
 
 
 class BailingHybridMTP(MTPHead):
-    """The prediction head: one more block of gated latent attention and experts."""
+    """One more block of gated latent attention and experts."""
 
     def checkpoint_map(self) -> CheckpointMap:
         return {

@@ -1,13 +1,13 @@
-"""Ling 2.5 and Ring 2.5: blocks as in Ling 3, with simple gated linear attention, and latent attention without gates.
+"""Ling 2.5 and Ring 2.5: blocks of simple gated linear attention or latent attention.
 
     x ─ norm ─ simple GLA or MLA ─ + ─ norm ─ MoE or MLP ─ +
 
-Decays grow slower from layer to layer, down to almost none in the last one. So the vendor's training code, SGLang and
-vLLM count layers. modeling_bailing_moe_v2_5.py, which is published beside the weights, counts from one layer earlier:
-its decays are those of the layer before (Ant Group 2026).
+Ant Group 2026. Decays slow down from layer to layer, to almost none in the last. Layers are counted
+as in the vendor's training code, SGLang and vLLM; the published modeling_bailing_moe_v2_5.py counts
+from one layer earlier.
 
-transformers has no class of them. Fields are those of Ling 3, and some of their own, which are documented in
-configuration_bailing_moe_v2_5.py of inclusionAI/Ring-V2.5. Options that no published checkpoint uses are refused.
+transformers has no class. Fields are those of Ling 3 and of configuration_bailing_moe_v2_5.py
+(inclusionAI/Ring-V2.5). Options without a published checkpoint are refused.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ FIELDS: FieldTypes = {
         NULL,
     ),
 }  # fmt: skip
-# What the published class takes for fields that a file leaves out, where the class of Ling 3 takes something else.
+# Defaults of the published class that differ from Ling 3's.
 DEFAULTS: dict[str, Any] = {
     "layer_group_size": 5, "group_norm_size": 4, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
     "use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_theta": 600000.0, "routed_scaling_factor": 1.0,
@@ -56,7 +56,7 @@ def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _linear(hf: Any) -> SimpleGLAConfig:
-    """Of the linear layers, whose heads are those of the model; a part of each is rotated."""
+    """Linear layers have the model's heads, and rotate a part of each."""
     linear = SimpleGLAConfig(hf.linear_num_heads, hf.linear_head_dim)
     heads, part = getattr(hf, "num_kv_heads_for_linear_attn", None), getattr(hf, "rotary_dim", None)
     if heads not in (None, 0, linear.num_heads):
@@ -90,8 +90,6 @@ FAMILY = replace(
 
 
 class BailingMoeV2_5ForCausalLM(BailingHybridForCausalLM):
-    """Ling 2.5 and Ring 2.5, as they are published."""
-
     gated: ClassVar[bool] = False
 
     def recurrent(self, layer_id: int, name: str) -> Any:

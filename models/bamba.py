@@ -2,7 +2,7 @@
 
     x ─ norm ─ Mamba-2 or attention ─ + ─ norm ─ MLP ─ +
 
-Rotary turns half of each head (IBM, Princeton, CMU and UIUC 2024).
+Half of each head is rotated (IBM, Princeton, CMU and UIUC 2024).
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ FIELDS: FieldTypes = {
     **ATTENTION,
     **MAMBA2,
     "attn_layer_indices": either(NULL, list_of(integer(0, MAX_LAYERS))),
-    **dict.fromkeys(("layer_types", "layers_block_type"), NULL),  # which attn_layer_indices say
+    **dict.fromkeys(("layer_types", "layers_block_type"), NULL),  # attn_layer_indices has them
     "rms_norm_eps": EPSILON,
     "rope_parameters": OBJECT,
     **dict.fromkeys(("attention_bias", "mlp_bias"), FLAG),
@@ -48,7 +48,7 @@ DEFAULTS: dict[str, Any] = {
 
 def _derive(fields: dict[str, Any]) -> None:
     derive_mamba2(fields)
-    fields["partial_rotary_factor"] = 0.5  # unless rope_parameters says another
+    fields["partial_rotary_factor"] = 0.5  # unless rope_parameters has another
 
 
 def _describe(hf: Any) -> FamilyFields:
@@ -68,8 +68,6 @@ FAMILY = Family(
 
 
 class BambaForCausalLM(CausalLM):
-    """Bamba (2024)."""
-
     norm_key = "model.final_layernorm"
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:

@@ -1,4 +1,4 @@
-"""What every model gives the runtime."""
+"""The base of all models, and of prediction heads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,32 +22,32 @@ from hybridrt.models.config.family import routed_experts
 from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
 
 MTP_KEYS = r"mtp\..*"
-# Spellings of the matrices of SwiGLU that several families use.
+# SwiGLU matrices under other names, common to several families.
 SWIGLU = {".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 CONV = ".conv1d.weight"
 
 
 class CausalLM(nn.Module, ABC):
-    """A decoder: embedding, layers, final norm, head. A family says what each layer is made of (`layer`), and how its
-    checkpoints name the rest.
+    """A decoder: embedding, layers, final norm, head. A family defines each `layer`, and its
+    checkpoint's other keys.
 
     Args:
-        max_len: positions that the rotary table covers.
+        max_len: positions of the rotary table.
         embed_scale, norm_scale: multipliers of the embedding's rows and of the final norm.
     """
 
-    # Checkpoint keys that a model leaves alone on purpose (regular expressions): the loader lists what they matched.
+    # Regular expressions of checkpoint keys to skip. The loader lists matches.
     skipped_keys: tuple[str, ...] = (MTP_KEYS,)
-    # How its softmax attention and its recurrent layers are put together.
+    # Joins softmax attention and recurrent layers.
     composite: type[HybridLinearAttnBackend] = HybridLinearAttnBackend
     embed_key: ClassVar[str] = "model.embed_tokens"
     norm_key: ClassVar[str] = "model.norm"
     layers_key: ClassVar[str] = "model.layers"
-    # Parts of keys in checkpoints, and what they are in the keys of the blocks.
+    # Part of a checkpoint key -> the blocks' spelling.
     spellings: ClassVar[Mapping[str, str]] = {}
-    # Whether a tensor may hold the convolutions of q, k and v, which have keys of their own, one behind the other.
+    # A checkpoint tensor may hold the convolutions of q, k and v joined.
     joined_convs: ClassVar[bool] = False
-    # Of the norms: the field of the model's config with their epsilon, and whether weights are stored less 1.
+    # The config's field with the norms' epsilon; whether norms are stored as w - 1.
     eps_field: ClassVar[str] = "rms_norm_eps"
     zero_centered: ClassVar[bool] = False
 
@@ -70,15 +70,14 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
-        """The parts of a layer of the model or of its prediction head. The names of their pieces begin with `name`."""
+        """The parts of a layer of the model or its prediction head. Piece names begin with `name`."""
 
     def make_stack(self, layer_ids: Iterable[int]) -> ResidualStack:
-        """These layers, with their norms."""
         layers = {f"layers.{i}": self.layer(i, f"layers.{i}") for i in layer_ids}
         return ResidualStack(layers, self.config.hidden_size, **self.norm_options)
 
     def cos_sin(self, attention: AttentionConfig) -> torch.Tensor | None:
-        """The rotary table of a layer's attention; layers of equal embeddings share one. None if it rotates nothing."""
+        """The rotary table of a layer's attention, shared by equal ones. None: no rotation."""
         if attention.rope is None:
             return None
         for known, table in self._rotary:
@@ -88,12 +87,13 @@ class CausalLM(nn.Module, ABC):
         return self._rotary[-1][1]
 
     def attach_mtp(self, head: "MTPHead") -> None:
-        """Adds a prediction head, whose keys are then read as the model's own are."""
+        """Adds a prediction head and its checkpoint keys."""
         self.mtp = head
         self.skipped_keys = tuple(keys for keys in self.skipped_keys if keys != MTP_KEYS)
 
     def predict(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The prediction head over hidden states [T, hidden] and the batch's tokens, which follow them: [T, hidden]."""
+        """The prediction head on hidden states [T, hidden] and the next tokens, which the batch
+        has: [T, hidden]."""
         assert self.mtp is not None, "attach_mtp comes first"
         return self.mtp(self.embed(batch.input_ids), hidden, batch)
 
@@ -105,7 +105,8 @@ class CausalLM(nn.Module, ABC):
         return self.norm(x, residual)[0]
 
     def shortened(self) -> AbstractContextManager[None]:
-        """Within it, a forward pass computes two layers of each sort, which launch all kernels of a whole one."""
+        """In this context, a forward pass computes two layers of each sort, which launch all
+        kernels."""
         return self.stack.shortened(self.config.layers)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -113,21 +114,20 @@ class CausalLM(nn.Module, ABC):
         return self.head.logits(hidden)
 
     def logits_into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
-        """The same into `out`, contiguous. The head writes there itself, if the model's logits are the head's."""
+        """The same into a contiguous `out`; without a copy if a model's logits are its head's."""
         if getattr(self.logits, "__func__", None) is CausalLM.logits:
             self.head.logits_into(out, hidden)
         else:
             out.copy_(self.logits(hidden))
 
     def checkpoint_map(self) -> CheckpointMap:
-        """Every key of a checkpoint and what it fills, a prediction head's apart."""
+        """Every checkpoint key and its target, without the prediction head."""
         found = {**self.embed.targets(self.embed_key), **self.norm.targets(self.norm_key)}
         if self.head is not self.embed:
             found |= self.head.targets("lm_head")
         return found | self.stack.targets(self.layers_key)
 
     def mixers(self) -> dict[int, Any]:
-        """The recurrent mixers by layer id."""
         return self.stack.mixers()
 
     def rename_key(self, key: str) -> str:
@@ -137,7 +137,7 @@ class CausalLM(nn.Module, ABC):
         return key
 
     def parts_of(self, key: str) -> list[TensorPart]:
-        """What a checkpoint's tensor holds, by keys of the map: itself, or several parts."""
+        """The parts of a checkpoint tensor, by keys of the map."""
         name = self.rename_key(key)
         for end, matrices in STACKS.items():
             if name.endswith(end):
@@ -150,17 +150,17 @@ class CausalLM(nn.Module, ABC):
 
 
 def _rows(widths: Sequence[int], i: int) -> Transform:
-    """Of parts of these widths, one above the other, number i."""
+    """Part `i` of rows split by `widths`."""
     return lambda t: t.split(widths)[i]
 
 
 class MTPHead(nn.Module, ABC):
-    """A multi-token-prediction head: from a token's hidden state and the next token to a hidden state of that one, by a
-    few layers between the model's own embedding and output head (DeepSeek-AI 2024, section 2.2).
+    """A multi-token-prediction head: from a token's hidden state and the next token to the next
+    hidden state (DeepSeek-AI 2024, section 2.2). Embedding and output head are the model's.
 
         norm(embedding) | norm(hidden) ─ fuse ─ layers ─ norm
 
-    From its output and the token drawn from it, it goes on. Its layers' ids count on after the model's last.
+    It can run on its own output. Its layer ids follow the model's.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -168,14 +168,14 @@ class MTPHead(nn.Module, ABC):
         size, first, norm = model.config.hidden_size, len(model.config.layers), model.norm_options
         self.embedding_norm = RMSNorm("mtp.embedding_norm", size, **norm)
         self.hidden_norm = RMSNorm("mtp.hidden_norm", size, **norm)
-        # Every rank needs the whole fused vector, so the projection is not cut.
+        # Not sharded: every rank needs the whole fused vector.
         self.fuse = RowLinear("mtp.fuse", [Segment("both", 2 * size)], size, build=model.build.uncut)
         self.norm = RMSNorm("mtp.norm", size, **norm)
         self.stack = model.make_stack(range(first, first + len(model.config.mtp_layers)))
 
     def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, hidden] embeddings of the next tokens and hidden states (after the final norm, the model's or this head's
-        own) to [T, hidden] hidden states after the head's norm."""
+        """[T, hidden] embeddings of the next tokens, and hidden states after the final norm of the
+        model or of this head, to [T, hidden] after this head's norm."""
         x = self.fuse(self.embedding_norm(embedded)[0], tail=self.hidden_norm(hidden)[0])
         residual = None
         for norm, part in self.stack:
@@ -184,4 +184,4 @@ class MTPHead(nn.Module, ABC):
 
     @abstractmethod
     def checkpoint_map(self) -> CheckpointMap:
-        """Every `mtp.*` key and what it fills."""
+        """Every `mtp.*` key and its target."""

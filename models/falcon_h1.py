@@ -1,10 +1,10 @@
-"""Falcon-H1: every block runs softmax attention and Mamba-2 side by side on one normalised input, then an MLP.
+"""Falcon-H1: attention and Mamba-2 in parallel in every block, then an MLP.
 
     x ─ norm ─┬─ attention ─┬─ concat ─ out ─ + ─ norm ─ MLP ─ +
               └─ Mamba-2 ───┘
 
-All of a block's input projections are one GEMM and both output projections another; the mu-P multipliers of the
-checkpoint scale those weights when they are loaded (Falcon-H1 report, TII 2025).
+A block's input projections are one GEMM, and both output projections another. The checkpoint's mu-P
+multipliers scale weights at loading (Falcon-H1 report, TII 2025).
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), MULTIPLIER),
     "ssm_multipliers": list_of(MULTIPLIER, 5),
     "mlp_multipliers": list_of(MULTIPLIER, 2),
-    # Blocks without one of the branches or without an MLP: hub files name them, and none uses them.
+    # Blocks without a branch or an MLP: hub files name these fields, and none uses them.
     "attn_layer_indices": NULL,
     "mamba_use_mlp": either(NULL, TRUE),
     **dict.fromkeys(("layer_types", "layers_block_type"), NULL),
@@ -95,7 +95,7 @@ FAMILY = Family(
 
 
 class ParallelMixer(nn.Module):
-    """Attention and Mamba-2 with common projections. `hf` holds the multipliers of config.json."""
+    """Attention and Mamba-2 with common projections. `hf`: config.json's multipliers."""
 
     def __init__(
         self, config: ModelConfig, layer_id: int, name: str, branch: Branch, cos_sin: torch.Tensor, build: Build
@@ -123,7 +123,7 @@ class ParallelMixer(nn.Module):
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         for_attn, for_ssm = self.out_proj.places(projected)
         for_mamba, q, k, v = projected.split_with_sizes(self.sizes, dim=-1)
-        with self.branch.beside():
+        with self.branch.side_stream():
             ssm = self.mamba(for_mamba, batch, for_ssm)
         attn = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, v, rope=self.rope), for_attn)
         self.branch.join()
@@ -131,7 +131,8 @@ class ParallelMixer(nn.Module):
 
     def targets(self, key: str) -> CheckpointMap:
         hf, ssm_names = self.hf, ["z", "x", "B", "C", "dt"]
-        # ssm_multipliers act on the projection's output, ssm_in on its input: a bias sees only the first.
+        # ssm_multipliers scale the projection's output, ssm_in its input. Only the first scale a
+        # bias.
         by_output = dict(zip(ssm_names, hf.ssm_multipliers))
         by_input = {n: m * hf.ssm_in_multiplier for n, m in by_output.items()}
         found: CheckpointMap = {
@@ -148,13 +149,11 @@ class ParallelMixer(nn.Module):
 
 
 class FalconH1ForCausalLM(CausalLM):
-    """Falcon-H1 (TII 2025), any size."""
-
     norm_key = "model.final_layernorm"
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
         hf, self.branch = config.hf, Branch(build.device)
-        # The head's multiplier commutes with the head, so the norm before it takes it, tied or not.
+        # The norm applies the head's multiplier, because the head may be tied.
         scales = {"embed_scale": hf.embedding_multiplier, "norm_scale": hf.lm_head_multiplier}
         super().__init__(config, build, max_len, **scales)
 

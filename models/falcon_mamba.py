@@ -1,5 +1,7 @@
-"""Falcon-Mamba: a stack of Mamba-1 blocks, as Mamba, whose dt, B and C are RMS-normed without weights (TII 2024,
-arXiv:2410.05355)."""
+"""Falcon-Mamba: Mamba-1 blocks with RMS norms without weights of dt, B and C (TII 2024).
+
+arXiv:2410.05355.
+"""
 
 from hybridrt.base.config_fields import EPSILON
 from hybridrt.kinds.mamba1 import Mamba1Config
@@ -18,8 +20,6 @@ FAMILY = Family(
 
 
 class FalconMambaForCausalLM(PureMamba):
-    """Falcon-Mamba (TII 2024)."""
-
     def mixer(self, layer_id: int, name: str) -> Mamba1Mixer:
         hf, config = self.config.hf, self.config
         return Mamba1Mixer(

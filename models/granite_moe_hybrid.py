@@ -1,9 +1,9 @@
-"""Granite 4-H: Mamba-2 blocks and a few of attention, each followed by shared and routed experts, or by an MLP.
+"""Granite 4-H: Mamba-2 blocks and a few of attention, then experts or an MLP.
 
     x ─ norm ─ Mamba-2 or attention ─ x m ─ + ─ norm ─ experts or MLP ─ x m ─ +
 
-Most models rotate nothing. Four multipliers (of the embedding, the scores, what a block adds and the logits) are in
-weights and norms here (IBM 2025, Granite 4.0).
+Most models rotate nothing. Multipliers of embedding, scores, blocks and logits scale weights and
+norms at loading (IBM 2025).
 """
 
 from collections.abc import Sequence
@@ -85,8 +85,6 @@ INTO, OUT = ".input_linear.weight", ".output_linear.weight"
 
 
 class GraniteMoeHybridForCausalLM(CausalLM):
-    """Granite 4-H (IBM 2025), with experts or dense."""
-
     spellings: ClassVar[dict[str, str]] = {".router.weight": ".router.layer.weight"}
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
@@ -116,13 +114,13 @@ class GraniteMoeHybridForCausalLM(CausalLM):
         return [mixer, ResidualPart("post_attention_layernorm", "shared_mlp", mlp)]
 
     def _moe(self, name: str, scale: float) -> MoE:
-        """Routed SwiGLU experts, and a shared one without a gate: more experts, which every token passes."""
+        """Routed SwiGLU experts, and a shared one without a gate, stored as more experts."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         experts = Experts(
             f"{name}.experts", hf.num_local_experts, hidden, hf.intermediate_size, activation="silu",
             shared_size=hf.shared_intermediate_size, scales=(scale, scale / SHARED_WEIGHT), build=build,
         )  # fmt: skip
-        # A softmax over the chosen experts alone is that over all of them, divided by its sum.
+        # A softmax over chosen experts is the softmax over all, divided by its sum over the chosen.
         router = SoftmaxRouter(
             f"{name}.router", hidden, hf.num_local_experts, top_k=hf.num_experts_per_tok, renormalize=True,
             shared_experts=experts.num_shared, build=build,
@@ -130,7 +128,7 @@ class GraniteMoeHybridForCausalLM(CausalLM):
         return MoE(router, experts, keys=MOE_KEYS)
 
     def parts_of(self, key: str) -> list[TensorPart]:
-        """A tensor may hold all experts; that of gate and up holds both."""
+        """A tensor may hold all experts; gate and up share one."""
         stem = key.removesuffix(INTO).removesuffix(OUT)
         if stem == key:
             return super().parts_of(key)
@@ -141,5 +139,5 @@ class GraniteMoeHybridForCausalLM(CausalLM):
 
 
 def _matrix(i: int, count: int) -> Transform:
-    """Of `count` matrices of equal size, one above the other, number i."""
+    """Matrix `i` of `count` equal ones, along the rows."""
     return lambda t: t.unflatten(0, (count, -1))[i]

@@ -1,4 +1,4 @@
-"""Sliding-window attention over recent tokens plus a history branch over all of them."""
+"""Sliding-window attention plus a history branch over all tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget
 from hybridrt.models.window_history import WindowHistoryInputs
 
-# Modes of a history branch, and the kind of recurrent layer that it then is.
+# Mode of a history branch -> its recurrent kind.
 HISTORY_MODES: Mapping[str, str | None] = {
     "disabled": None,
     "prefix_sum": "prefix_sum",
@@ -31,23 +31,24 @@ HISTORY_MODES: Mapping[str, str | None] = {
 
 
 class HybridSSMAdapter(nn.Module):
-    """The history branch: a recurrent layer, projections included, over the hidden states that attention reads, too.
+    """The history branch: a recurrent layer with projections, on the hidden states that attention
+    reads.
 
-    Its state has a slot of its own in MambaPool, under `layer_id`; it is not in attention's page table. What it
-    returns is this rank's summand of [T, hidden], to be added to the attention's before the sum over ranks.
+    Its state has its own slot in MambaPool, under `layer_id`. It returns this rank's summand of [T,
+    hidden], to be added to attention's before the sum over ranks.
 
     Args:
-        time_step_rank: of dt's projection; ceil(hidden_size / 16) if None.
-        mode: "enabled"; "disabled": zeros, no state is kept; "prefix_sum": running sums of the hidden states within
-            each request, for tests of the wiring; "benchmark": everything is computed and every state written, and the
-            output is zeros.
-        name: unique among the layers of a model.
+        time_step_rank: of dt's projection; None: ceil(hidden_size / 16).
+        mode: "enabled"; "disabled": zeros, no state; "prefix_sum": running sums of hidden states
+            within each request, to test the wiring; "benchmark": computes and writes all, returns
+            zeros.
+        name: unique in the model.
 
     Raises:
         ConfigError: the mode is unknown.
 
     Attributes:
-        mixer: the recurrent layer of the mode's kind, None for "disabled".
+        mixer: the recurrent layer; None for "disabled".
     """
 
     def __init__(
@@ -79,14 +80,16 @@ class HybridSSMAdapter(nn.Module):
     def forward_history_branch(
         self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None, *, decode: bool | None = None
     ) -> torch.Tensor:
-        """All rows of a step, decode rows first: [T, hidden] to [T, hidden]. Mode "prefix_sum" takes any [T, *dims].
+        """All rows of a step, decode rows first: [T, hidden] to [T, hidden]. "prefix_sum": any [T,
+        *dims].
 
         Args:
-            batch: the step, as its backend (a WindowHistoryBackend) has planned it. Mode "disabled" needs none.
-            decode: the decode (or verify) rows alone, or if False the extend rows alone.
+            batch: planned by a WindowHistoryBackend. Mode "disabled" needs no plan.
+            decode: True: decode (or verify) rows only. False: extend rows only.
 
         Raises:
-            BackendError: there is no planned step, or hidden_states has not the step's number of tokens.
+            BackendError: the step is not planned, or hidden_states does not have its number of
+                tokens.
         """
         if self.mode == "disabled":
             return torch.zeros_like(hidden_states)
@@ -96,7 +99,7 @@ class HybridSSMAdapter(nn.Module):
             )
         if decode is not None:
             batch = batch.attn_backend.route(self.mixer).restrict_to_phase(batch, decode=decode)
-        count, planned = len(hidden_states), batch.attn_backend.route(self.mixer).begin(batch).num_tokens
+        count, planned = len(hidden_states), batch.attn_backend.route(self.mixer).begin_step(batch).num_tokens
         if count != planned:
             raise BackendError(f"history branch {self.name!r} was given {count} tokens of a step of {planned}")
         out: torch.Tensor = self.mixer.summand(hidden_states, batch)
@@ -105,22 +108,21 @@ class HybridSSMAdapter(nn.Module):
     def forward_history_branch_decode(
         self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None
     ) -> torch.Tensor:
-        """The decode (or verify) rows of a step alone; the rest as in `forward_history_branch`."""
+        """`forward_history_branch` of decode (or verify) rows only."""
         return self.forward_history_branch(hidden_states, batch, decode=True)
 
     def forward_history_branch_prefill(
         self, hidden_states: torch.Tensor, batch: ForwardBatch | None = None
     ) -> torch.Tensor:
-        """The extend rows of a step alone; the rest as in `forward_history_branch`."""
+        """`forward_history_branch` of extend rows only."""
         return self.forward_history_branch(hidden_states, batch, decode=False)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of the recurrent layer under `key`; none where the mode has no weights."""
         return {} if self.mixer is None else self.mixer.targets(key)
 
 
 class HybridAttentionLayer(Attention):
-    """Attention with rotary over a sliding window, plus `ssm_adapter`; one sum over tensor-parallel ranks for both."""
+    """Rotary attention over a sliding window, plus `ssm_adapter`, with one sum over ranks for both."""
 
     def __init__(
         self, name: str, config: AttentionConfig, layer_id: int, hidden_size: int, ssm_adapter: HybridSSMAdapter, *,
@@ -130,16 +132,14 @@ class HybridAttentionLayer(Attention):
         self.ssm_adapter, self.tp = ssm_adapter, build.tp
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Both over norm(x + residual), and x + residual."""
         h, residual = norm(x, residual)
         q, k, v = self.qkv(h).split(self.sizes, dim=-1)
         out = batch.attn_backend.run(self, batch, WindowHistoryInputs(AttentionInputs(q, k, v, rope=self.rope), h))
         return self.tp.all_reduce(out), residual
 
     def project(self, attended: torch.Tensor) -> torch.Tensor:
-        """This rank's summand of the attention's output: [T, heads * head_dim] to [T, hidden]."""
+        """This rank's summand of attention: [T, heads * head_dim] to [T, hidden]."""
         return self.o_proj(attended, reduce=False)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of the attention under `key`.self_attn and of the branch under `key`.history."""
         return {**super().targets(f"{key}.self_attn"), **self.ssm_adapter.targets(f"{key}.history")}

@@ -1,8 +1,8 @@
-"""Jamba: Mamba-1 blocks with one of attention every few layers, each followed by an MLP or a mixture of experts.
+"""Jamba: Mamba-1 blocks and a few of attention, each followed by an MLP or experts.
 
     x ─ norm ─ Mamba-1 or attention ─ + ─ norm ─ MLP or MoE ─ +
 
-Positions come from the recurrent layers: attention rotates nothing (AI21 2024, arXiv:2403.19887).
+Attention rotates nothing: recurrent layers give positions (AI21 2024, arXiv:2403.19887).
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("attn_layer_period", "expert_layer_period"), PERIOD),
     "rms_norm_eps": EPSILON,
     **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), FLAG),
-    # Norms of dt, B and C; the first Jamba could be configured without.
+    # Norms of dt, B and C, optional in the first Jamba.
     "mamba_inner_layernorms": either(NULL, TRUE),
-    **dict.fromkeys(("layer_types", "layers_block_type", "layers_num_experts"), NULL),  # which periods and offsets say
+    **dict.fromkeys(("layer_types", "layers_block_type", "layers_num_experts"), NULL),  # periods and offsets decide
 }
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 65536, "tie_word_embeddings": False, "hidden_size": 4096, "intermediate_size": 14336,
@@ -50,7 +50,7 @@ def _derive(fields: dict[str, Any]) -> None:
 
 
 def _places(hf: Any, what: str) -> list[bool]:
-    """Which layers are of a sort: one in each period, behind as many others as the offset."""
+    """One layer in each period, at the offset."""
     period, offset = getattr(hf, f"{what}_layer_period"), getattr(hf, f"{what}_layer_offset")
     if offset >= period:
         raise ConfigError(f"{what}_layer_offset is {offset}; it must be smaller than {what}_layer_period, {period}")
@@ -65,7 +65,6 @@ def _describe(hf: Any) -> FamilyFields:
         dt_rank=int(hf.mamba_dt_rank),
     )
     ffns = ["moe" if sparse and hf.num_experts > 1 else "mlp" for sparse in _places(hf, "expert")]
-    # Jamba rotates nothing: its attention layers take positions from the recurrent layers around them.
     return interleaved(hf, mamba, attention_config(hf, rotary=False), ffns, _places(hf, "attn"))
 
 
@@ -81,8 +80,6 @@ FAMILY = Family(
 
 
 class JambaForCausalLM(CausalLM):
-    """Jamba (AI21 2024), any size."""
-
     norm_key = "model.final_layernorm"
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
@@ -102,7 +99,7 @@ class JambaForCausalLM(CausalLM):
         return [mixer, ResidualPart("pre_ff_layernorm", "feed_forward", ffn)]
 
     def _moe(self, name: str) -> MoE:
-        """Routed SwiGLU experts; the weights of the chosen ones are their shares of the softmax over all."""
+        """Routed SwiGLU experts, weighted by a softmax over all experts."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         count, size, top_k = hf.num_experts, hf.intermediate_size, hf.num_experts_per_tok
         router = SoftmaxRouter(f"{name}.router", hidden, count, top_k=top_k, renormalize=False, build=build)

@@ -1,9 +1,9 @@
-"""Kimi-Linear: three blocks of Kimi Delta Attention to one of latent attention, each followed by experts or an MLP.
+"""Kimi-Linear: three Kimi Delta Attention blocks to one of latent attention, then experts or an
+MLP.
 
     x ─ norm ─ KDA or MLA ─ + ─ norm ─ MoE or MLP ─ +
 
-Nothing is rotated: latent attention takes positions from the recurrent layers around it (Moonshot AI 2025,
-arXiv:2510.26692).
+Nothing is rotated: recurrent layers give positions (Moonshot AI 2025, arXiv:2510.26692).
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,12 +48,12 @@ FIELDS: FieldTypes = {
     "linear_conv_kernel_dim": TAPS,
     "rms_norm_eps": EPSILON,
     **dict.fromkeys(("attention_bias", "norm_topk_prob"), FLAG),
-    # Of published checkpoints, which transformers does not read: only these values have a meaning here.
+    # Not read by transformers. Other values would mean a different model.
     **dict.fromkeys(("mla_use_nope", "use_grouped_topk"), either(NULL, TRUE)),
     "moe_router_activation_func": either(NULL, one_of("sigmoid")),
     "moe_layer_freq": either(NULL, integer(1, 1)),
     "num_nextn_predict_layers": either(NULL, integer(0, 0)),
-    # Of Kimi-K3: further residuals, experts over a latent vector, and gates.
+    # Kimi-K3's further residuals, experts over a latent vector, and gates.
     **dict.fromkeys(("attn_res_block_size", "routed_expert_hidden_size"), either(NULL, integer(0, 0))),
     **dict.fromkeys(("mla_use_output_gate", "latent_moe_use_norm"), either(NULL, FALSE)),
     "first_k_dense_replace": integer(0, MAX_LAYERS),
@@ -69,18 +69,18 @@ DEFAULTS: dict[str, Any] = {
     "attention_bias": False, "num_local_experts": 256, "first_k_dense_replace": 1, "mlp_layer_types": None,
     "layer_types": None, "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
-# Names that published files have for some of them.
+# Published names of some fields.
 OLDER = {
     "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group",
     "num_experts": "num_local_experts", "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }  # fmt: skip
-# Of linear_attn_config, and the fields that they are. Layers are counted from 1 there.
+# linear_attn_config -> fields. Its layers count from 1.
 LINEAR = {
     "head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim",
 }  # fmt: skip
 PLACES = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
-# Of experts alone, by the names of published files and of those that transformers writes.
+# Fields of experts, under published and transformers' names.
 EXPERTS = (
     "num_experts", "num_local_experts", "num_experts_per_token", "num_experts_per_tok", "num_shared_experts",
     "n_shared_experts", "num_expert_group", "n_group", "topk_group", "moe_intermediate_size", "mlp_layer_types",
@@ -88,8 +88,8 @@ EXPERTS = (
 
 
 def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Without experts (null or 0) each layer has an MLP, as in the published code; the fields of experts are then null
-    or 0 as well, which transformers reads only in part."""
+    """Without experts (null or 0) each layer has an MLP, as in the published code. Other fields of
+    experts are then null or 0, which transformers reads only in part."""
     counts = ("num_experts", "num_local_experts")
     check_fields(raw, dict.fromkeys(counts, either(NULL, integer(0, MAX_EXPERTS))), file)
     name = next((count for count in counts if count in raw), None)
@@ -134,9 +134,7 @@ MOE_KEYS = {"router": "gate", "experts": "experts", "shared": "shared_experts"}
 
 
 class KimiLinearForCausalLM(CausalLM):
-    """Kimi-Linear (48B-A3B)."""
-
-    gated: ClassVar[bool] = False  # the outputs of latent attention
+    gated: ClassVar[bool] = False  # outputs of latent attention
     spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp.", ".forget_gate.": "."}
     joined_convs = True
 
@@ -159,7 +157,6 @@ class KimiLinearForCausalLM(CausalLM):
         ]
 
     def recurrent(self, layer_id: int, name: str) -> Any:
-        """The mixer of a layer without attention."""
         config, eps = self.config, self.config.hf.rms_norm_eps
         return KDAMixer(f"{name}.kda", config.linear_of(KDAConfig), layer_id, config.hidden_size, eps, build=self.build)
 
@@ -167,12 +164,12 @@ class KimiLinearForCausalLM(CausalLM):
         return MLP(name, self.config.hidden_size, self.config.hf.intermediate_size, build=self.build)
 
     def limits(self, layer_id: int) -> tuple[float | None, float | None]:
-        """Of SwiGLU in a layer's routed experts and in its shared one."""
+        """SwiGLU limits of a layer's routed and shared experts."""
         return None, None
 
     def _moe(self, name: str, layer_id: int) -> MoE:
-        """Routed SwiGLU experts, chosen within the best groups by corrected sigmoid scores, and a shared one: one more
-        expert, or beside them where its limit differs."""
+        """Routed SwiGLU experts, chosen within the best groups by corrected sigmoid scores. The
+        shared one is one more expert, or separate if its limit differs."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         size, (limit, shared_limit) = hf.moe_intermediate_size, self.limits(layer_id)
         shared_size = size * hf.n_shared_experts

@@ -1,8 +1,8 @@
-"""LFM2: gated short convolutions with a layer of attention every few, each followed by an MLP or experts.
+"""LFM2: gated short convolutions and a few layers of attention, then an MLP or experts.
 
     x ─ norm ─ short conv or attention ─ + ─ norm ─ MLP or MoE ─ +
 
-Queries and keys are normed head by head before they are rotated (Liquid AI 2025, arXiv:2511.23404).
+Heads of q and k are normed before rotation (Liquid AI 2025, arXiv:2511.23404).
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def _derive(fields: dict[str, Any]) -> None:
 
 
 def _describe(hf: Any) -> FamilyFields:
-    dense = getattr(hf, "num_dense_layers", len(hf.layer_types))  # experts are in the layers behind them
+    dense = getattr(hf, "num_dense_layers", len(hf.layer_types))  # later layers have experts
     ffns = ["mlp" if i < dense else "moe" for i in range(len(hf.layer_types))]
     conv = ShortConvConfig(hf.hidden_size, hf.conv_L_cache)
     return interleaved(hf, conv, attention_config(hf), ffns)
@@ -107,8 +107,6 @@ MOE_FAMILY = Family(
 
 
 class Lfm2ForCausalLM(CausalLM):
-    """LFM2 (Liquid AI 2025), dense."""
-
     norm_key, eps_field = "model.embedding_norm", "norm_eps"
     spellings: ClassVar[dict[str, str]] = {
         **SWIGLU,
@@ -137,13 +135,13 @@ class Lfm2ForCausalLM(CausalLM):
 
     def _mlp(self, name: str) -> MLP:
         hf, size = self.config.hf, self.config.hf.intermediate_size
-        if getattr(hf, "block_auto_adjust_ff_dim", False):  # what config.json gives is about 3/2 of the width
+        if getattr(hf, "block_auto_adjust_ff_dim", False):  # config.json gives about 3/2 of the width
             step = hf.block_multiple_of
             size = step * -(-int(hf.block_ffn_dim_multiplier * int(2 * size / 3)) // step)
         return MLP(name, self.config.hidden_size, size, build=self.build)
 
     def _moe(self, name: str) -> MoE:
-        """Routed SwiGLU experts, chosen by sigmoid scores with a correction."""
+        """Routed SwiGLU experts, chosen by corrected sigmoid scores."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         router = SigmoidGroupRouter(
             f"{name}.router", hidden, hf.num_experts, top_k=hf.num_experts_per_tok, n_group=1, topk_group=1,

@@ -1,4 +1,4 @@
-"""Mamba and Mamba-2: a stack of blocks of one kind and nothing else, no attention and no MLP.
+"""Mamba and Mamba-2: only recurrent blocks, without attention or MLP.
 
     x ─ norm ─ Mamba ─ +
 
@@ -64,7 +64,7 @@ def derive(fields: dict[str, Any]) -> None:
 
 
 def dt_rank(hidden_size: int) -> int:
-    """Of Mamba-1 where "auto" leaves it open."""
+    """The default of Mamba-1 ("auto")."""
     return math.ceil(hidden_size / 16)
 
 
@@ -113,7 +113,7 @@ FAMILY2 = Family(
 
 
 class PureMamba(CausalLM):
-    """A stack of mixers, whose residuals may be float32."""
+    """A stack of mixers. Residuals may be float32."""
 
     embed_key, norm_key, layers_key = "backbone.embeddings", "backbone.norm_f", "backbone.layers"
     spellings: ClassVar[dict[str, str]] = {"backbone.embedding.": "backbone.embeddings."}
@@ -124,8 +124,7 @@ class PureMamba(CausalLM):
         self.residual_dtype = torch.float32 if config.hf.residual_in_fp32 else build.dtype
 
     @abstractmethod
-    def mixer(self, layer_id: int, name: str) -> Any:
-        """The mixer of a layer."""
+    def mixer(self, layer_id: int, name: str) -> Any: ...
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
         return [ResidualPart("norm", "mixer", self.mixer(layer_id, f"{name}.mixer"))]
@@ -139,8 +138,6 @@ class PureMamba(CausalLM):
 
 
 class MambaForCausalLM(PureMamba):
-    """Mamba (Gu & Dao 2023)."""
-
     def mixer(self, layer_id: int, name: str) -> Mamba1Mixer:
         hf, config = self.config.hf, self.config
         return Mamba1Mixer(
@@ -150,8 +147,6 @@ class MambaForCausalLM(PureMamba):
 
 
 class Mamba2ForCausalLM(PureMamba):
-    """Mamba-2 (Dao & Gu 2024)."""
-
     def mixer(self, layer_id: int, name: str) -> Mamba2Block:
         hf, config = self.config.hf, self.config
         return Mamba2Block(

@@ -1,12 +1,10 @@
-"""MiniMax: lightning attention with a layer of softmax attention every few, each followed by experts.
+"""MiniMax: lightning attention and a few layers of softmax attention, each followed by experts.
 
     x ─ norm ─ h ─ attention ─ x beta ─ + alpha h ─ norm ─ h ─ experts ─ x beta ─ + alpha h
 
-What a part adds goes onto its normed input, not onto the input. Decays grow slower from layer to layer (MiniMax 2025,
-arXiv:2501.08313).
-
-Published checkpoints (MiniMaxAI/MiniMax-Text-01 and MiniMax-M1-80k on the hub) spell their config.json otherwise than
-those that transformers writes.
+A part adds to its normed input. Decays slow down from layer to layer (MiniMax 2025,
+arXiv:2501.08313). config.json of published checkpoints (MiniMaxAI/MiniMax-Text-01, MiniMax-M1-80k)
+and of transformers spell fields differently.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +51,7 @@ DEFAULTS: dict[str, Any] = {
     "full_attn_beta_factor": 1, "linear_attn_alpha_factor": 1, "linear_attn_beta_factor": 1, "mlp_alpha_factor": 1,
     "mlp_beta_factor": 1,
 }  # fmt: skip
-# Factors in published files, and what transformers names them.
+# Factors: published name -> transformers' name.
 FACTORS = {
     f"layernorm_{theirs}_{factor}": f"{ours}_{factor}_factor"
     for theirs, ours in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
@@ -62,16 +60,16 @@ FACTORS = {
 PUBLISHED: FieldTypes = {
     "model_type": one_of("minimax_text_01", "MiniMaxText01", "minimax_m1", "MiniMaxM1"),
     **dict.fromkeys(FACTORS, MULTIPLIER),
-    # Without it, factors would multiply the inputs of the norms.
+    # Without it, factors would multiply the norms' inputs.
     "postnorm": TRUE,
-    # An MLP that every token passes beside the experts, of the model or of each layer: no published checkpoint has one.
+    # A shared MLP: no published checkpoint has one.
     "shared_intermediate_size": either(integer(0, 0), list_of(integer(0, 0))),
 }
 KINDS = ("linear_attention", "full_attention")
 
 
 def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Fields by the names of transformers. Published code takes postnorm for false where it is left out."""
+    """Fields by transformers' names. postnorm is False by default, as in published code."""
     kinds = list_of(integer(0, 1), raw.get("num_hidden_layers"))
     asked = {"attn_type_list": None, "postnorm": False, **raw}
     check_fields(asked, {**PUBLISHED, "attn_type_list": kinds}, file)
@@ -86,8 +84,8 @@ def _derive(fields: dict[str, Any]) -> None:
 
 
 def _attention(hf: Any) -> AttentionConfig:
-    """Released models were trained with a part of each head rotated, and name its size `rotary_dim`. transformers 5.23
-    does not read that, nor `partial_rotary_factor`: it rotates whole heads."""
+    """Released models were trained with a part of each head rotated: `rotary_dim`. transformers
+    5.23 ignores that and `partial_rotary_factor`, and rotates whole heads."""
     rotated, head_dim = getattr(hf, "rotary_dim", None), attention_config(hf).head_dim
     if rotated is not None:
         if rotated > head_dim:
@@ -114,11 +112,11 @@ TEXT_01 = replace(FAMILY, model="hybridrt.models.minimax:MiniMaxText01ForCausalL
 M1 = replace(TEXT_01, model="hybridrt.models.minimax:MiniMaxM1ForCausalLM")
 
 
-LIGHTNING_EPS = 1e-6  # of the norm in lightning attention; rms_norm_eps of config.json is for the other norms
+LIGHTNING_EPS = 1e-6  # of lightning attention's norm; rms_norm_eps is for other norms
 
 
 class OntoNormed(nn.Module):
-    """A part of a layer whose output is added to `alpha` times its normed input."""
+    """A part that adds to `alpha` times its normed input."""
 
     def __init__(self, part: Attention | LightningMixer | MoE, alpha: float) -> None:
         super().__init__()
@@ -133,10 +131,10 @@ class OntoNormed(nn.Module):
 
 
 class MiniMaxForCausalLM(CausalLM):
-    """MiniMax-Text-01 and MiniMax-M1 (MiniMax 2025), as transformers names and computes them."""
+    """MiniMax-Text-01 and MiniMax-M1 (MiniMax 2025) by transformers' name and decays."""
 
     spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp."}
-    # Powers of the decays, which follow from the configuration.
+    # Powers of decays, which follow from the configuration.
     skipped_keys = (MTP_KEYS, r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)")
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:
@@ -161,11 +159,10 @@ class MiniMaxForCausalLM(CausalLM):
         ]
 
     def rates(self, num_heads: int, layer_id: int) -> torch.Tensor:
-        """[num_heads] float32, of the decays in a layer."""
+        """[num_heads] float32 decay rates of a layer."""
         return decay_rates(num_heads) * (1.0 - layer_id / (len(self.config.layers) - 1 + 1e-5) + 1e-5)
 
     def _moe(self, name: str) -> MoE:
-        """Routed SwiGLU experts."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         count, scales = hf.num_local_experts, (float(hf.mlp_beta_factor), 1.0)
         router = SoftmaxRouter(
@@ -178,11 +175,11 @@ class MiniMaxForCausalLM(CausalLM):
 
 
 class MiniMaxText01ForCausalLM(MiniMaxForCausalLM):
-    """MiniMax-Text-01, as it is published: its code has other decays where heads are no power of two."""
+    """MiniMax-Text-01 as published: other decays if heads are no power of two."""
 
     def rates(self, num_heads: int, layer_id: int) -> torch.Tensor:
         return alibi_rates(num_heads) * (1.0 - layer_id / max(len(self.config.layers) - 1, 1) + 1e-5)
 
 
 class MiniMaxM1ForCausalLM(MiniMaxText01ForCausalLM):
-    """MiniMax-M1, as it is published."""
+    """MiniMax-M1 as published."""

@@ -1,8 +1,8 @@
-"""Nemotron-H: a stack of pre-norm residual blocks, each of one kind: Mamba-2 (M), attention (*), MLP (-) or MoE (E).
+"""Nemotron-H: residual blocks of Mamba-2 (M), attention (*), an MLP (-) or experts (E).
 
     x ─ norm ─ mixer ─ +
 
-Positions come from the recurrent layers: attention rotates nothing (NVIDIA 2025, arXiv:2504.03624).
+Attention rotates nothing: recurrent layers give positions (NVIDIA 2025, arXiv:2504.03624).
 """
 
 import math
@@ -71,15 +71,14 @@ OLDER = {
     "layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size",
 }  # fmt: skip
-# Kinds of blocks by the letters of hybrid_override_pattern.
+# Letters of hybrid_override_pattern.
 LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 MTP_KINDS = ["full_attention", "moe"]
 PATTERN = FieldType(f"a string of {' '.join(LETTERS)}", lambda v: isinstance(v, str) and set(v) <= LETTERS.keys())
 
 
 def _derive(fields: dict[str, Any]) -> None:
-    """The lists of blocks, which files spell as letters as well; num_hidden_layers means nothing beside them, nor do
-    letters beside a list."""
+    """Lists of blocks, from letters if there is no list. Lists override num_hidden_layers."""
     if fields["layers_block_type"] is None:
         fields["layers_block_type"] = _spelled(fields, "hybrid_override_pattern", "ME*-")
     fields["num_hidden_layers"] = len(fields["layers_block_type"])
@@ -88,7 +87,7 @@ def _derive(fields: dict[str, Any]) -> None:
 
 
 def _spelled(fields: dict[str, Any], name: str, default: str) -> list[str]:
-    """The kinds of a field's letters."""
+    """Block kinds from a field's letters."""
     check_fields(fields, {name: PATTERN}, "a pattern of blocks")
     return [LETTERS[letter] for letter in fields.get(name, default)]
 
@@ -96,13 +95,12 @@ def _spelled(fields: dict[str, Any], name: str, default: str) -> list[str]:
 def _describe(hf: Any) -> FamilyFields:
     mamba = Mamba2Config(
         hf.mamba_num_heads, hf.mamba_head_dim, hf.ssm_state_size, hf.n_groups, hf.conv_kernel, hf.chunk_size,
-        # transformers raises time steps to time_step_min in prefill, and not in decode. The fused path of the published
-        # code raises them in neither, nor does vLLM.
+        # Not clamped to time_step_min: transformers clamps only in prefill; the published fused
+        # path and vLLM never do.
         dt_limit=(0.0, math.inf),
     )  # fmt: skip
     layers = tuple(BLOCKS[k] for k in hf.layers_block_type)
     head = tuple(BLOCKS[k] for k in hf.mtp_layers_block_type) if hf.num_nextn_predict_layers == 1 else ()
-    # Nemotron-H rotates nothing: its attention layers take positions from the recurrent layers around them.
     attention = attention_config(hf, rotary=False)
     return {"layers": layers, "linear": {"mamba2": mamba}, "attention": attention, "mtp_layers": head}
 
@@ -129,8 +127,6 @@ MOE_KEYS = {
 
 
 class NemotronHForCausalLM(CausalLM):
-    """Nemotron-H and Nemotron 3 (NVIDIA)."""
-
     embed_key, norm_key, layers_key = "backbone.embeddings", "backbone.norm_f", "backbone.layers"
     spellings: ClassVar[dict[str, str]] = {"model.": "backbone."}
     eps_field = "layer_norm_epsilon"
@@ -153,7 +149,7 @@ class NemotronHForCausalLM(CausalLM):
         return self._mlp(name, self.size_of("intermediate_size", layer_id))
 
     def size_of(self, field: str, layer_id: int) -> int:
-        """A number of config.json as a layer has it."""
+        """A layer's value of a config.json field."""
         return getattr(self.config.hf, field)
 
     def _mlp(self, name: str, size: int) -> MLP:
@@ -161,7 +157,7 @@ class NemotronHForCausalLM(CausalLM):
         return MLP(name, hidden, size, activation="relu2", bias=bias, build=self.build)
 
     def _moe(self, name: str, layer_id: int) -> MoE:
-        """Routed squared-ReLU experts, in a smaller latent space where the config has one, beside a shared expert."""
+        """Routed squared-ReLU experts, maybe in a smaller latent space, and a shared expert."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         count, top_k = self.size_of("n_routed_experts", layer_id), self.size_of("num_experts_per_tok", layer_id)
         router = SigmoidGroupRouter(
@@ -177,8 +173,8 @@ class NemotronHForCausalLM(CausalLM):
 
 
 class NemotronHMTP(MTPHead):
-    """The prediction head of Nemotron 3: a few of the model's own blocks. In the checkpoint the fusion stands with the
-    first of them, the final norm with the last."""
+    """The prediction head of Nemotron 3: blocks like the model's. In checkpoints the first block
+    holds the fusion, the last one the final norm."""
 
     def checkpoint_map(self) -> CheckpointMap:
         return {

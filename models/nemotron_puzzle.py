@@ -1,4 +1,4 @@
-"""Nemotron-H Puzzle: Nemotron-H after a search that gave each block sizes of its own (NVIDIA 2026)."""
+"""Nemotron-H Puzzle: Nemotron-H with block sizes found by a search (NVIDIA 2026)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from hybridrt.models.config.family import FamilyFields, check_experts
 from hybridrt.models.nemotron_h import FAMILY as NEMOTRON_H
 from hybridrt.models.nemotron_h import NemotronHForCausalLM
 
-# What a block may have of its own.
+# Sizes that a block may override.
 SIZES = ("moe_intermediate_size", "moe_shared_expert_intermediate_size", "intermediate_size")
 EXPERTS = ("n_routed_experts", "num_experts_per_tok")
 FIELDS: FieldTypes = {
@@ -22,21 +22,20 @@ FIELDS: FieldTypes = {
 
 
 def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Nemotron-H's fields of a Puzzle model. Its blocks stand in `block_configs`, each with the numbers that are its
-    own; what is null or the model's own number is left out of them."""
+    """Nemotron-H's fields of a Puzzle model, with each block's overrides from `block_configs`."""
     check_fields(raw, {**FIELDS, "block_configs": list_of(OBJECT)}, file)
     blocks = [_own(i, block, raw, file) for i, block in enumerate(raw.get("block_configs", ()))]
     if not blocks:
         raise ConfigError(f"{file}: block_configs is missing or empty; it must say what each block is")
     kinds = [block.get("block_type") for block in raw["block_configs"]]
-    # The layout of its prediction head is not known here, so the head is left alone.
+    # The layout of its prediction head is unknown here, so the head is ignored.
     changes = {"model_type": "nemotron_h", "layers_block_type": kinds, "num_nextn_predict_layers": 0}
     found = {k: v for k, v in raw.items() if k not in ("hybrid_override_pattern", "layer_types", "num_hidden_layers")}
     return found | changes | {"block_configs": blocks}
 
 
 def _own(i: int, block: Mapping[str, Any], raw: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    """The numbers that block `i` does not share with the model."""
+    """The numbers of block `i` that differ from the model's."""
     own = {k: v for k, v in block.items() if k != "block_type" and v is not None and v != raw.get(k)}
     check_fields(own, FIELDS, file)
     if unknown := sorted(own.keys() - FIELDS.keys()):
@@ -64,7 +63,7 @@ FAMILY = replace(
 
 
 class NemotronHPuzzleForCausalLM(NemotronHForCausalLM):
-    """Nemotron 3 Puzzle (NVIDIA), whose blocks of experts differ in width and in experts for a token."""
+    """Nemotron 3 Puzzle (NVIDIA): expert width and experts a token vary by block."""
 
     def size_of(self, field: str, layer_id: int) -> int:
         size: int | None = self.config.hf.block_configs[layer_id].get(field)

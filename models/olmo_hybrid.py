@@ -2,8 +2,8 @@
 
     x ─ norm ─ GDN ─ + ─ norm ─ MLP ─ +         x ─ attention ─ norm ─ + ─ MLP ─ norm ─ +
 
-The delta rule's beta is doubled, so that a step may turn a part of the state around (Grazzi et al. 2024). In blocks of
-attention norms stand behind, and q and k are normed over all heads together (Ai2 2026).
+The delta rule's beta is doubled, so that a step may invert a part of the state (Grazzi et al.
+2024). Attention blocks norm outputs, and norm q and k over all heads (Ai2 2026).
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ def _derive(fields: dict[str, Any]) -> None:
 
 def _describe(hf: Any) -> FamilyFields:
     gdn = gdn_config(hf, beta_scale=2.0 if hf.linear_allow_neg_eigval else 1.0)
-    # Released models rotate nothing: their rope_parameters are null, or have no theta.
+    # Released models rotate nothing: rope_parameters are null or without theta.
     rotary = (hf.rope_parameters or {}).get("rope_theta") is not None
     return interleaved(hf, gdn, attention_config(hf, rotary=rotary), "mlp")
 
@@ -86,11 +86,11 @@ FAMILY = Family(
 PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"}
 CONVS = {"q_conv1d": "q", "k_conv1d": "k", "v_conv1d": "v"}
 GDN_KEYS = GDNKeys(PROJECTIONS, convs=CONVS, norm="o_norm", out="o_proj")
-GDN_EPS = 1e-5  # of the gated norm, whatever config.json says of the others
+GDN_EPS = 1e-5  # of the gated norm; config.json's is for other norms
 
 
 class WholeNormAttention(Attention):
-    """Attention of hidden states as they are, with norms over all heads of q and of k."""
+    """Attention without an input norm, with norms over all heads of q and of k."""
 
     def __init__(
         self, name: str, config: AttentionConfig, layer_id: int, hidden_size: int, *, eps: float, build: Build,
@@ -118,7 +118,7 @@ class WholeNormAttention(Attention):
 
 
 class PostNormed(nn.Module):
-    """A part followed by its norm: it adds norm(summand(x + residual))."""
+    """Adds norm(summand(x + residual))."""
 
     def __init__(
         self, part: WholeNormAttention | MLP, summand: Callable[[torch.Tensor, ForwardBatch], torch.Tensor]
@@ -135,9 +135,7 @@ class PostNormed(nn.Module):
 
 
 class OlmoHybridForCausalLM(CausalLM):
-    """OLMo-Hybrid (Ai2 2026)."""
-
-    spellings: ClassVar[dict[str, str]] = {  # of norms in newer checkpoints
+    spellings: ClassVar[dict[str, str]] = {  # norms in newer checkpoints
         ".attention_layer_norm.": ".input_layernorm.",
         ".feedforward_layer_norm.": ".post_attention_layernorm.",
     }

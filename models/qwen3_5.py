@@ -1,8 +1,9 @@
-"""Qwen3.5 and its successors: blocks as in Qwen3-Next, whose projections have tensors of their own in a checkpoint.
+"""Qwen3.5 and successors: Qwen3-Next's blocks, with one checkpoint tensor for each projection.
 
     x ─ norm ─ GDN or gated attention ─ + ─ norm ─ MLP or MoE ─ +
 
-Checkpoints that see images hold the text part under `model.language_model`; the rest is skipped (Qwen team 2026).
+Checkpoints with images hold the text part under `model.language_model`. The rest is skipped (Qwen
+team 2026).
 """
 
 from dataclasses import replace
@@ -57,9 +58,9 @@ MOE_DEFAULTS: dict[str, Any] = {
 
 
 def _describe(hf: Any, ffn: str) -> FamilyFields:
-    # Only a head that shares the model's embedding is implemented.
+    # Only a head with the model's embedding is implemented.
     one_head = getattr(hf, "mtp_num_hidden_layers", 0) == 1 and not getattr(hf, "mtp_use_dedicated_embeddings", False)
-    # In text all three positions of its rotary embedding (mrope_section) are the token's own: it is the plain one.
+    # Plain rotary: in text, all three positions of mrope_section are the token's.
     head = (LayerSpec(True, None, ffn),) if one_head else ()
     return interleaved(hf, gdn_config(hf), attention_config(hf), ffn) | {"mtp_layers": head}
 
@@ -97,8 +98,6 @@ SEEING_MOE = replace(
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
-    """Qwen3.5, dense."""
-
     gdn_keys: ClassVar[GDNKeys] = GDNKeys({"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "b", "in_proj_a": "a"})
     skipped_keys = (MTP_KEYS, r"model\.visual\..*")
     spellings: ClassVar[dict[str, str]] = {"model.language_model.": "model."}

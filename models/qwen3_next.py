@@ -1,9 +1,9 @@
-"""Qwen3-Next: three Gated Delta Net blocks to one of gated attention, each followed by a mixture of experts.
+"""Qwen3-Next: three Gated Delta Net blocks to one of gated attention, each followed by experts.
 
     x ─ norm ─ GDN or gated attention ─ + ─ norm ─ MoE or MLP ─ +
 
-Norms are zero-centred (1 + w), rotary turns a quarter of each head, attention's output is gated by a sigmoid
-(Qwen team 2025).
+Norms are zero-centred (1 + w), a quarter of each head is rotated, and a sigmoid gates attention's
+output (Qwen team 2025).
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def _describe(hf: Any) -> FamilyFields:
         return hf.num_experts > 0 and i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0
 
     ffns = ["moe" if sparse(i) else "mlp" for i in range(len(hf.layer_types))]
-    # Published configs leave the number out, and one head is in their checkpoints.
+    # Published configs omit the number, but checkpoints hold one head.
     one_head = getattr(hf, "num_nextn_predict_layers", 1) == 1
     head = (LayerSpec(True, None, "moe" if hf.num_experts > 0 else "mlp"),) if one_head else ()
     return interleaved(hf, gdn_config(hf), attention_config(hf), ffns) | {"mtp_layers": head}
@@ -104,8 +104,6 @@ GDN_KEYS = GDNKeys({"in_proj_qkvz": "qkvz", "in_proj_ba": "ba"}, by_key_head=Tru
 
 
 class Qwen3NextForCausalLM(CausalLM):
-    """Qwen3-Next (80B-A3B and its kin)."""
-
     gdn_keys: ClassVar[GDNKeys] = GDN_KEYS
     zero_centered = True
 
@@ -130,11 +128,11 @@ class Qwen3NextForCausalLM(CausalLM):
         return [mixer, ResidualPart("post_attention_layernorm", "mlp", ffn)]
 
     def renormalizes(self) -> bool:
-        """Whether the weights of a token's experts are made to add up to 1."""
+        """Whether a token's expert weights are scaled to sum to 1."""
         return bool(self.config.hf.norm_topk_prob)
 
     def _moe(self, name: str) -> MoE:
-        """Routed SwiGLU experts plus a shared one behind a sigmoid gate: one more expert, which every token passes."""
+        """Routed SwiGLU experts, and a shared one with a sigmoid gate, stored as one more expert."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         experts = Experts(
             f"{name}.experts", hf.num_experts, hidden, hf.moe_intermediate_size, activation="silu",
@@ -148,7 +146,7 @@ class Qwen3NextForCausalLM(CausalLM):
 
 
 class Qwen3NextMTP(MTPHead):
-    """The prediction head: one more block of gated attention and experts."""
+    """One more block of gated attention and experts."""
 
     def checkpoint_map(self) -> CheckpointMap:
         return {

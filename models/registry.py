@@ -1,4 +1,4 @@
-"""The class that builds a model, and its prediction head, by the family of its config.json."""
+"""Finds the model and prediction-head classes of an architecture."""
 
 from hybridrt.base.config import ModelConfig
 from hybridrt.base.errors import ConfigError
@@ -8,12 +8,12 @@ from hybridrt.models.config.family_registry import family_of
 
 
 def model_class(architecture: str) -> type[CausalLM]:
-    """The class that implements an architecture; UnsupportedModelError lists those there are."""
+    """The class of an architecture. UnsupportedModelError lists those there are."""
     return load_object(family_of(architecture).model)
 
 
 def make_mtp_head(model: CausalLM) -> MTPHead:
-    """The prediction head that the model's config.json describes, its weights unset.
+    """The prediction head of the model's config.json, its weights unset.
 
     Raises:
         ConfigError: it describes none, or one of a kind that is not implemented.

@@ -1,10 +1,9 @@
-"""swa_ssm: sliding-window attention over recent tokens, a Mamba-1 history branch over all, an MLP.
+"""swa_ssm: sliding-window attention, a Mamba-1 history branch over all tokens, an MLP.
 
     x ─ norm ─┬─ attention(window) ─ out ─┬─ + ─ norm ─ MLP ─ +
               └─ Mamba-1(history) ────────┘
 
-A small family of our own for hybridrt.models.hybrid_attention: what a layer's window forgets, its history branch may
-remember (docs/hybrid-layer.md).
+Our own small family for hybridrt.models.hybrid_attention (docs/hybrid-layer.md).
 """
 
 import json
@@ -40,7 +39,7 @@ from hybridrt.models.hybrid_attention import HISTORY_MODES, HybridAttentionLayer
 from hybridrt.models.window_history import WindowHistoryBackend
 
 ARCHITECTURE = "SwaSsmForCausalLM"
-# What a config.json holds beside the fields below; read elsewhere or of no concern here.
+# Other config.json fields, read elsewhere or irrelevant.
 _COMMON = frozenset(
     {
         "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "eos_token_id", "bos_token_id",
@@ -66,11 +65,11 @@ class SwaSsmConfig:
     """A swa_ssm model, before sharding.
 
     Attributes:
-        sliding_window: keys that a token sees, its own included.
-        history_mode: of all layers' history branches, or a list of one for each layer
+        sliding_window: keys that a token sees, itself included.
+        history_mode: of all history branches, or a list by layer
             (hybridrt.models.hybrid_attention.HybridSSMAdapter).
-        head_dim, ssm_intermediate_size, ssm_time_step_rank: None for hidden_size / num_attention_heads,
-            2 x hidden_size and hidden_size / 16.
+        head_dim, ssm_intermediate_size, ssm_time_step_rank: None for hidden_size /
+            num_attention_heads, 2 x hidden_size and hidden_size / 16.
         intermediate_size: of the MLP.
     """
 
@@ -113,12 +112,11 @@ class SwaSsmConfig:
 
     @property
     def history_modes(self) -> tuple[str, ...]:
-        """The mode of each layer."""
         mode = self.history_mode
         return (mode,) * self.num_hidden_layers if isinstance(mode, str) else tuple(mode)
 
     def describe(self) -> FamilyFields:
-        """What of a ModelConfig this family decides."""
+        """The family's part of a ModelConfig."""
         kinds = [HISTORY_MODES[mode] for mode in self.history_modes]
         states: tuple[LinearConfig, ...] = (
             Mamba1Config(
@@ -136,8 +134,8 @@ class SwaSsmConfig:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], file: Path = Path("config.json")) -> "SwaSsmConfig":
-        """From the object of a config.json, which is read from `file`. ConfigError if fields are missing, unknown or
-        out of bounds."""
+        """From config.json's object, read from `file`. ConfigError if fields are missing, unknown
+        or out of bounds."""
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(raw) - known - _COMMON)
         if unknown:
@@ -149,7 +147,7 @@ class SwaSsmConfig:
             raise ConfigError(f"config.json of {ARCHITECTURE}: {e}") from e
 
     def save(self, path: Path, **more: Any) -> None:
-        """Writes `path`/config.json; `more` are fields beside these, such as dtype or eos_token_id."""
+        """Writes `path`/config.json. `more`: further fields, such as dtype or eos_token_id."""
         path.mkdir(parents=True, exist_ok=True)
         found = {"architectures": [ARCHITECTURE], "model_type": "swa_ssm", **asdict(self), **more}
         (path / "config.json").write_text(json.dumps(found, indent=2) + "\n")
@@ -158,13 +156,13 @@ class SwaSsmConfig:
 FAMILY = Family(
     model=f"hybridrt.models.swa_ssm:{ARCHITECTURE}",
     read=SwaSsmConfig.from_json,
-    fields={},  # `read` has compared them
+    fields={},  # `read` checks them
     describe=SwaSsmConfig.describe,
 )
 
 
 class SwaSsmForCausalLM(CausalLM):
-    """The decoder. A checkpoint may hold history branches that a layer's mode has no use for."""
+    """The decoder. History branches that a layer's mode does not use are skipped."""
 
     composite = WindowHistoryBackend
 

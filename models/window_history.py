@@ -1,4 +1,4 @@
-"""The backend of layers whose output is attention over a sliding window plus a history branch over everything."""
+"""The backend of layers with window attention plus a history branch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,22 +13,23 @@ from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend, linear_bac
 
 
 class WindowHistoryInputs(NamedTuple):
-    """The inputs of a layer of both branches: of its attention, and [T, hidden], what the block's projections read."""
+    """Inputs of a layer of both branches. hidden_states [T, hidden]: the input of the block's
+    projections."""
 
     attention: AttentionInputs
     hidden_states: Tensor
 
 
 class WindowHistoryBackend(HybridLinearAttnBackend):
-    """Adds the history branch of a layer to its window's attention, on partial sums: after the attention's output
-    projection and before the sum over tensor-parallel ranks.
+    """Adds a layer's history branch to its window attention, after the output projection and before
+    the sum over ranks.
 
-    Whatever the window's backend or the branch raises is raised: attention alone is never passed off as both.
+    Errors of either branch are raised: attention alone never passes for both.
 
     Args:
-        window_backend: any attention backend; it reads a layer's `sliding_window`.
-        adapters: the history branches (hybridrt.models.hybrid_attention.HybridSSMAdapter) of all layers, disabled ones
-            included.
+        window_backend: any attention backend. It reads a layer's `sliding_window`.
+        adapters: the history branches (hybridrt.models.hybrid_attention.HybridSSMAdapter) of all
+            layers, including disabled ones.
 
     Raises:
         BackendError: two branches of one name, or of one layer id.
@@ -53,11 +54,11 @@ class WindowHistoryBackend(HybridLinearAttnBackend):
         full_attn_layers: Collection[int],
         req_to_token_pool: HybridReqToTokenPool,
     ) -> "WindowHistoryBackend":
-        """The composite of a model, whose `mixers` are history branches."""
+        """The composite of a model. `mixers` are history branches."""
         return cls(full_attn_backend, list(mixers.values()), req_to_token_pool)
 
     def route(self, layer: Any) -> AttentionBackend:
-        """Layers of both branches are served here, each of the branches as in any composite."""
+        """This backend serves layers of both branches, and routes others as any composite."""
         return self if hasattr(layer, "ssm_adapter") else super().route(layer)
 
     def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> WindowHistoryInputs:
@@ -65,11 +66,11 @@ class WindowHistoryBackend(HybridLinearAttnBackend):
         return WindowHistoryInputs(AttentionInputs(q, k, v, save_kv_cache, **kwargs), hidden_states)
 
     def run(self, layer: Any, batch: ForwardBatch, inputs: Any, out: Tensor | None = None) -> Tensor:
-        """One layer over all rows of the batch; of both branches, its `inputs` are WindowHistoryInputs.
+        """Runs one layer for all rows. A layer of both branches has WindowHistoryInputs.
 
         Args:
-            layer: has `attn` (what the window's backend takes as its layer), `project` (the attention's output
-                projection, [T, heads * head_dim] to [T, hidden], without the sum over ranks) and `ssm_adapter`.
+            layer: has `attn` (the window backend's layer), `project` (output projection, [T, heads
+                * head_dim] to [T, hidden], without the sum over ranks) and `ssm_adapter`.
         Returns:
             [T, hidden], this rank's summand. The branch is zero on padding rows.
         """

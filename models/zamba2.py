@@ -1,10 +1,10 @@
-"""Zamba2: Mamba-2 blocks, some of which also read what a shared transformer block makes of the residual.
+"""Zamba2: Mamba-2 blocks, some with a shared transformer block.
 
     x ─────────────────────────────────────────┬─ + ─ norm ─ Mamba-2 ─ + x
     x | embedding ─ norm ─ attention ─ norm ─ MLP ─ linear ─┘
 
-The weights of a block are one set. Each place that uses it has its own KV cache, and low-rank adapters of the
-projections q, k, v and of the MLP's first (Zyphra 2024, arXiv:2411.15242).
+Places share the block's weights. Each has its own KV cache, and low-rank adapters of q, k, v and
+the MLP's first projection (Zyphra 2024, arXiv:2411.15242).
 """
 
 import math
@@ -56,7 +56,7 @@ FIELDS: FieldTypes = {
     **dict.fromkeys(("add_bias_linear", "use_mem_rope", "use_shared_attention_adapter"), FLAG),
     "use_long_context": FieldType("false: rescaled rotary embeddings are not supported", lambda v: v is False),
 }
-# Which layers hold a shared block besides, in the published model of 2.7 billion weights.
+# Layers with a shared block in the published 2.7B model.
 HYBRID = (6, 12, 18, 24, 30, 36, 42, 47, 51)
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000, "max_position_embeddings": 4096, "hidden_size": 2560, "num_hidden_layers": 54,
@@ -97,7 +97,7 @@ def _describe(hf: Any) -> FamilyFields:
         n_groups=hf.mamba_ngroups,
         conv_kernel=hf.mamba_d_conv,
         chunk_size=hf.chunk_size,
-        # transformers clamps so in prefill and not in decode; one rule for both lets steps agree with whole prompts.
+        # transformers clamps only in prefill. With one rule, decode steps agree with prompts.
         dt_limit=(float(hf.time_step_min), math.inf),
     )
     head_dim, rope = 2 * hf.hidden_size // hf.num_attention_heads, None
@@ -105,7 +105,7 @@ def _describe(hf: Any) -> FamilyFields:
         rope = dict(hf.rope_parameters or {})
     heads = hf.num_attention_heads, hf.num_key_value_heads, head_dim
     attention = AttentionConfig(*heads, rope, scale=(head_dim / 2) ** -0.5)
-    # Mamba-2 follows each use of a shared block. Each use has a KV cache of its own, under its layer's id.
+    # Each use of a shared block has a KV cache, under its layer's id. Mamba-2 follows.
     plain, hybrid = LayerSpec(False, "mamba2", None), LayerSpec(True, "mamba2", "mlp")
     layers = tuple(hybrid if kind == "hybrid" else plain for kind in hf.layers_block_type)
     return {"layers": layers, "linear": {"mamba2": mamba}, "attention": attention}
@@ -123,11 +123,11 @@ FAMILY = Family(
 )
 
 
-GATED_NORM_EPS = 1e-5  # of Mamba-2's own norm, whatever config.json says of the others
+GATED_NORM_EPS = 1e-5  # of Mamba-2's norm; config.json's is for other norms
 
 
 class HybridPart(nn.Module):
-    """Hybrid layer `i`: a shared block (whose keys are the model's to name), a projection, and Mamba-2 behind them."""
+    """Hybrid layer `i`: a shared block (whose keys the model names), a projection, then Mamba-2."""
 
     def __init__(self, name: str, i: int, block: SharedBlock, mamba: Mamba2Block, hidden: int, *, build: Build) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class HybridPart(nn.Module):
     def forward(
         self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch, embedded: torch.Tensor
     ) -> Summands:
-        """Mamba-2 of norm(x + residual + what the block makes of it), and x + residual."""
+        """Mamba-2 of norm(x + residual + projected block), and x + residual."""
         x = x if residual is None else x + residual
         seen = self.linear(self.block(self.i, x, embedded, batch)).add_(x)
         projected, _ = self.mamba.in_proj.method.apply_normed(norm, seen, None, self.mamba.in_proj.bias)
@@ -148,14 +148,15 @@ class HybridPart(nn.Module):
 
 
 class Zamba2ForCausalLM(CausalLM):
-    """Zamba2 (Zyphra 2024): `num_mem_blocks` shared blocks, one for each hybrid layer where embeddings are not tied."""
+    """Zamba2 (Zyphra 2024): `num_mem_blocks` shared blocks, or one for each hybrid layer if
+    embeddings are not tied."""
 
     norm_key = "model.final_layernorm"
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
         super().__init__(config, build, max_len)
-        # A checkpoint may repeat a block at each layer that uses it, and a block that only one layer uses may have
-        # adapters for others.
+        # A checkpoint may repeat a block at each layer that uses it, and hold adapters that no
+        # layer uses.
         again = "|".join(map(str, config.full_attention_layer_ids[len(self.blocks) :])) or r"\d+"
         part = ".*" if len(self.blocks) < len(config.full_attention_layer_ids) else r".*_adapter_list\..*"
         self.skipped_keys = (*self.skipped_keys, rf"model\.layers\.({again})\.shared_transformer\.{part}")
@@ -163,7 +164,7 @@ class Zamba2ForCausalLM(CausalLM):
     def make_stack(self, layer_ids: Iterable[int]) -> ResidualStack:
         config, hf = self.config, self.config.hf
         hybrid = list(enumerate(config.full_attention_layer_ids))
-        # As in transformers: without tied embeddings nothing is tied, and each hybrid layer has a block of its own.
+        # As in transformers: untied embeddings mean one block for each hybrid layer.
         count = hf.num_mem_blocks if hf.tie_word_embeddings else len(hybrid)
         table = self.cos_sin(config.attention)
         places = [dict(hybrid[b::count]) for b in range(min(count, len(hybrid)))]

@@ -241,9 +241,10 @@ def test_the_first_backend_plans_and_commits_for_all() -> None:
     mamba2, gdn = stack.backend.linear_attn_backends
     steps = stack.last_batch.metadata
     assert steps.keys() == {mamba2, gdn} and steps[gdn] is steps[mamba2], "one plan, which each finds by itself"
-    extends = mamba2.begin(stack.last_batch).extends
+    extends = mamba2.begin_step(stack.last_batch).extends
     assert (
-        gdn.begin(stack.last_batch).extends is extends and extends[16].write_state_slots is extends[8].write_state_slots
+        gdn.begin_step(stack.last_batch).extends is extends
+        and extends[16].write_state_slots is extends[8].write_state_slots
     )
     assert [extends[backend.chunk_size].prompts.plan.chunk_size for backend in (mamba2, gdn)] == [16, 8]
     stack.decode(Row(1, 4, [4]))

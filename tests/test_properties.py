@@ -100,7 +100,7 @@ REQUESTS = st.builds(
 )
 
 
-@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 2, 8, 16), indirect=["bench"])
+@pytest.mark.parametrize(("bench", "examples"), drawn(MODELS, 4, 8, 16), indirect=["bench"])
 def test_every_request_gets_the_tokens_that_it_gets_alone(bench: Bench, examples: int) -> None:
     """Random arrivals, lengths, stops and aborts; pools too small for all; chunked prefill; retraction; overlap."""
 
@@ -160,7 +160,7 @@ def shuffled(count: int) -> list[list[int]]:
     return [random.Random(seed).sample(range(count), count) for seed in range(3)]
 
 
-@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize("order", sweep(range(3), 3))
 def test_order_and_neighbours_change_nothing(bench: Bench, order: int) -> None:
     """All at once, in any order, with and without neighbours that are dropped midway."""
     session = bench.session(4, 40, "replay")

@@ -6,7 +6,7 @@ has a decay of its own. The model has leaky layers, and softmax attention in eve
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from hybridrt.layers.stack import ResidualPart
 from hybridrt.layers.weights import Build, CheckpointMap, parameter, sharded
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import Family, FamilyFields, attention_config, interleaved
-from hybridrt.recurrent.backend import Inputs, MambaAttnBackendBase
+from hybridrt.recurrent.backend import MambaAttnBackendBase
 from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
@@ -54,29 +54,41 @@ KIND = LinearKind(
 
 
 # -- the backend: how a step reads and writes the state -----------------------------------------------------------
-class LeakyBackend(MambaAttnBackendBase):
-    """Input: x [T, channels]. Result: the sums after each token, [T, channels]."""
+class LeakyInputs(NamedTuple):
+    """x [T, channels]."""
 
+    x: Tensor
+
+
+class LeakyBackend(MambaAttnBackendBase["LeakyMixer", LeakyInputs]):
+    """Gives the sums after each token, [T, channels]."""
+
+    inputs = LeakyInputs
     kind = "leaky"
 
-    def decode(self, layer: Any, inputs: Inputs, segment: DecodeSegment) -> Tensor:
+    def decode(
+        self, layer: "LeakyMixer", inputs: LeakyInputs, segment: DecodeSegment, out: Tensor | None = None
+    ) -> Tensor:
         """One token of each row, or the tokens that a verify step checks: a chain or a tree."""
-        x, keep = segment.by_row(inputs["x"]), layer.keep()
-        state, out = segment.state(self.layer_cache(layer.layer_id)), torch.empty_like(x)
+        x, keep = segment.by_row(inputs.x), layer.keep()
+        state, sums = segment.state(self.layer_cache(layer.layer_id)), torch.empty_like(x)
 
         def step(t: int, before: Tensor) -> Tensor:
             after = keep * before + (1 - keep) * x[:, t].float()
-            out[:, t] = after
+            sums[:, t] = after
             return after
 
         advance_states(state, x.shape[1], step)
-        return out.masked_fill_(pad_mask(state.read_state_slots, 3), 0.0).flatten(0, 1)
+        return sums.masked_fill_(pad_mask(state.read_state_slots, 3), 0.0).flatten(0, 1)
 
-    def extend(self, layer: Any, inputs: Inputs, segment: ExtendSegment) -> Tensor:
+    def extend(
+        self, layer: "LeakyMixer", inputs: LeakyInputs, segment: ExtendSegment, out: Tensor | None = None
+    ) -> Tensor:
         """Chunks of prompts: row b starts from one slot and leaves its state in another one."""
-        x, keep = inputs["x"], layer.keep()
-        states, read, write, _ = segment.state(self.layer_cache(layer.layer_id))
-        starts, out = segment.prompts.query_start_loc.tolist(), torch.zeros_like(x)
+        x, keep = inputs.x, layer.keep()
+        state = segment.state(self.layer_cache(layer.layer_id))
+        states, read, write = state.states, state.read_state_slots, state.write_state_slots
+        starts, sums = segment.prompts.query_start_loc.tolist(), torch.zeros_like(x)
         for row, (source, target) in enumerate(zip(read.tolist(), write.tolist(), strict=True)):
             first, end = starts[row], starts[row + 1]
             if first == end or source < 0:  # nothing to compute, or padding
@@ -84,9 +96,9 @@ class LeakyBackend(MambaAttnBackendBase):
             current = states[source].float()
             for t in range(first, end):
                 current = keep * current + (1 - keep) * x[t].float()
-                out[t] = current
+                sums[t] = current
             states[target] = current.to(states.dtype)
-        return out
+        return sums
 
 
 # -- the mixer: weights and projections ---------------------------------------------------------------------------
@@ -112,7 +124,7 @@ class LeakyMixer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """What the layer adds to x + residual, and that sum."""
         h, residual = norm(x, residual)
-        summed = batch.attn_backend.forward(None, None, None, self, batch, x=self.in_proj(h))
+        summed = batch.attn_backend.run(self, batch, LeakyInputs(self.in_proj(h)))
         return self.out_proj(summed), residual
 
     def targets(self, key: str) -> CheckpointMap:

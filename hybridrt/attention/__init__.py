@@ -1,4 +1,4 @@
-"""Backends of attention; the names that people import are found here, too."""
+"""Attention backends, and the public names of hybrid serving in one place."""
 
 from hybridrt.base.lazy_names import lazy_names
 

@@ -1,4 +1,4 @@
-"""Two parts of a step that don't need each other, side by side in a CUDA graph."""
+"""Runs two independent parts of a step in parallel in a CUDA graph."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,19 +13,20 @@ _IN_LINE = nullcontext()
 class Branch:
     """A second stream for one of two independent parts of a step.
 
-    Kernels of a small batch leave most of the device idle, so two chains of them take as long as the longer one. Only
-    captured steps are split: within a graph the allocator keeps what the streams share, and there is no host to slow.
+    Kernels of a small batch leave most of the device idle, so two parallel chains take only as long
+    as the longer one. Only captured steps are split: there the allocator keeps the memory that
+    streams share, and the host costs nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._side, self._on_gpu = SideStream(device), device.type == "cuda"
 
-    def beside(self) -> AbstractContextManager[object]:
-        """What is launched within runs beside what is launched after it, until `join`."""
+    def side_stream(self) -> AbstractContextManager[object]:
+        """Kernels launched in this context run in parallel with later ones, until `join`."""
         return self._side.after_current() if self._on_gpu and is_capturing() else _IN_LINE
 
     def join(self) -> None:
-        """What is launched from here on needs both."""
+        """Later kernels wait for both streams."""
         if self._on_gpu and is_capturing():
             self._side.join()
 
@@ -36,10 +37,10 @@ class Branch:
         decode: Callable[[torch.Tensor | None], torch.Tensor],
         extend: Callable[[torch.Tensor | None], torch.Tensor],
     ) -> torch.Tensor:
-        """[T, ...] of a mixed step's layer: its first `split` tokens by `decode` beside the others by `extend`. Each is
-        given its part of `out` [T, ...], where it may leave its result; None if that is None."""
+        """[T, ...]: the first `split` tokens by `decode`, in parallel with the others by `extend`.
+        Each gets its part of `out` [T, ...] and may write its result there."""
         first, second = (None, None) if out is None else (out[:split], out[split:])
-        with self.beside():
+        with self.side_stream():
             decoded = decode(first)
         chunks = extend(second)
         self.join()

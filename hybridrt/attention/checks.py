@@ -1,4 +1,4 @@
-"""What a batch must satisfy before it is planned: cheap checks on the host, and of device values for debugging."""
+"""Checks of a batch before it is planned: host values always, device values for debugging."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,8 +12,8 @@ _GRAPH_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT
 
 
 def check_eager_batch(batch: ForwardBatch, check_places: Callable[[ForwardBatch], None]) -> None:
-    """Shapes, segments and the host's lengths. On a CPU, and with HYBRIDRT_DEBUG=1, also the places that the batch
-    names (`check_places`); in the latter case the device's lengths, too.
+    """Checks shapes, segments and host lengths; on a CPU also `check_places`. HYBRIDRT_DEBUG=1 adds
+    `check_places` on a GPU and the device's lengths.
 
     Raises:
         BackendError: they contradict each other.
@@ -27,8 +27,8 @@ def check_eager_batch(batch: ForwardBatch, check_places: Callable[[ForwardBatch]
 
 
 def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
-    """A step that is captured or replayed: its mode, what it says of drafts, and its size. With HYBRIDRT_DEBUG=1 also
-    its padding rows, which waits for the device."""
+    """Checks mode, drafts and size of a captured or replayed step. HYBRIDRT_DEBUG=1 adds its
+    padding rows and waits for the device."""
     mode, spec = batch.forward_mode, batch.spec_info
     if view.prompts:
         return _check_prompt_graph(batch, view)
@@ -43,12 +43,11 @@ def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
         )
     if not 0 <= batch.num_real <= batch.batch_size:
         raise BackendError(f"num_real is {batch.num_real} in a graph of {batch.batch_size} rows")
-    if DEBUG and batch.num_real:  # a capture has no real rows, and an engine may pass any there
+    if DEBUG and batch.num_real:  # rows of a capture may hold anything
         _check_padding(batch)
 
 
 def _check_prompt_graph(batch: ForwardBatch, view: GraphView) -> None:
-    """A step with extend rows."""
     if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED) or batch.spec_info is not None:
         raise BackendError(f"{batch.forward_mode.name} step in a view of graphs of prompts, beside plain decode rows")
     if not 0 <= batch.num_real <= batch.num_decode_rows <= view.max_bs:
@@ -61,10 +60,11 @@ def _check_prompt_graph(batch: ForwardBatch, view: GraphView) -> None:
 
 
 def check_own(name: str, values: torch.Tensor) -> None:
-    """With HYBRIDRT_DEBUG=1: each real row of a batch has one of its own. Waits for the device.
+    """With HYBRIDRT_DEBUG=1, checks that real rows share no value and none is 0 (scratch). Waits
+    for the device.
 
     Raises:
-        BackendError: two rows share one, or a row has number 0, which is scratch.
+        BackendError: two rows share one, or a row has scratch.
     """
     if not DEBUG:
         return
@@ -77,8 +77,8 @@ def check_own(name: str, values: torch.Tensor) -> None:
 
 
 def _check_device_lengths(batch: ForwardBatch) -> None:
-    """With HYBRIDRT_DEBUG=1: lengths and positions on the device against the host's copies, and padding rows. Waits
-    for the device."""
+    """With HYBRIDRT_DEBUG=1, checks device lengths, positions and padding rows. Waits for the
+    device."""
     if not DEBUG or not batch.batch_size:
         return
     starts, lens = batch.query_start_loc, batch.seq_lens
@@ -94,7 +94,7 @@ def _check_device_lengths(batch: ForwardBatch) -> None:
         if over:
             raise BackendError(f"seq_lens of row {over[0]} is {int(lens[over[0]])}; seq_lens_cpu is its upper bound")
     tree = batch.spec_info is not None and batch.spec_info.tree_mask is not None
-    first = split if tree else 0  # the nodes of a tree stand where their depth says
+    first = split if tree else 0  # a tree node's position is its depth
     last = batch.positions[(starts[first + 1 : real + 1] - 1).clamp(min=0).long()]
     _compare(
         "positions", torch.where(new[first:real] > 0, last + 1, lens[first:real]), lens[first:real].tolist(), first
@@ -109,8 +109,8 @@ def _check_padding(batch: ForwardBatch) -> None:
 
 
 def check_written_places(batch: ForwardBatch, req_to_token: torch.Tensor) -> None:
-    """With HYBRIDRT_DEBUG=1: each new token of a real row goes to the KV slot that the page table names. Padding drafts
-    go nowhere. Waits for the device."""
+    """With HYBRIDRT_DEBUG=1, checks that new tokens go to the KV slots of the page table. Padding
+    drafts are not written. Waits for the device."""
     if not DEBUG:
         return
     starts, drafts = batch.query_start_loc.tolist(), batch.spec_info.num_drafts if batch.spec_info else None

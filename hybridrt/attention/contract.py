@@ -1,6 +1,6 @@
-"""The hooks of a backend under the names that serving runtimes know: shims over `prepare`, `run` and `commit`.
+"""SGLang's names for the hooks of a backend: shims over `prepare`, `run` and `commit`.
 
-Nothing in hybridrt calls them. They keep the batch that they planned last, which `prepare` stores on the batch itself.
+hybridrt itself does not call them. They remember the batch that they planned last.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,14 @@ from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, GraphView, Sp
 
 
 class ContractHooks:
-    """What every AttentionBackend has beside its own methods."""
-
-    # Of the backend that these hooks belong to.
+    # Defined by AttentionBackend.
     prepare: Callable[..., None]
     prepare_in_graph: Callable[[ForwardBatch], None]
     commit: Callable[..., None]
     route: Callable[[Any], Any]
     seq_len_fill: int
 
-    # The batch that the hooks planned last, and the graph view for each number of tokens a row.
+    # The last planned batch, and the graph view for each number of tokens a row.
     _last_batch: ForwardBatch | None = None
     _views: dict[int, GraphView] | None = None
 
@@ -39,7 +37,6 @@ class ContractHooks:
         batch.metadata, self._last_batch = planned.metadata, batch
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """`prepare_in_graph`."""
         self.prepare_in_graph(batch)
 
     def init_forward_metadata_capture_cuda_graph(
@@ -68,7 +65,7 @@ class ContractHooks:
         seq_lens_cpu: list[int] | None,
     ) -> None:
         """`prepare` of a replay of `num_real` rows, padded to bs."""
-        rows, none = req_pool_indices[:bs], req_pool_indices[:0]  # of the tokens, a plan needs nothing
+        rows, none = req_pool_indices[:bs], req_pool_indices[:0]  # a plan reads no tokens
         batch = ForwardBatch(
             forward_mode, none, none, rows, seq_lens[:bs], none, none, num_real, bs, self,  # type: ignore[arg-type]
             seq_lens_cpu, spec_info=spec_info,
@@ -83,7 +80,6 @@ class ContractHooks:
         return view
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """`seq_len_fill`."""
         return self.seq_len_fill
 
     def forward(
@@ -98,14 +94,13 @@ class ContractHooks:
         out: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """`run` of one layer over all rows of a batch that was prepared: [T, width], decode rows first.
+        """`run`: one layer for all rows of a prepared batch. Returns [T, width], decode rows first.
 
         Args:
-            q, k, v: [T, heads * head_dim] of the new tokens; None for recurrent layers, which pass their own inputs as
-                keywords, and k and v also for layers that read what is in the pool already.
-            layer: the layer that calls: layer_id, and its shapes or weights.
+            q, k, v: [T, heads * head_dim]. All None for recurrent layers, whose inputs are
+                keywords; k and v None for layers that only read the pool.
             save_kv_cache: write k and v into the pool first.
-            out: [T, width], where the result may be left; what is returned counts.
+            out: [T, width], where the result may be written. Use the returned tensor.
         """
         backend = self.route(layer)
         result: Tensor = backend.run(layer, batch, backend.inputs_from(q, k, v, save_kv_cache, **kwargs), out)
@@ -114,7 +109,7 @@ class ContractHooks:
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
     ) -> Tensor:
-        """`forward` of a batch that has decode rows alone."""
+        """`forward` of a batch without extend rows."""
         if batch.num_extend_rows:
             raise BackendError(f"forward_decode of a batch with {batch.num_extend_rows} extend rows; call forward")
         return self.forward(q, k, v, layer, batch, save_kv_cache, **kwargs)
@@ -122,7 +117,7 @@ class ContractHooks:
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, batch: ForwardBatch, save_kv_cache: bool = True, **kwargs: Any
     ) -> Tensor:
-        """`forward` of a batch that has extend rows alone."""
+        """`forward` of a batch without decode rows."""
         if batch.num_decode_rows:
             raise BackendError(f"forward_extend of a batch with {batch.num_decode_rows} decode rows; call forward")
         return self.forward(q, k, v, layer, batch, save_kv_cache, **kwargs)
@@ -140,7 +135,8 @@ class ContractHooks:
         self.commit_decode(accepted, path)
 
     def planned_by_older_hooks(self, batch: ForwardBatch) -> Any:
-        """What a backend planned for a batch that it was not given: the capture and replay hooks get its tensors.
+        """The plan for a batch that was made after planning: capture and replay hooks get only
+        tensors.
 
         Raises:
             BackendError: the batch was not prepared.
@@ -155,7 +151,7 @@ class ContractHooks:
 
 
 def check_graph_tokens(max_bs: int, max_num_tokens: int) -> int:
-    """Tokens of a row; BackendError unless max_num_tokens is a positive multiple of max_bs."""
+    """Tokens a row. BackendError unless max_num_tokens is a positive multiple of max_bs."""
     if max_bs < 1 or max_num_tokens < max_bs or max_num_tokens % max_bs:
         raise BackendError(
             f"max_num_tokens is {max_num_tokens}; it must be a multiple of max_bs {max_bs}: every row of a graph "

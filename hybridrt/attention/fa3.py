@@ -1,4 +1,4 @@
-"""Softmax attention by FlashAttention 3 (Shah et al. 2024), as sglang-kernel brings it."""
+"""Softmax attention by FlashAttention 3 (Shah et al. 2024), from sglang-kernel."""
 
 from importlib import import_module
 
@@ -13,15 +13,15 @@ from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 
 class Fa3AttnBackend(PagedAttnBackend):
-    """Hopper's own matrix instructions; nothing is planned on the host but prefill's pages. 16-bit KV, chains alone."""
+    """For Hopper. Only the pages of prefill are planned on the host. 16-bit KV, chains only."""
 
     provider, captures_prompts = "sgl_kernel", False
     head_dims, architectures = (64, 96, 128, 192, 256), (8, 9)
-    auto_prefill = ("cuda",)  # it prefills faster than our kernels (benchmarks/log/libraries.md)
+    auto_prefill = ("cuda",)  # faster prefill than our kernels (benchmarks/log/libraries.md)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        # Imported once it is known to be installed: what this class says of itself needs no library.
+        # Imported only here, so that the class can be inspected without the library.
         self._library = import_module("hybridrt.kernels.libraries.sgl_kernel")
 
     def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
@@ -30,7 +30,7 @@ class Fa3AttnBackend(PagedAttnBackend):
         if not any(step.extend.query_lens):
             return torch.zeros_like(q)
         kv, heads = self.layer_kv(layer), q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
-        if step.plan is None:  # the first layer makes it: the page table is complete by then
+        if step.plan is None:  # in the first layer, when the page table is complete
             step.plan = self._library.plan_extend(kv, step.extend)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         self._library.run_extend(step.plan, heads, kv, out.view(heads.shape))

@@ -1,4 +1,4 @@
-"""Softmax attention by flashinfer: planned once a step on the host, run in every layer."""
+"""Softmax attention by flashinfer: planned once a step on the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +27,9 @@ class Segment:
 
     Attributes:
         rows: [n] request rows, on the device. query_lens, seq_lens: on the host.
-        plans: by head layout; kept from step to step.
-        current: layouts planned for this step, and the layer that each met first: it looks up the pages.
+        plans: by head layout, kept for all steps.
+        current: layout -> its first layer, which looks up the pages. Only layouts planned in this
+            step.
         graph: (bs, buffers) of a graph's decode segment.
     """
 
@@ -41,15 +42,15 @@ class Segment:
 
 
 class FlashinferAttnBackend(PagedKVBackend):
-    """Plans need the lengths of all rows on the host, so a replay waits for them; chains alone, 16-bit KV."""
+    """Plans on the host need all lengths, so a replay waits for them. 16-bit KV, chains only."""
 
     provider, needs_host_lens, captures_prompts = "flashinfer", True, False
     head_dims, architectures = (64, 128, 256), (8, 9, 10, 12)
-    auto_prefill = ("cuda",)  # it prefills faster than our kernels (benchmarks/log/libraries.md)
+    auto_prefill = ("cuda",)  # faster prefill than our kernels (benchmarks/log/libraries.md)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        # Imported once it is known to be installed: what this class says of itself needs no library.
+        # Imported only here, so that the class can be inspected without the library.
         self._library = import_module("hybridrt.kernels.libraries.flashinfer")
         self._workspace = torch.zeros(self._library.WORKSPACE_BYTES, dtype=torch.uint8, device=kv_pool.device)
         self._eager: dict[str, dict[HeadLayout, PagedAttention]] = {"decode": {}, "extend": {}}
@@ -93,7 +94,7 @@ class FlashinferAttnBackend(PagedKVBackend):
         return out.view(q.shape[0], -1)
 
     def _plan(self, segment: Segment, layout: "HeadLayout") -> None:
-        """A plan is copied from pinned memory that the next plan overwrites: it must have arrived by then."""
+        """Waits until the last plan was copied, because this one overwrites its pinned memory."""
         self._copied.synchronize()
         segment.plans[layout].plan(segment.query_lens, segment.seq_lens, layout)
         self._copied = record_event(self._workspace.device)
@@ -104,8 +105,8 @@ class FlashinferAttnBackend(PagedKVBackend):
         view.buffers[self] = buffers, dict[int, Segment]()
 
     def _graph_segment(self, batch: ForwardBatch, view: GraphView) -> Segment:
-        """The decode segment of a graph. In a capture, the first pass over the layers, before the recording, plans it
-        for padding rows; a replay plans it here for the layouts that the capture met."""
+        """The decode rows of a graph. In a capture, the pass over the layers before the recording
+        plans padding rows; a replay plans the layouts that the capture met."""
         bs, real, tokens = batch.batch_size, batch.num_real, view.tokens_per_row
         buffers, segments = view.buffers[self]
         lens = [*(batch.seq_lens_cpu or ()), *[self.seq_len_fill + tokens - 1] * (bs - real)]

@@ -1,4 +1,4 @@
-"""Attention over KVPool: the metadata and the writing that all backends share, and those whose kernels plan nothing."""
+"""Attention over KVPool: shared metadata and writes, and backends without a host plan."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 @dataclass
 class PagedMetadata:
-    """What the kernels of a step read beside queries, keys and values.
+    """What a step's kernels read, apart from queries, keys and values.
 
     Attributes:
-        decode, extend: of the two segments; None where a segment has no rows.
-        plan: what a library keeps of a step from its first layer on.
+        decode, extend: one for each segment; None without rows.
+        plan: a library's own, from the step's first layer on.
     """
 
     decode: AttentionRows | None
@@ -39,19 +39,17 @@ class PagedMetadata:
 
 
 class PagedKVBackend(SegmentedAttnBackend):
-    """Writes keys and values into KVPool, and holds each step's rows and lengths.
-
-    Args:
-        kv_pool, req_to_token_pool: where keys, values and their slots live.
+    """Writes keys and values into KVPool, and keeps each step's rows and lengths.
 
     Attributes:
-        provider: whose kernels attend (hybridrt.kernels.core.providers).
-        serves_latent: whether it has kernels for layers of variant "mla".
-        head_dims, architectures: of a library whose kernels take a KV cache of 16 bits alone: the widths of heads that
-            they are compiled for, and the major numbers of the compute capability. Empty: any dtype, width and GPU.
+        provider: library of the kernels (hybridrt.kernels.core.providers).
+        serves_latent: has kernels for variant "mla".
+        head_dims, architectures: for a library that needs a 16-bit KV cache: its head widths and
+            the major numbers of compute capability. Empty: any dtype, width and GPU.
 
     Raises:
-        ProviderNotInstalledError, BackendError: the provider is missing, or cannot serve this device and these layers.
+        ProviderNotInstalledError, BackendError: the provider is missing, or cannot serve this
+            device and these layers.
     """
 
     provider: ClassVar[str]
@@ -94,13 +92,13 @@ class PagedKVBackend(SegmentedAttnBackend):
         return None
 
     def _check_places(self, batch: ForwardBatch) -> None:
-        """Rows, and the KV slots that the step writes and reads. Waits for the device."""
+        """Checks rows, and KV slots that are written and read. Waits for the device."""
         table, rows, size = self.req_to_token_pool, batch.req_pool_indices, self.kv_pool.page_size
         num_slots = (self.kv_pool.num_pages + 1) * size
         check_range("req_pool_indices", rows, table.num_rows + 1, BackendError)
         check_own("req_pool_indices", rows[: batch.num_real])
         check_range("out_cache_loc", batch.out_cache_loc, num_slots, BackendError)
-        pages = table.req_to_token[:, ::size][rows]  # by their first slots
+        pages = table.req_to_token[:, ::size][rows]  # by first slots
         starts, lens = torch.arange(pages.shape[1], device=pages.device) * size, batch.seq_lens.clone()
         spec, split = batch.spec_info, batch.num_decode_rows
         if spec is not None and spec.num_drafts is not None:  # padding drafts, the last tokens of a row, have no page
@@ -123,7 +121,7 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     @staticmethod
     def _decode_segment(batch: ForwardBatch) -> AttentionRows:
-        """A captured step has no bound of the lengths. All its rows are decode rows."""
+        """Lengths of a captured step are not bounded. All its rows are decode rows."""
         split, spec, lens = batch.num_decode_rows, batch.spec_info, batch.seq_lens_cpu
         mask, drafts = (None, None) if spec is None else (spec.tree_mask, spec.num_drafts)
         return AttentionRows(
@@ -142,7 +140,8 @@ class PagedKVBackend(SegmentedAttnBackend):
         return AttentionPrompts(batch.req_pool_indices[split:], starts, lens, *host)
 
     def save_latent(self, q: Tensor, k: Tensor | None, layer: Layer, batch: ForwardBatch, rope: Rope | None) -> Tensor:
-        """Norms and rotates k `[T, rank + rope]`, writes it, and returns q `[T, heads * (nope + rope)]`, rotated."""
+        """Norms and rotates k [T, rank + rope], writes it; returns q [T, heads * (nope + rope)],
+        rotated."""
         if k is None:
             raise BackendError("a layer of latent attention always writes its tokens: pass k, and save_kv_cache=True")
         (cache,), cos_sin = self.kv_pool.held(layer.layer_id), None if rope is None else rope.cos_sin
@@ -167,7 +166,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
-        """A tree's accepted nodes stand wherever they were proposed: their KV moves up to where their depth says."""
+        """Moves the KV of a tree's accepted nodes to the places of their depths."""
         if accepted is None or path is None or not self.kv_pool.tensors:
             return
         n, tokens = path.shape
@@ -181,7 +180,7 @@ class PagedKVBackend(SegmentedAttnBackend):
 
 
 class PagedAttnBackend(PagedKVBackend):
-    """Attention with lengths on the device: nothing is planned on the host, so graphs replay as they are."""
+    """Attention with lengths on the device. The host plans nothing, so graphs replay unchanged."""
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
@@ -211,10 +210,8 @@ class PagedAttnBackend(PagedKVBackend):
         return self._extend(heads, kv, rows, place).reshape(q.shape[0], -1)
 
     def decode_rows(self, layer: Layer, batch: ForwardBatch) -> Any:
-        """The decode segment, as a layer's kernel takes it."""
         return self.planned(batch).decode
 
     def layer_kv(self, layer: Layer) -> PagedKV:
-        """A layer's keys and values."""
         caches, spec = self.kv_pool.layer(layer.layer_id), layer.spec
         return PagedKV(*caches, self.req_to_token_pool.req_to_token, spec.scale, spec.sliding_window)

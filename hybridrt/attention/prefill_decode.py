@@ -1,4 +1,4 @@
-"""One full-attention backend for prefill and another for decode."""
+"""Two softmax-attention backends: one for prefill, one for decode."""
 
 from collections.abc import Hashable
 
@@ -13,10 +13,11 @@ _SPECULATIVE = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
 
 class PrefillDecodeAttnBackend(SegmentedAttnBackend):
-    """Decode and idle steps go to the decode backend, extend to the prefill backend, mixed ones by segment; verify
-    and draft-extend to the one that `speculative_attention_mode` names. Both share one KV pool.
+    """Decode and idle steps go to the decode backend, extend to the prefill backend, mixed ones by
+    segment. Verify and draft-extend steps go to the one that `speculative_attention_mode` names.
+    Both share one KV pool.
 
-    Only the full-attention side is split: a recurrent layer has one backend and one set of its buffers.
+    A recurrent layer is not split: it has one backend with one set of buffers.
     """
 
     def __init__(
@@ -42,18 +43,18 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
         return self.verify_backend if verifying else self.decode_backend
 
     def _extend_segment_backend(self, batch: ForwardBatch) -> SegmentedAttnBackend:
-        """A graph whose prompts the prefill backend cannot run has them run by the decode backend."""
+        """In a graph, the decode backend runs prompts that the prefill backend cannot capture."""
         if batch.forward_mode in _SPECULATIVE:
             return self.verify_backend
         in_graph = batch.metadata.get(self)
         return self.decode_backend if in_graph and not self.prefill_backend.captures_prompts else self.prefill_backend
 
     def _saving_backend(self, batch: ForwardBatch) -> SegmentedAttnBackend:
-        """Writes the keys and values of both segments: one that has planned the step."""
+        """One backend that has planned the step writes the KV of both segments."""
         return self._decode_segment_backend(batch) if batch.num_decode_rows else self._extend_segment_backend(batch)
 
     def _planning(self, batch: ForwardBatch) -> dict[SegmentedAttnBackend, None]:
-        """Who plans a step: those that run its segments, each once; decode's where there are none."""
+        """The backends of the step's segments, each once; decode's for an empty step."""
         extend = [self._extend_segment_backend(batch)] if batch.num_extend_rows else []
         decode = [self._decode_segment_backend(batch)] if batch.num_decode_rows or not extend else []
         return dict.fromkeys(decode + extend)
@@ -92,5 +93,5 @@ class PrefillDecodeAttnBackend(SegmentedAttnBackend):
             backend.allocate_graph(view)
 
 
-# The name that serving runtimes know.
+# SGLang's name.
 HybridAttnBackend = PrefillDecodeAttnBackend

@@ -1,4 +1,4 @@
-"""Softmax attention in plain torch: the CPU path, and the oracle of the other backends."""
+"""Softmax attention in plain torch: for CPUs, and the oracle of the other backends."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from hybridrt.kernels.attention.paged_attention import (
     row_context,
     store_at,
 )
-from hybridrt.kernels.attention.rotary import turned, turns
+from hybridrt.kernels.attention.rotary import rotate, rotations
 from hybridrt.kernels.core.recording import live
 from hybridrt.kernels.core.records import PagedKV, Rope
 from hybridrt.mem_cache.pools.kv_pool import KVPool
@@ -26,22 +26,22 @@ from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 @dataclass
 class TorchPlan:
-    """What the layers of a step on a CPU share; the first one that needs it computes it.
+    """What the layers of a CPU step share, computed by the first layer that needs it.
 
     Attributes:
-        contexts: of the decode rows, by window.
-        turns: cosines and sines of the tokens, by the address of their table.
-        places: where keys and values go.
+        contexts: of decode rows, by window.
+        rotations: cosines and sines, by the address of their table.
+        places: where keys and values are written.
     """
 
     contexts: dict[int | None, RowContext] = field(default_factory=dict)
-    turns: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     places: CellPlaces | None = None
 
 
 class TorchNativeAttnBackend(PagedAttnBackend):
-    """Gathers a request's pages and calls scaled_dot_product_attention. On a CPU, what all layers share is computed
-    once a step."""
+    """Gathers a request's pages and calls scaled_dot_product_attention. On a CPU, what layers share
+    is computed once a step."""
 
     provider = "torch"
     serves_latent = True
@@ -52,23 +52,23 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         self._decode = _attend
 
     def recording_key(self, batch: ForwardBatch) -> Hashable:
-        """There is one for all steps without padding. What the rows see is looked up in each step."""
+        """One key for all steps without padding: the rows' context is looked up in each step."""
         return True if min(batch.out_cache_loc.tolist()) >= self.kv_pool.page_size else None
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
         plan, spec, table = self._step(batch)[1], layer.spec, rope.cos_sin.data_ptr()
-        if table not in plan.turns:
-            plan.turns[table] = turns(rope.cos_sin, batch.positions)
+        if table not in plan.rotations:
+            plan.rotations[table] = rotations(rope.cos_sin, batch.positions)
         if plan.places is None:
             plan.places = cell_places(batch.out_cache_loc, self.kv_pool.page_size)
         heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
-        rotated, key = turned(q.view(heads), k.view(kv_heads), rope, plan.turns[table])
+        rotated, key = rotate(q.view(heads), k.view(kv_heads), rope, plan.rotations[table])
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places)
         return rotated.flatten(1)
 
     def decode_rows(self, layer: Layer, batch: ForwardBatch) -> Callable[[], RowContext]:
-        """What looks up the rows' context: it grows with each step."""
+        """Looks up the rows' context, which grows with each step."""
         return partial(self._context, layer, batch)
 
     def _context(self, layer: Layer, batch: ForwardBatch) -> RowContext:
@@ -80,9 +80,8 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         return plan.contexts[window]
 
     def _step(self, batch: ForwardBatch) -> tuple[PagedMetadata, TorchPlan]:
-        """What was planned for a batch, and what its layers share."""
         step: PagedMetadata = batch.metadata.get(self) or self.planned(batch)
-        if self.kv_pool.device.type == "cuda":  # a graph would keep what the run before its capture has computed
+        if self.kv_pool.device.type == "cuda":  # a graph would keep values of the run before its capture
             return step, TorchPlan()
         step.plan = step.plan or TorchPlan()
         return step, step.plan

@@ -4,7 +4,7 @@ from hybridrt.attention.paged import PagedAttnBackend
 
 
 class TritonAttnBackend(PagedAttnBackend):
-    """Decode is split over the KV length with lengths on the device; prefill is a flash kernel over pages."""
+    """Decode is split over the KV length, on the device. Prefill is a flash kernel over pages."""
 
     provider = "triton"
     serves_latent = True

@@ -1,8 +1,7 @@
-"""Keeps what an application has set in torch away from the engine: autocast, default device, grad and inference mode,
-deterministic algorithms.
+"""Keeps the caller's torch settings away from the engine: autocast, default device, grad mode.
 
-The default dtype has no guard, because it belongs to the whole process: another thread of the application would see it
-change. Instead every tensor of hybridrt is made with a dtype of its own.
+The default dtype has no guard: it belongs to the whole process, so another thread of the
+application would see it change. Instead every tensor of hybridrt is made with an explicit dtype.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +20,11 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 
 class _Nondeterministic:
-    """Switches deterministic algorithms off while at least one thread is inside. The switch belongs to the process. On
-    a GPU it makes cuBLAS and other libraries raise; on a CPU it changes no result, so it stays as it is."""
+    """Switches deterministic algorithms off while at least one thread is inside.
+
+    The switch belongs to the process. On a GPU it makes cuBLAS and other libraries raise; on a CPU
+    it changes no result and stays as it is.
+    """
 
     def __init__(self) -> None:
         self._lock, self._inside = Lock(), 0
@@ -47,9 +49,9 @@ _NONDETERMINISTIC = _Nondeterministic()
 
 
 def undisturbed() -> AbstractContextManager[None]:
-    """A context in which this thread has torch's state as a new process has it, whatever its caller has set. Afterwards
-    everything is as it was."""
-    # Takes a microsecond. A default device is a mode on this thread's stack; `torch.get_default_device` takes four.
+    """A context in which this thread has torch's default state. The caller's state is restored
+    afterwards."""
+    # Takes a microsecond; `torch.get_default_device` would take four.
     usual = (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
@@ -64,7 +66,8 @@ def undisturbed() -> AbstractContextManager[None]:
 @contextmanager
 def _as_usual() -> Iterator[None]:
     with ExitStack() as stack:
-        # Leaving inference mode comes first: it sets grad mode. Tensors that are made here are used outside of it, too.
+        # Leaving inference mode comes first: it sets grad mode. Tensors made here are used outside
+        # of it.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for kind in _DEVICE_TYPES:

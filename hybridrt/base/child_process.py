@@ -1,5 +1,7 @@
-"""Starts an interpreter of this package beside this one. multiprocessing cannot be used: it runs the caller's main
-module once more."""
+"""Starts another interpreter that runs a module of this package.
+
+multiprocessing cannot be used: it runs the caller's main module once more.
+"""
 
 import json
 import os
@@ -9,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# The child imports this package from the same files as this process. It imports all other packages by its own path, to
-# which the path of this process is appended. The current directory is left out: it may be that of a downloaded
-# checkpoint.
+# The child imports this package from the same files as this process. Other packages come from its
+# own path, then from this process's. The current directory is left out: it may be that of a
+# downloaded checkpoint.
 _BOOT = """
 import importlib, importlib.util, json, sys
 given = json.loads(sys.argv[1])
@@ -29,11 +31,10 @@ importlib.import_module(given.pop("module")).main(**given)
 def start_child(
     module: str, arguments: Mapping[str, Any], environment: Mapping[str, str], **options: Any
 ) -> "subprocess.Popen[bytes]":
-    """Starts a process that calls `main(**arguments)` of one of this package's modules. Ctrl-C at the terminal does not
-    reach it.
+    """Starts a process that calls `main(**arguments)` of a module. Ctrl-C does not reach it.
 
     Args:
-        arguments: plain data, which goes through JSON.
+        arguments: plain data, sent as JSON.
         environment: added to this process's.
         options: of subprocess.Popen.
     """

@@ -1,4 +1,4 @@
-"""What runs and how: ModelConfig (read from a checkpoint), EngineConfig and SpeculativeConfig, all frozen."""
+"""What runs and how: ModelConfig (read from a checkpoint), EngineConfig and SpeculativeConfig."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -24,11 +24,11 @@ class LatentConfig:
     """The projections of multi-head latent attention (DeepSeek-AI 2024, section 2.1).
 
     Attributes:
-        rank: numbers of a token's latent vector, from which the keys and values of all heads are made.
-        nope_dim, rope_dim: of a query head: numbers for the head's own part of a key, and numbers for the part that all
-            heads share. Only the shared part is rotated.
-        value_dim: of a head's output.
-        query_rank: of the compressed queries; None where one projection gives the queries.
+        rank: size of a token's latent vector, which gives the keys and values of all heads.
+        nope_dim, rope_dim: sizes of a query head's two parts: the head's own, and the rotated one
+            for the key part that all heads share.
+        value_dim: size of a head's output.
+        query_rank: size of compressed queries; None if one projection gives the queries.
     """
 
     rank: int
@@ -43,12 +43,12 @@ class AttentionConfig:
     """Softmax attention of a layer, before sharding. A model without attention layers has no heads.
 
     Attributes:
-        head_dim: of the keys in the cache, and of queries as they are multiplied by them.
+        head_dim: of cached keys, and of the queries that are multiplied by them.
         rope: the Hugging Face rope_parameters dict, None for none.
         sliding_window: keys that a token sees, its own included; None for all.
         v_head_dim: of values; None for head_dim.
         scale: of the scores; None for head_dim ** -0.5.
-        latent: the projections of variant "mla", whose cache has one KV head; None for "gqa".
+        latent: the projections of variant "mla", which has one KV head; None for "gqa".
     """
 
     num_heads: int
@@ -62,19 +62,20 @@ class AttentionConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that rotary embeddings may rotate, all or a part of them."""
+        """Size of the part of a head that rotary embeddings may rotate."""
         return self.latent.rope_dim if self.latent else self.head_dim
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Softmax attention of one layer on one rank: what its KV cache and its kernels must know.
+    """Softmax attention of one layer on one rank, as its KV cache and its kernels see it.
 
     Attributes:
-        sliding_window, head_dim, v_head_dim, scale: as in AttentionConfig, and filled in.
+        sliding_window, head_dim, v_head_dim, scale: as in AttentionConfig, defaults filled in.
         dtype: of the KV cache.
-        variant: "gqa" keeps keys and values of every KV head. "mla" keeps one latent vector of head_dim numbers for a
-            token; the first v_head_dim of them are its values (DeepSeek-AI 2024, section 2.1).
+        variant: "gqa" keeps keys and values of every KV head. "mla" keeps one latent vector of
+            head_dim numbers for a token; its first v_head_dim numbers are the values (DeepSeek-AI
+            2024, section 2.1).
     """
 
     num_heads: int
@@ -91,7 +92,7 @@ class AttentionSpec:
 
     @property
     def cache_dims(self) -> tuple[int, ...]:
-        """Numbers of a KV head that the cache holds for a token: keys and values, or the latent vector alone."""
+        """Sizes per token and KV head in the cache: keys and values, or the latent vector."""
         return (self.head_dim, self.v_head_dim) if self.variant == "gqa" else (self.head_dim,)
 
     @property
@@ -101,11 +102,14 @@ class AttentionSpec:
 
 
 class LinearConfig:
-    """Base of the configurations of recurrent layers before sharding, one class a kind (`hybridrt.kinds`): a frozen
-    dataclass. Every field of type int is a positive integer, else ConfigError.
+    """Base of the configurations of recurrent layers before sharding, one frozen dataclass a kind.
 
     Attributes:
-        kind: name of the kind. chunk_size: tokens of a prefill chunk.
+        kind: name of the kind (`hybridrt.kinds`).
+        chunk_size: tokens of a prefill chunk.
+
+    Raises:
+        ConfigError: a field of type int is not a positive integer.
     """
 
     kind: ClassVar[str]
@@ -121,10 +125,11 @@ Linear = TypeVar("Linear", bound=LinearConfig)
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one decoder layer holds: softmax attention and/or a recurrent mixer, then a feed-forward part or none.
+    """The parts of one decoder layer: attention and/or a recurrent mixer, then feed-forward or
+    none.
 
     Attributes:
-        attention: whether there is any; where it differs from the model's, its own configuration.
+        attention: whether there is any; its own configuration if that differs from the model's.
     """
 
     attention: bool | AttentionConfig
@@ -134,11 +139,15 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model as the runtime sees it, family spellings normalised (`read_model_config` makes it). `hf` keeps the
-    fields of config.json, for the numbers that only one model file reads (multipliers, biases). `mtp_layers` are those
-    of its multi-token-prediction head, none without one; their ids count on after the model's
-    last. `attention` is that of the layers that bring none of their own. `image_tokens` are tokens in whose place
-    images stand, with the names of their fields: a prompt that holds one is refused."""
+    """A model as the runtime sees it, the same for all families (`read_model_config` makes it).
+
+    Attributes:
+        attention: of the layers that have no configuration of their own.
+        hf: the fields of config.json, for numbers that only one model file reads.
+        mtp_layers: of the multi-token-prediction head; their ids follow the model's last.
+        image_tokens: placeholders of images, with the names of their fields. A prompt that contains
+            one is refused.
+    """
 
     architecture: str
     vocab_size: int
@@ -161,7 +170,6 @@ class ModelConfig:
 
     @property
     def mtp_attention_layer_ids(self) -> tuple[int, ...]:
-        """Attention layers of the prediction head."""
         return tuple(i for i, spec in enumerate(self.mtp_layers, len(self.layers)) if spec.attention)
 
     def layer(self, layer_id: int) -> LayerSpec:
@@ -169,14 +177,15 @@ class ModelConfig:
         return (*self.layers, *self.mtp_layers)[layer_id]
 
     def attention_of(self, layer_id: int) -> AttentionConfig:
-        """The softmax attention of a layer, of the prediction head too."""
+        """The attention of a layer of the model or of its prediction head."""
         own = self.layer(layer_id).attention
         assert own, f"layer {layer_id} has no attention"
         return self.attention if own is True else own
 
     @property
     def sliding_window(self) -> int | None:
-        """Keys that a token sees in the attention layer that sees most; None if a layer sees all, or there is none."""
+        """The widest window of all attention layers; None if a layer sees all keys, or there is
+        none."""
         ids = (*self.full_attention_layer_ids, *self.mtp_attention_layer_ids)
         windows = [self.attention_of(i).sliding_window for i in ids]
         return max((w for w in windows if w is not None), default=None) if None not in windows else None
@@ -188,7 +197,6 @@ class ModelConfig:
         return config
 
     def linear_layer_ids(self, kind: str) -> tuple[int, ...]:
-        """Layers whose recurrent mixer is of `kind`."""
         return tuple(i for i, spec in enumerate(self.layers) if spec.linear == kind)
 
 
@@ -205,16 +213,18 @@ _SPECULATIVE = {
 @knows_fields({"num_speculative_tokens": "num_draft_tokens", "model": "draft_model"})
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Speculative decoding. `num_draft_tokens` drafts are verified with the last sampled token in one step.
+    """Speculative decoding: a step verifies `num_draft_tokens` drafts and the last sampled token.
 
     Args:
-        method: "ngram" (prompt lookup), "draft" (a smaller model), "mtp" (the checkpoint's own prediction head), or
-            one that another package brings (hybridrt.base.draft_methods).
-        num_draft_tokens: drafts a step, 1 to 15; a verify step runs num_draft_tokens + 1 tokens a request.
-        draft_model: checkpoint of the drafter; methods that take one, such as "draft", require it.
-        state_mode: how recurrent state rolls back: "intermediate" keeps the state after every token, "replay"
-            keeps recent inputs and recomputes; "auto" picks replay for chains where kernels exist.
-        speculative_attention_mode: which full-attention backend verifies, the "prefill" or the "decode" one.
+        method: "ngram" (prompt lookup), "draft" (a smaller model), "mtp" (the checkpoint's own
+            prediction head), or the name of a plug-in (hybridrt.base.draft_methods).
+        num_draft_tokens: drafts a step, 1 to 15; a verify step runs num_draft_tokens + 1 tokens a
+            request.
+        draft_model: checkpoint of the drafter; required by methods that use one, such as "draft".
+        state_mode: how recurrent state rolls back: "intermediate" keeps the state after every
+            token, "replay" keeps recent inputs and recomputes; "auto" picks replay for chains where
+            kernels exist.
+        speculative_attention_mode: which full-attention backend verifies: "prefill" or "decode".
         topk: drafts per tree level; 1 is a chain.
     """
 
@@ -280,38 +290,38 @@ class EngineConfig:
         model: checkpoint directory or hub name.
         device: "auto" (CUDA if there is one), "cpu", "cuda" or "cuda:N".
         dtype: weights and activations; "auto" is the checkpoint's on CUDA and float32 on a CPU.
-        load_format: "auto" reads safetensors; "dummy" fills seeded random weights from config.json alone.
-        max_model_len: longest prompt + output of a request, in tokens; None is the model's own limit, or less if the
-            memory holds less.
+        load_format: "auto" reads safetensors; "dummy" makes seeded random weights from config.json.
+        max_model_len: most tokens of prompt + output; None: the model's limit, or less if memory
+            holds less.
         max_running_requests: requests that decode together; None lets the memory plan choose.
-        memory_fraction: share of the memory of a GPU that weights, pools and activations may take, other processes
-            counted; on a CPU, of the main memory that is free. None: 0.85 of a GPU; on a CPU the pools take a quarter
-            of what is free.
+        memory_fraction: share of a GPU's memory for weights, pools and activations, other processes
+            counted; on a CPU, share of free main memory. None: 0.85 of a GPU; a quarter of free
+            main memory for the pools.
         page_size: tokens in a KV page, a power of two.
         chunked_prefill_size: most prompt tokens that one step computes.
-        target_itl_ms: target for the milliseconds between tokens of a request: beside decode rows, prompts are computed
-            in chunks so short that the step ends in that time (docs/serving.md). "auto": on a GPU, in four times the
-            time of the decode rows alone. None: chunks of any allowed length.
+        target_itl_ms: target for the milliseconds between tokens of a request: steps with decode
+            rows get prompt chunks so short that they end in that time (docs/serving.md). "auto": on
+            a GPU, four times the time of the decode rows alone. None: no target.
         mamba_ssm_dtype: dtype of the recurrent state.
-        state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs and writes it
-            once in about 16 steps: only kinds with `ring_shapes` support it. "auto" picks replay on a GPU where it is
-            the faster one (`replay_pays` of the kind).
-        attention_backend, prefill_attention_backend: names from `hybridrt.recurrent.backends`; the second, if given,
-            serves prefill only.
+        state_mode: "classic" writes the recurrent state every step; "replay" keeps a ring of inputs
+            and writes it about every 16 steps (kinds with `ring_shapes` only). "auto" picks replay
+            on a GPU where it is faster (`replay_pays` of the kind).
+        attention_backend, prefill_attention_backend: names from `hybridrt.recurrent.backends`; the
+            second, if given, serves prefill only.
         linear_attn_backend: "auto" or the backend's name for the model's kind of recurrent layer.
-        cuda_graph, cuda_graph_max_bs: capture steps as graphs, and the largest batch captured. On a CPU the first one
-            records decode steps that come again, and the second one means nothing.
-        cuda_graph_prompts: capture steps with up to 1024 prompt tokens too, not decode steps alone.
+        cuda_graph, cuda_graph_max_bs: capture steps as graphs, and the largest batch captured. On a
+            CPU the first one records repeated decode steps, and the second one has no effect.
+        cuda_graph_prompts: capture steps with up to 1024 prompt tokens too.
         overlap: launch a step before the tokens of the previous step have reached the host.
         speculative: a SpeculativeConfig, or None.
-        tp_size: tensor-parallel ranks. Each rank is a process with a shard of the model and its own GPU.
-        transfer_bytes: size of the arena through which states of requests move between workers; 0 makes no arena.
-        prefix_cache: keep KV and recurrent states of prompts and answers, for requests that begin with the same tokens
-            (docs/prefix-cache.md).
-        cache_slots: recurrent states for cached prefixes, beside one for each running request; None takes as many as
-            there are running requests, where memory allows.
-        host_cache_bytes: main memory for prefixes that the device has no room for, over all ranks; page-locked beside a
-            GPU. 0: none.
+        tp_size: tensor-parallel ranks, each a process with a shard of the model and its own GPU.
+        transfer_bytes: size of the arena through which states move between workers; 0: none.
+        prefix_cache: keep KV and states of prompts and answers, for requests that begin with the
+            same tokens (docs/prefix-cache.md).
+        cache_slots: recurrent states for cached prefixes, in addition to one per running request;
+            None: as many as running requests, where memory allows.
+        host_cache_bytes: main memory for prefixes that the device has no room for, over all ranks;
+            page-locked with a GPU. 0: none.
         seed: seeds dummy weights, and requests without a seed.
     """
 
@@ -354,7 +364,7 @@ class EngineConfig:
 
 
 def resolve_device(name: str) -> torch.device:
-    """ "auto", "cpu", "cuda" or "cuda:N" to a device that exists, else DeviceError."""
+    """A device name as a device that exists. DeviceError for any other name."""
     if name == "auto":
         name = "cuda" if gpu_count() else "cpu"
     try:
@@ -371,17 +381,17 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """dtype of weights and activations. On a CPU "auto" is float32: bfloat16 is slower there and less exact.
+    """dtype of weights and activations. On a CPU "auto" is float32, faster and more exact there.
 
     Raises:
-        DeviceError: bfloat16, asked for or the model's own, on a GPU that has none.
+        DeviceError: bfloat16, requested or the model's own, on a GPU that has none.
     """
     automatic = torch.float32 if device.type == "cpu" else model_dtype
     return _on_device("dtype", automatic if name == "auto" else DTYPES[name], device)
 
 
 def resolve_state_dtype(name: str, device: torch.device) -> torch.dtype:
-    """dtype of the recurrent state, EngineConfig.mamba_ssm_dtype. Raises DeviceError as `resolve_dtype` does."""
+    """dtype of the recurrent state. Raises DeviceError as `resolve_dtype` does."""
     return _on_device("mamba_ssm_dtype", DTYPES[name], device)
 
 
@@ -392,5 +402,5 @@ def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.d
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that options take: "float32" for torch.float32."""
+    """As options spell it: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The values that fields of config.json may have: types of single fields, and tables of fields that families share."""
+"""Tables of the values that fields of config.json may have, shared by families."""
 
 from collections.abc import Mapping
 
@@ -23,16 +23,16 @@ EPSILON = number(0.0, 1.0)
 OFF = either(NULL, FALSE)
 DT_LIMIT = list_of(either(number(0.0, 1e6), FieldType("infinity", lambda v: v == float("inf"))), 2)
 
-# Of attention and Gated Delta Nets of Qwen, which no model reads: only these values have a meaning here.
+# Qwen fields that no model reads. Any other value would mean a different model, so it is refused.
 OUTPUT_GATES: FieldTypes = {
     "attn_output_gate": either(NULL, TRUE),
     "output_gate_type": either(NULL, one_of("silu", "swish")),
 }
 EOS: FieldTypes = {"eos_token_id": either(either(NULL, integer(0, 2**31 - 1)), list_of(integer(0, 2**31 - 1)))}
-# What the architecture is found by. The other fields are checked after it: advice about them is wrong where the model
-# runs in no case.
+# The architecture is found by these, and the other fields are checked afterwards: advice about them
+# is wrong for a model that cannot run anyway.
 NAMES: FieldTypes = {"architectures": either(NULL, list_of(TEXT)), "model_type": TEXT}
-# Fields that are checked before the others: lists are built from some, and all families have them.
+# Checked before the others: lists are built from some, and all families have them.
 RAW: FieldTypes = {
     **NAMES,
     "per_layer_config": FieldType("absent: no architecture here takes one", lambda v: not v),
@@ -65,7 +65,7 @@ ATTENTION: FieldTypes = {
     "max_position_embeddings": POSITIONS,
     "intermediate_size": SIZE,
 }
-# Of latent attention, by the names that DeepSeek's models gave them.
+# Fields of latent attention, under DeepSeek's names.
 LATENT: FieldTypes = {
     **COMMON,
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size"), SIZE),

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint: reading an object, and checking that its fields have the type and bounds they need."""
+"""Reads JSON files of a checkpoint, and checks types and bounds of their fields."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,29 +12,28 @@ from hybridrt.base.files import CONFIG_BYTES, read_text
 
 @dataclass(frozen=True)
 class FieldType:
-    """The values that a field may have: `holds` tests a value, `text` describes them in errors."""
+    """The values that a field may have: `holds` tests one, `text` describes them in errors."""
 
     text: str
     holds: Callable[[Any], bool]
 
 
 def integer(low: int, high: int) -> FieldType:
-    """A whole number from `low` to `high`. true and false are not accepted."""
+    """From `low` to `high`; not true or false."""
     return FieldType(f"an integer from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
 
 
 def number(low: float, high: float) -> FieldType:
-    """An integer or float from `low` to `high`. NaN is refused; infinity is accepted where a bound is infinite."""
+    """An integer or float from `low` to `high`, not NaN."""
     return FieldType(f"a number from {low:g} to {high:g}", lambda v: type(v) in (int, float) and low <= v <= high)
 
 
 def one_of(*values: str) -> FieldType:
-    """One of a few strings."""
     return FieldType(f"one of {', '.join(values)}", lambda v: isinstance(v, str) and v in values)
 
 
 def list_of(item: FieldType, length: int | None = None) -> FieldType:
-    """A list (of `length` items, if given) whose items all have the type `item`."""
+    """A list (of `length` items, if given) of `item`."""
 
     def holds(value: Any) -> bool:
         fits = isinstance(value, (list, tuple)) and length in (None, len(value))
@@ -44,7 +43,6 @@ def list_of(item: FieldType, length: int | None = None) -> FieldType:
 
 
 def either(first: FieldType, second: FieldType) -> FieldType:
-    """A value of one of two types."""
     return FieldType(f"{first.text}, or {second.text}", lambda v: first.holds(v) or second.holds(v))
 
 
@@ -62,11 +60,12 @@ def check_fields(
     """Compares fields with their types.
 
     Args:
-        source: an object with an attribute for each field; or a mapping, whose absent fields are not checked.
-        file: where the fields stand, for the error's text; "" if they are arguments.
+        source: an object with an attribute for each field; or a mapping, in which fields may be
+            absent.
+        file: where the fields come from, for the error's text; "" for arguments.
 
     Raises:
-        error: a field has another type or is out of bounds; names the file, the field and the value.
+        error: names the file, the field and the value that has another type or is out of bounds.
     """
     for name, field_type in types.items():
         if isinstance(source, Mapping) and name not in source:
@@ -81,8 +80,8 @@ def read_object(file: Path, error: type[HybridrtError] = ConfigError, max_bytes:
     """The JSON object in a file.
 
     Raises:
-        error: the file cannot be read, has more than `max_bytes`, is not JSON, is nested too deeply, or does not hold
-            an object.
+        error: the file cannot be read, has more than `max_bytes`, is not JSON, is nested too
+            deeply, or does not contain an object.
     """
     try:
         raw = json.loads(read_text(file, max_bytes), object_hook=_special_float)

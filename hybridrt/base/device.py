@@ -1,4 +1,4 @@
-"""The one place that asks torch about a GPU: facts, memory, events, streams and graphs. No other file names a chip.
+"""The one place that asks torch about a GPU: facts, memory, events, streams and graphs.
 
 On a CPU work is done when it is launched, so events and streams do nothing there.
 """
@@ -16,11 +16,11 @@ from hybridrt.base.errors import ConfigError
 
 @dataclass(frozen=True)
 class GPUFacts:
-    """What kernels and the memory plan depend on.
+    """What kernels and the memory plan need to know of a GPU.
 
     Attributes:
         capability: such as (9, 0).
-        shared_memory: bytes that a program may have at most.
+        shared_memory: most bytes that a program may have.
         total_bytes, free_bytes: of its memory.
     """
 
@@ -32,8 +32,8 @@ class GPUFacts:
     free_bytes: int
 
     @classmethod
-    def of(cls, device: torch.device) -> "GPUFacts":
-        """Those of a device of this machine. Memory that torch keeps without using it is free."""
+    def of_device(cls, device: torch.device) -> "GPUFacts":
+        """Of a device of this machine. Memory that torch keeps without using it counts as free."""
         found: Any = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -59,7 +59,7 @@ def known_gpu(name: str) -> GPUFacts:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the device; off CUDA an H200's, so that grids are the same when kernels are interpreted."""
+    """Off CUDA an H200's, so that grids are the same when kernels are interpreted."""
     if device.type != "cuda":
         return KNOWN["h200"].multiprocessors
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -67,7 +67,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have; off CUDA an H200's."""
+    """Most bytes of shared memory for a program; off CUDA an H200's."""
     if device.type != "cuda":
         return KNOWN["h200"].shared_memory
     properties: Any = torch.cuda.get_device_properties(device)
@@ -75,12 +75,12 @@ def shared_memory(device: torch.device) -> int:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU, such as (9, 0); elsewhere (0, 0), which supports nothing."""
+    """Such as (9, 0); (0, 0), which supports nothing, without a GPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device computes in bfloat16 itself."""
+    """Whether the device has bfloat16 in hardware."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
@@ -89,7 +89,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 def gpu_count() -> int:
-    """GPUs that torch can use. Asks the driver, which takes a while at first."""
+    """GPUs that torch can use. Asks the driver, which is slow the first time."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -104,58 +104,58 @@ def gpu_started() -> bool:
 
 
 def use_gpu(device: torch.device) -> None:
-    """Makes it the one that this thread's work goes to."""
+    """Makes it the current device of this thread."""
     torch.cuda.set_device(device)
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Memory that a GPU has left, without that which torch keeps; 0 elsewhere."""
+    """Free memory of a GPU, without what torch keeps; 0 on a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def begin_peak(device: torch.device) -> int:
-    """Bytes of a GPU's memory that tensors take now, from where `peak_bytes` measures."""
+    """Starts a measurement of `peak_bytes`. Returns the bytes that tensors occupy now."""
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes of a GPU's memory that tensors took since `begin_peak`."""
+    """The most bytes that tensors occupied since `begin_peak`."""
     return torch.cuda.max_memory_allocated(device)
 
 
 def release_kept_memory() -> None:
-    """Gives the driver what torch keeps without using it."""
+    """Returns unused memory that torch keeps to the driver."""
     torch.cuda.empty_cache()
 
 
 def pinned_empty(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """[size] of page-locked main memory, from torch's own allocator."""
+    """[size] of page-locked main memory, from torch's allocator."""
     return torch.empty(size, dtype=dtype, pin_memory=True)
 
 
 def page_lock(buffer: torch.Tensor) -> int:
-    """Page-locks main memory for a GPU where it is. Returns CUDA's error, 0 for none."""
+    """Page-locks existing main memory. Returns CUDA's error, 0 for none."""
     return int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until what was launched on a device is done."""
+    """Waits for all work launched on a device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Event(Protocol):
-    """A point in what was launched on a device."""
+    """A point in the work that is launched on a device."""
 
     def record(self) -> None:
-        """The point is here now."""
+        """Moves the point to here."""
 
     def query(self) -> bool:
-        """Whether the device has come so far."""
+        """Whether the device has reached the point."""
 
     def synchronize(self) -> None:
-        """Waits until it has."""
+        """Waits until the device has reached the point."""
 
 
 class _Past:
@@ -173,7 +173,7 @@ PAST = _Past()
 
 
 def record_event(device: torch.device, event: Event = PAST) -> Event:
-    """The end of what was launched so far, in an event that may be used again."""
+    """The end of the work launched so far. `event` is reused if there is one."""
     if device.type != "cuda":
         return PAST
     if event is PAST:
@@ -183,33 +183,33 @@ def record_event(device: torch.device, event: Event = PAST) -> Event:
 
 
 def wait_in_stream(event: Event, device: torch.device) -> None:
-    """What is launched from here on starts after the event. The host does not wait."""
+    """Work launched from here on starts after the event. The host does not wait."""
     if event is not PAST:
         stream: Any = torch.cuda.current_stream(device)
         stream.wait_event(event)
 
 
 def is_capturing() -> bool:
-    """Whether what is launched is recorded in a graph."""
+    """Whether launches are being recorded in a graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def current_stream(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Makes contexts, for any thread, in which work goes where this thread's goes now."""
+    """Makes contexts, for any thread, in which work goes to this thread's current stream."""
     if device.type != "cuda":
         return nullcontext
     return partial(torch.cuda.stream, torch.cuda.current_stream(device))
 
 
 class SideStream:
-    """A second stream of a device. On a CPU there is none: all work is done in its turn."""
+    """A second stream of a device. A CPU has none: all work runs in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def after_current(self) -> Iterator[None]:
-        """What is launched within runs after what was launched before, and next to what comes later."""
+        """Work launched inside starts after all earlier work, and runs next to later work."""
         if self._stream is None:
             yield
             return
@@ -218,13 +218,13 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """What is launched from here on runs after all that was launched in this stream."""
+        """Work launched from here on runs after all work of this stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class GraphCapture:
-    """Records graphs on a stream of its own, in one memory pool for all of them."""
+    """Records graphs on its own stream, in one memory pool for all of them."""
 
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
@@ -232,14 +232,15 @@ class GraphCapture:
         self._pieces: list[torch.cuda.CUDAGraph] = []  # of the capture that is going on
 
     def record(self, step: Callable[[], None], mode: str) -> Callable[[], None]:
-        """Runs a step as a recording, and returns what replays it.
+        """Runs a step as a recording, and returns a function that replays it.
 
         Args:
-            mode: of CUDA: calls of other threads that end a capture.
+            mode: CUDA's capture mode: which calls of other threads end a capture.
         """
         self._mode = mode
         torch.cuda.synchronize()
-        # torch.cuda.graph gives all cached memory back before every capture, which takes longer than the capture.
+        # torch.cuda.graph empties the memory cache before every capture, which is slower than the
+        # capture.
         with torch.cuda.stream(self._stream):
             self._begin()
             try:
@@ -250,7 +251,7 @@ class GraphCapture:
         return pieces[0].replay if len(pieces) == 1 else partial(_replay, pieces)
 
     def split(self) -> None:
-        """In a step: ends one graph and begins the next. Does nothing outside of `record`."""
+        """Within a step: ends one graph and starts the next. Does nothing outside of `record`."""
         if self._pieces:
             self._pieces[-1].capture_end()
             self._begin()

@@ -1,12 +1,12 @@
-"""Names to ways of drafting: those of this package, and those that other packages name in an entry point."""
+"""The registry of ways to draft: those of this package, and those of entry points."""
 
 from functools import cache
 
 from hybridrt.base.errors import ConfigError
 from hybridrt.base.plugins import Plugins
 
-# "module:object" of each method's record; packages add theirs: an entry point of this group names a
-# hybridrt.speculative.method.DraftMethod, "name = module:object".
+# "module:object" of each method's record. Other packages add an entry point of this group that
+# names a hybridrt.speculative.method.DraftMethod.
 BUILT_IN = {
     "ngram": "hybridrt.speculative.ngram:METHOD",
     "draft": "hybridrt.speculative.draft_model:METHOD",
@@ -15,7 +15,8 @@ BUILT_IN = {
 
 
 class DraftMethodBase:
-    """Base of `hybridrt.speculative.method.DraftMethod`: what a SpeculativeConfig asks of its method.
+    """Base of `hybridrt.speculative.method.DraftMethod`: what a SpeculativeConfig asks of its
+    method.
 
     Attributes:
         takes_model: the method needs SpeculativeConfig.draft_model; other methods refuse it.
@@ -33,6 +34,6 @@ def load_method(name: str) -> DraftMethodBase:
 
     Raises:
         ConfigError: there is none of that name.
-        BackendError: the package that should bring it cannot be imported, or brings something else.
+        BackendError: its package cannot be imported, or provides something else.
     """
     return DRAFTERS.load(name)

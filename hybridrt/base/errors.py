@@ -1,10 +1,10 @@
-"""Typed errors. Each is raised before any state changes, and its text says what to do about it."""
+"""Typed errors. Each is raised before any state changes, and its text says what to do."""
 
 from typing import TYPE_CHECKING
 
 
 class HybridrtError(Exception):
-    """Base class: `except HybridrtError` catches everything that this package raises on purpose."""
+    """Base class of everything that this package raises on purpose."""
 
 
 class ConfigError(HybridrtError, ValueError):
@@ -12,7 +12,7 @@ class ConfigError(HybridrtError, ValueError):
 
 
 class UnknownNameError(ConfigError, TypeError):
-    """A function or a configuration has no argument of this name; the text says which one it has."""
+    """There is no argument of this name; the text gives the right one."""
 
 
 class UnsupportedModelError(ConfigError):
@@ -20,18 +20,20 @@ class UnsupportedModelError(ConfigError):
 
 
 class UnsupportedLayerError(ConfigError, NotImplementedError):
-    """A kind of recurrent layer that this operation does not know."""
+    """This operation does not know the kind of recurrent layer."""
 
 
 class CheckpointError(HybridrtError):
-    """A checkpoint does not hold what the model needs: keys missing, left over, misshapen or unreadable."""
+    """A checkpoint does not fit its model: keys missing, left over, misshapen or unreadable."""
 
 
 class RequestError(HybridrtError, ValueError):
-    """One request is invalid (empty prompt, too long, token id out of range, ...). The engine is unchanged.
+    """A request is invalid (empty prompt, too long, token id out of range). The engine is
+    unchanged.
 
     Attributes:
-        field: what is wrong: a field of SamplingParams, "prompt", or a field of a conversation; None: something else.
+        field: the wrong field of SamplingParams or of a conversation, or "prompt"; None: something
+            else.
     """
 
     def __init__(self, text: str, field: str | None = None) -> None:
@@ -44,7 +46,7 @@ class PromptTooLongError(RequestError):
 
 
 class MemoryBudgetError(HybridrtError):
-    """The memory budget cannot hold what was asked for; the text names the number to change."""
+    """The memory budget is too small; the text names the number to change."""
 
 
 class PoolError(HybridrtError):
@@ -52,15 +54,15 @@ class PoolError(HybridrtError):
 
 
 class OutOfSlotsError(PoolError):
-    """A pool has no free entry. The scheduler turns this into queueing or retraction; it never reaches a user."""
+    """A pool has no free entry. The scheduler queues or retracts; no user sees this error."""
 
 
 class CacheDumpError(HybridrtError, ValueError):
-    """A file is no dump of a prefix cache, or a damaged one."""
+    """A file is no prefix cache dump, or a damaged one."""
 
 
 class SessionError(HybridrtError, ValueError):
-    """A session cannot be saved, or a file is no session that this model can take. Nothing has changed."""
+    """A session cannot be saved, or a file is no session for this model. Nothing has changed."""
 
 
 class BackendError(HybridrtError, ValueError):
@@ -68,7 +70,7 @@ class BackendError(HybridrtError, ValueError):
 
 
 class ProviderNotInstalledError(HybridrtError, ImportError):
-    """A kernel provider was asked for by name, but its package is missing; the text names the extra to install."""
+    """The package of a requested kernel provider is missing; the text names the extra to install."""
 
 
 class DeviceError(HybridrtError, RuntimeError):
@@ -80,28 +82,29 @@ class EngineError(HybridrtError, RuntimeError):
 
 
 class GrammarError(EngineError):
-    """A request's structured_outputs exceed a limit behind some of its output. Other requests go on."""
+    """A request's structured_outputs exceed a limit after some of its output. Other requests go on."""
 
 
 class NoTokenLeftError(EngineError):
-    """A request forbids every token behind some of its output: by its structured_outputs, allowed_token_ids, bad_words
-    and min_tokens together. Other requests go on."""
+    """A request allows no token after some of its output: structured_outputs, allowed_token_ids,
+    bad_words and min_tokens together forbid all. Other requests go on."""
 
 
 class RankError(EngineError):
-    """A tensor-parallel rank failed or was lost. The others cannot go on without it: build a new LLM."""
+    """A tensor-parallel rank failed or was lost. The run cannot go on: build a new LLM."""
 
 
 class QueueFullError(HybridrtError):
-    """As many requests run and wait as may at a time. Nothing is wrong with this one: send it again later."""
+    """The limit of running and waiting requests is reached. Send this valid request again later."""
 
 
 class UnavailableError(EngineError):
-    """The engine takes no requests: it has failed, or is shutting down."""
+    """The engine has failed or is shutting down."""
 
 
 class ServerError(HybridrtError):
-    """A server with OpenAI's API, asked by this process, cannot be reached, refuses, or breaks off."""
+    """An OpenAI-compatible server that this process asked cannot be reached, refuses, or breaks
+    off."""
 
 
 class TransferError(HybridrtError, RuntimeError):
@@ -112,7 +115,7 @@ class HandshakeError(TransferError):
     """Two workers disagree on something that their states depend on; no byte of state has moved.
 
     Attributes:
-        field: what they disagree on, a field of hybridrt.transfer.handshake.handshake_of.
+        field: of hybridrt.transfer.handshake.handshake_of.
         ours, theirs: its values here and there.
     """
 
@@ -122,15 +125,15 @@ class HandshakeError(TransferError):
 
 
 class PeerGoneError(TransferError):
-    """The process at the other end of a channel has closed it, has died, or is silent for too long."""
+    """The process at the other end of a channel closed it, died, or was silent for too long."""
 
 
 class AuthenticationError(PeerGoneError):
-    """The process at the other end of a connection does not hold the same key. The connection is closed."""
+    """The process at the other end does not have the same key. The connection is closed."""
 
 
 class MessageError(PeerGoneError):
-    """What came over a channel is not a message that belongs there. The channel is closed."""
+    """A message on a channel has the wrong form. The channel is closed."""
 
 
 if not TYPE_CHECKING:  # a type checker takes every public name
@@ -138,7 +141,7 @@ if not TYPE_CHECKING:  # a type checker takes every public name
 
 
 def shown(value: object) -> str:
-    """A value for an error's text: its repr, cut to 80 characters."""
+    """A value's repr for an error's text, cut to 80 characters."""
     try:
         text = repr(value)
     except Exception:  # an integer of thousands of digits, or a class whose __repr__ fails
@@ -148,20 +151,20 @@ def shown(value: object) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What another library's error says, in one line, cut to 300 characters. Such texts may hold whole values of a
+    """Another library's error in one line, cut to 300 characters: it may contain whole values of a
     file."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def is_failure(error: BaseException) -> bool:
-    """True for an Exception, and for a failed assertion of a library in Rust, which pyo3 raises as a BaseException.
-    False for what ends a thread: KeyboardInterrupt, SystemExit, the cancellation of a task."""
+    """True for an Exception and for a Rust panic, which pyo3 raises as a BaseException. False for
+    KeyboardInterrupt, SystemExit and the cancellation of a task."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def is_text(value: str) -> bool:
-    """False for a string with a lone surrogate: no encoding, and so no tokenizer and no message, takes it."""
+    """False for a string with a lone surrogate, which cannot be encoded."""
     try:
         value.encode()
     except UnicodeEncodeError:

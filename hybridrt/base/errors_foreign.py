@@ -1,4 +1,4 @@
-"""Names that other runtimes have for arguments and attributes of ours: errors say which name it is here."""
+"""Other runtimes' names of arguments and attributes, for errors that give the name here."""
 
 import difflib
 import inspect
@@ -14,7 +14,7 @@ C = TypeVar("C", bound=type)
 
 _SPECULATIVE = "speculative=SpeculativeConfig(method=..., num_draft_tokens=...)"
 _FORCED = "structured_outputs=StructuredOutputs(json=...), or its regex, choice or grammar"
-# The argument of ours, or after "!" what to do where there is none.
+# Our argument, or after "!" what to do where there is none.
 ENGINE: Mapping[str, str] = {
     **dict.fromkeys(("tensor_parallel_size", "tp"), "tp_size"),
     **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static", "gpu_memory_fraction"), "memory_fraction"),
@@ -80,8 +80,8 @@ def refuse(owner: str, name: str, instead: Mapping[str, str], known: Iterable[st
     """Raises UnknownNameError for an argument that `owner` does not have.
 
     Args:
-        instead: ours by foreign names.
-        known: the arguments that there are.
+        instead: our names by foreign names.
+        known: the arguments of `owner`.
     """
     raise UnknownNameError(f"{owner} has no argument {shown(name)}; {_advice(name, instead, list(known))}")
 
@@ -97,7 +97,7 @@ def _advice(name: str, instead: Mapping[str, str], known: list[str]) -> str:
 
 
 def knows_names(owner: str, instead: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes unknown keyword arguments of a function an UnknownNameError."""
+    """Unknown keyword arguments of the function raise UnknownNameError."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         known = [name for name in inspect.signature(function).parameters if name != "self"]
@@ -125,6 +125,6 @@ def knows_fields(instead: Mapping[str, str]) -> Callable[[C], C]:
 
 
 def no_attribute(owner: object, name: str, instead: Mapping[str, str]) -> AttributeError:
-    """The error for an attribute that an object does not have. `hasattr` and `copy` need an AttributeError."""
+    """The error for a missing attribute; an AttributeError, as `hasattr` and `copy` need it."""
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
     return AttributeError(f"{text}: {instead[name]}" if name in instead else text, name=name, obj=owner)

@@ -1,4 +1,4 @@
-"""Reads files that users name, within limits: whatever a name leads to, reading it ends and takes little memory."""
+"""Reads files that users name, with limits on time and memory."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybridrt.base.errors import HybridrtError, RequestError, shown
 
-# What files may have, in bytes: a longer one is refused before it is parsed. The longest that are published: 100 KB of
+# Limits in bytes: a longer file is refused before it is parsed. The longest published: 100 KB of
 # config.json, 15 MB of an index, 35 MB of tokenizer.json, 2 MB of a weight file's header.
 MAX_BYTES = 1 << 26  # of a file that is read whole, where its caller sets no other limit
 CONFIG_BYTES = 1 << 24  # config.json, generation_config.json, tokenizer_config.json and other settings
@@ -23,7 +23,7 @@ _PIECE = 1 << 20
 
 
 def as_path(name: str, value: object, error: type[HybridrtError] = RequestError) -> Path:
-    """A path that a caller has passed. `error` for what is none, under the argument's name."""
+    """A path that a caller has passed. `error`, with the argument's `name`, for anything else."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str) or not path:
         raise error(f"{name} is {shown(value)}; pass the name of a file, as text or a pathlib.Path")
@@ -40,8 +40,8 @@ def read_bytes(file: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
     """The contents of a regular file or a pipe.
 
     Raises:
-        OSError: it cannot be read, is something else, such as a device, holds more than `max_bytes`, or is a pipe that
-            nothing comes from.
+        OSError: it cannot be read, is something else (a device), has more than `max_bytes`, or is a
+            pipe that nothing comes from.
     """
     found = bytearray()
     for piece in _pieces(file, max_bytes):
@@ -51,13 +51,17 @@ def read_bytes(file: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_text(file: str | Path, max_bytes: int = MAX_BYTES) -> str:
-    """UTF-8 text, whose lines all end with a newline alone. Raises as `read_bytes`, and UnicodeDecodeError for other
-    bytes."""
+    """UTF-8 text with "\n" line ends.
+
+    Raises:
+        OSError: as `read_bytes`.
+        UnicodeDecodeError: it is not UTF-8.
+    """
     return read_bytes(file, max_bytes).decode().replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_lines(file: str | Path) -> Iterator[str]:
-    """The lines of UTF-8 text, of which each may have a megabyte. No more of the file is read than is asked for.
+    """The lines of UTF-8 text, each at most a megabyte. Reads the file as lines are consumed.
     Raises as `read_text`."""
     rest = b""
     for piece in _pieces(file, sys.maxsize):
@@ -69,7 +73,8 @@ def read_lines(file: str | Path) -> Iterator[str]:
 
 
 def check_file(file: str | Path, max_bytes: int = MAX_BYTES) -> None:
-    """For a file that a library reads whole. Raises OSError if it is not a regular file of at most `max_bytes`."""
+    """For a file that a library reads whole. OSError unless it is a regular file of at most
+    `max_bytes`."""
     found = os.stat(file)
     _check_kind(found.st_mode, stat.S_ISREG(found.st_mode), "a regular file")
     _check_size(found.st_size, max_bytes, "it")

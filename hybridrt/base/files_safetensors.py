@@ -1,7 +1,7 @@
-"""Safetensors files, read with file reads and never mapped: a file that changes meanwhile ends in an error.
+"""Reads safetensors files without mapping them, so that a file that changes gives an error.
 
-A mapped file that becomes shorter kills the process (SIGBUS) as soon as a page behind its new end is touched. The
-library that defines the format maps. So the header is parsed here, with the checks of that library.
+If a mapped file becomes shorter, access to a page past its new end kills the process (SIGBUS). The
+format's own library maps. So the header is parsed here, with that library's checks.
 """
 
 import json
@@ -26,12 +26,12 @@ DTYPES = {
 
 
 class DamagedFileError(ValueError):
-    """A file is no whole safetensors file, or has changed while it was read. Callers name it in an error of theirs."""
+    """The file is not a whole safetensors file, or changed while it was read. Callers add its name."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor stands in its file: from byte `start`, `size` bytes. `dtype` is safetensors' name of it."""
+    """A tensor's place in its file: `size` bytes from byte `start`. `dtype` is safetensors' name."""
 
     key: str
     dtype: str
@@ -41,19 +41,18 @@ class Entry:
 
 
 class TensorFile:
-    """An open file, of which the header has been read.
+    """An open file with a parsed header.
 
     Args:
-        max_header: bytes that its header may have. A longer one is refused before it is read.
+        max_header: most bytes of the header. A longer one is refused before it is read.
 
     Raises:
-        DamagedFileError: it is no safetensors file, is not whole, or its header is too long.
+        DamagedFileError: it is not a whole safetensors file, or its header is too long.
         OSError: it cannot be opened, or is no regular file.
 
     Attributes:
-        path: its name.
-        entries: its tensors by name.
-        metadata: its own texts by name.
+        entries: tensors by name.
+        metadata: the file's texts by name.
     """
 
     def __init__(self, path: Path, max_header: int) -> None:
@@ -80,7 +79,7 @@ class TensorFile:
         os.close(self._fd)
 
     def read(self, key: str) -> torch.Tensor:
-        """A tensor, in main memory of its own. DamagedFileError: there is none, or the file became shorter."""
+        """A copy of a tensor. DamagedFileError: there is none, or the file became shorter."""
         entry = self.entry(key)
         flat = torch.empty(entry.size, dtype=torch.uint8)
         self.fill(entry.start, flat)
@@ -103,7 +102,7 @@ class TensorFile:
             raise DamagedFileError("the file was changed while it was read")
 
     def again(self) -> int:
-        """Another descriptor of the file, which the caller closes. DamagedFileError: another one has its name now."""
+        """Another descriptor, which the caller closes. DamagedFileError if the file was replaced."""
         fd = os.open(self.path, _FLAGS)
         if _stamp(os.fstat(fd))[:2] != self._stamp[:2]:
             os.close(fd)
@@ -134,7 +133,7 @@ def _stamp(found: os.stat_result) -> tuple[int, ...]:
 
 
 def read_exactly(fd: int, start: int, into: memoryview) -> None:
-    """Reads into all of `into`, from byte `start` of a file on. DamagedFileError: the file ends before."""
+    """Fills `into` from byte `start` of a file. DamagedFileError: the file is too short."""
     done = 0
     while done < len(into):
         read = os.preadv(fd, [into[done:]], start + done)
@@ -144,7 +143,8 @@ def read_exactly(fd: int, start: int, into: memoryview) -> None:
 
 
 def _parsed(header: bytes, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
-    """A header that describes `size` bytes, each of which belongs to one tensor."""
+    """Entries and texts of a header. The tensors must cover the `size` bytes after it, without
+    overlap."""
     try:
         found = json.loads(header, object_pairs_hook=_object)
     except (ValueError, RecursionError) as e:

@@ -1,7 +1,7 @@
-"""What travels through a step: ForwardBatch, and the backend interface that it carries.
+"""ForwardBatch, the tensors of one step, and the backend interface that it carries.
 
-Shapes: N tokens, B rows (requests), T tokens verified a row. A batch is a *decode segment*, rows [0, num_decode_rows)
-with `tokens_per_row` tokens each, followed by an *extend segment*, the remaining rows with any number of tokens each.
+Shapes: N tokens, B rows (requests), T tokens verified a row. A batch is a *decode segment*, rows
+[0, num_decode_rows) of `tokens_per_row` tokens each, then an *extend segment*: rows of any length.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +29,12 @@ class SpecInfo:
 
     Attributes:
         tokens_per_row: T, drafts + 1.
-        parents: [B, T] int32, index of each node's parent in its row, -1 for the root; None for a chain.
-        tree_mask: [B, T, T] bool, True where a node sees another (itself included); None for a chain.
-        num_drafts: [B] int32, how many of a row's tokens after the root are drafts; the rest is padding, whose
-            out_cache_loc is 0. None: all are.
+        parents: [B, T] int32, index of each node's parent in its row, -1 for the root; None for a
+            chain.
+        tree_mask: [B, T, T] bool, True where a node sees another (itself included); None for a
+            chain.
+        num_drafts: [B] int32, drafts after a row's root; the rest is padding, with out_cache_loc 0.
+            None: all are drafts.
     """
 
     tokens_per_row: int
@@ -42,7 +44,7 @@ class SpecInfo:
 
 
 class AttentionBackendLike(Protocol):
-    """What a layer needs of the backend that a batch carries (hybridrt.attention.base has the whole interface)."""
+    """What a layer needs of its batch's backend (whole interface: hybridrt.attention.base)."""
 
     @property
     def linear_attn_backend(self) -> Any: ...
@@ -55,17 +57,18 @@ class AttentionBackendLike(Protocol):
 
 @dataclass
 class GraphView:
-    """The static buffers in which the backends keep the metadata of captured steps; `init_cuda_graph_state` makes it.
+    """Static buffers for the metadata of captured steps (`init_cuda_graph_state` makes it).
 
-    A view serves one launched step at a time: its buffers are refilled in stream order. So the next step is prepared
-    into it after the graph of this one was launched and, where a commit follows the graph, after that commit. All
-    batch sizes up to `max_bs` share a view; a graph reads the first entries of the buffers.
+    A view serves one launched step at a time: its buffers are refilled in stream order. So the next
+    step is prepared after this step's graph, and after its commit if one follows the graph, was
+    launched. All batch sizes up to `max_bs` share a view; a graph reads the first entries of the
+    buffers.
 
     Attributes:
         max_bs: most decode rows of a batch.
         tokens_per_row: tokens of each of them.
         prompts: the batches have extend rows too.
-        buffers: by backend; what they hold is the backend's own matter.
+        buffers: by backend, in a form of its own.
     """
 
     max_bs: int
@@ -76,16 +79,17 @@ class GraphView:
 
 @dataclass(frozen=True)
 class ExtendPass:
-    """n runs of the extend segment's tokens, each within one row: what recurrent layers compute at once in a step that
-    keeps states within chunks. Passes run in order.
+    """n runs of extend tokens, each within one row, that recurrent layers compute at once.
+
+    Used by steps that keep states within chunks. Passes run in order.
 
     Attributes:
         rows: [n] int32, the run's row in the extend segment.
-        read_state_slots, write_state_slots: [n] int32, where the run's state comes from and goes to; 0 for the row's
-            own slot, -1 for a run that the pass does not compute.
+        read_state_slots, write_state_slots: [n] int32, slots of the run's state before and after; 0
+            for the row's own slot, -1 for a run that the pass does not compute.
         query_start_loc: [n + 1] int32 offsets of the runs' tokens in the pass.
         start_positions: [n] int32, position of each run's first token.
-        tokens: [t] int32, places of the pass's tokens in the segment; None: the pass walks all of them.
+        tokens: [t] int32, places of the pass's tokens in the segment; None: all of them.
         chunk_plans: hybridrt.kernels.core.chunk_plan.ChunkPlan of the runs by chunk size.
     """
 
@@ -107,22 +111,25 @@ class ForwardBatch:
         req_pool_indices: [B] int32 request rows; 0 for padding rows.
         seq_lens: [B] int32 tokens of each request after this step.
         query_start_loc: [B + 1] int32 offsets of the rows' tokens.
-        out_cache_loc: [N] int32 KV slots of the new tokens; those of page 0 are padding and not written.
-        num_real: rows that are not padding; they come first. Never guessed from lengths. In a graph with extend rows:
-            the decode rows that are not; extend rows are padding where the request row is 0.
+        out_cache_loc: [N] int32 token slots of the new tokens; those of page 0 are padding and not
+            written.
+        num_real: rows that are not padding; they come first. In a graph with extend rows it counts
+            decode rows only; there an extend row is padding if its request row is 0.
         num_decode_rows: rows of the decode segment, padding included.
-        seq_lens_cpu, query_lens_cpu: host copies; upper bounds where only the device has the exact lengths. None in a
-            graph, but query_lens_cpu of one with extend rows: bounds of what the rows of its replays have.
-        chunk_plans: hybridrt.kernels.core.chunk_plan.ChunkPlan of the extend rows by chunk size, where they are on the
-            device already; None: recurrent backends plan their chunks themselves.
-        read_state_slots: [B - num_decode_rows] int32, the state slot that each extend row starts from, 0 for its own;
-            None: all start from their own. A row writes its own slot in any case.
-        extend_passes: of a step that keeps states within its chunks; then chunk_plans and read_state_slots are not
-            read. Empty: each chunk is computed at once.
-        saved_states: `kernels.core.records.SavedStates` of the extend rows by chunk size, where their backends save
-            states without a pass of their own (`saves_at_chunks`).
-        metadata: what each backend planned for this batch, by backend; `prepare` fills it. hybridrt.embedding keeps its
-            rows here, too. A copy made by `dataclasses.replace` is a batch that nothing has planned.
+        seq_lens_cpu, query_lens_cpu: host copies; upper bounds where only the device has the exact
+            lengths. None in a graph, except query_lens_cpu with extend rows: bounds for all
+            replays.
+        chunk_plans: hybridrt.kernels.core.chunk_plan.ChunkPlan of the extend rows by chunk size;
+            None: recurrent backends plan their chunks themselves.
+        read_state_slots: [B - num_decode_rows] int32, the state slot that each extend row starts
+            from, 0 for its own; None: all start from their own. A row always writes its own slot.
+        extend_passes: of a step that keeps states within its chunks; then chunk_plans and
+            read_state_slots are not read. Empty: each chunk is computed at once.
+        saved_states: `kernels.core.records.SavedStates` of the extend rows by chunk size, for
+            backends that save states without a further pass (`saves_at_chunks`).
+        metadata: what each backend planned for this batch, by backend; `prepare` fills it.
+            hybridrt.embedding stores its rows here too. A copy by `dataclasses.replace` starts
+            without any.
         batch_size: B.
         tokens_per_row: tokens of each row of the decode segment: 1, or T when verifying.
         num_decode_tokens, num_extend_rows: of the two segments.
@@ -159,13 +166,12 @@ class ForwardBatch:
 
     @property
     def padded_rows(self) -> torch.Tensor | None:
-        """req_pool_indices where there may be padding (row 0) and all rows have `tokens_per_row` tokens, else None:
-        a graph's batch is padded, one with extend rows is not."""
+        """req_pool_indices if rows may be padding (row 0) and all have `tokens_per_row` tokens,
+        else None."""
         return None if self.num_extend_rows else self.req_pool_indices
 
     @property
     def extend_seq_lens_cpu(self) -> Sequence[int]:
-        """New tokens of each extend row."""
         assert self.query_lens_cpu is not None, "a batch with extend rows carries host lengths"
         return self.query_lens_cpu[self.num_decode_rows :]
 

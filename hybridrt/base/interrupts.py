@@ -7,8 +7,11 @@ from types import FrameType, TracebackType
 
 
 class _Note:
-    """The handler of a context: it only notes that SIGINT has come. If another exception kept the context from being
-    left, the context may be garbage by now: the handler then puts Python's own handler back and calls it."""
+    """The handler of a context: notes that SIGINT has come.
+
+    If an exception kept the context from being left, the context may be garbage. Then the handler
+    restores and calls Python's own.
+    """
 
     def __init__(self, context: "Interrupts") -> None:
         self.context = weakref.ref(context)
@@ -23,11 +26,11 @@ class _Note:
 
 
 class Interrupts:
-    """While this context lasts, SIGINT is noted; `check` and the end of the context raise KeyboardInterrupt for it.
+    """Delays SIGINT: the end of the context, or `raise_if_interrupted`, raises KeyboardInterrupt for it.
 
-    It acts in the main thread alone, because signals are handled there, and only in place of Python's own handler: a
-    handler that the application has installed stays as it is. Contexts may nest: the outermost one acts. The inner ones
-    cost next to nothing; to install a handler and to remove it takes 10 microseconds.
+    It acts only in the main thread, where signals are handled, and only in place of Python's own
+    handler: an application's handler stays. Contexts may nest; only the outermost acts, because
+    installing and removing a handler takes 10 microseconds.
     """
 
     _outermost: "weakref.ref[Interrupts] | None" = None
@@ -52,9 +55,9 @@ class Interrupts:
             if signal.getsignal(signal.SIGINT) is self._note:  # else it was changed meanwhile
                 signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.waiting:
-            self.check()
+            self.raise_if_interrupted()
 
-    def check(self) -> None:
+    def raise_if_interrupted(self) -> None:
         """Raises KeyboardInterrupt if SIGINT has come."""
         if self.waiting:
             self.waiting = False

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for."""
+"""Names of a package that are imported when they are first used."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__`. It lets a package have names of packages that import it.
+    """A package's `__getattr__`, for names of packages that import it.
 
     Args:
         places: "module:name" by name.

@@ -1,7 +1,7 @@
-"""Rests of a thread that works on something large, so that it has a share of Python's lock alone.
+"""Makes large work in a thread rest, so that other threads get Python's lock.
 
-Work in Python takes the lock again as soon as another thread has let it go. An engine lets it go with every operation
-of a step, and would wait a switch interval each time. So large work stops now and then.
+A thread that works in Python takes the lock again as soon as it has released it. The engine
+releases it in every operation of a step, and would wait a switch interval each time.
 """
 
 import threading
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Pace(threading.local):
-    """`since`: the thread's CPU time at the end of its last rest; None: its work is not paced."""
+    """`since`: the thread's CPU time at the end of its last rest; None: it is not paced."""
 
     since: float | None = None
 
@@ -34,7 +34,7 @@ def paced(work: Callable[[], T]) -> T:
 
 
 def rest() -> None:
-    """Large work calls this between two pieces of it. Nothing happens in threads whose work is not paced."""
+    """Called between two pieces of large work. Does nothing in threads that are not paced."""
     if _pace.since is None:
         return
     worked = time.thread_time() - _pace.since

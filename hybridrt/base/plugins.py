@@ -1,4 +1,4 @@
-"""Open registries: names to objects of this package, and to those that other packages name in entry points."""
+"""Open registries: names to objects of this package, and of entry points of other packages."""
 
 import importlib
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ from hybridrt.base.errors import BackendError, HybridrtError, shown
 
 @dataclass(frozen=True)
 class Plugins:
-    """A registry. Nothing is imported before it is loaded.
+    """A registry. An object is imported when it is loaded.
 
     Attributes:
-        group: of entry points; each names an object, "name = module:object".
-        built_in: "module:object" by name; an entry point of the same name is not looked at.
-        what: the names are of, for errors.
-        base: an object is an instance of this class or, with `classes`, a class below it.
-        unknown: the error for a name that there is none of.
+        group: of entry points "name = module:object".
+        built_in: "module:object" by name; comes before an entry point of the same name.
+        what: what the names name, for errors.
+        base: class of the objects; with `classes`, they are subclasses of it.
+        unknown: the error for an unknown name.
     """
 
     group: str
@@ -37,7 +37,7 @@ class Plugins:
 
         Raises:
             self.unknown: there is none of that name.
-            BackendError: it cannot be imported, or is something else.
+            BackendError: it cannot be imported, or has the wrong type.
         """
         target = self.built_in.get(name)
         if target is None:
@@ -54,7 +54,7 @@ class Plugins:
 
 
 def load_object(target: str) -> Any:
-    """What "module:name" names. BackendError if it cannot be imported."""
+    """The object "module:name". BackendError if it cannot be imported."""
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

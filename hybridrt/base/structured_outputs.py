@@ -1,4 +1,4 @@
-"""What an output must look like: a JSON schema, a regular expression, one of some texts, or a grammar."""
+"""The form that an output must have: JSON schema, regular expression, choice or grammar."""
 
 import json
 import re
@@ -25,9 +25,8 @@ class Thinking:
     """Reasoning before an output, between tags that are tokens.
 
     Attributes:
-        opens: each begins it, as the output's first token; without, the output may have none. (): the prompt has begun
-            it.
-        closes: each ends it. The grammar of the output reads it as its first token.
+        opens: tokens that start it, as the output's first token; (): the prompt has started it.
+        closes: tokens that end it. The output's grammar reads them as its first token.
         budget: tokens of reasoning after which it is ended; None: no limit.
     """
 
@@ -39,22 +38,22 @@ class Thinking:
 @knows_fields({"json_schema": "json", "pattern": "regex", "choices": "choice", "ebnf": "grammar"})
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """What an output must look like. Exactly one field is set. Two equal objects are compiled once.
+    """The form that an output must have. Exactly one field is set. Equal objects are compiled once.
 
-    Whether a schema, an expression or a grammar can be used is known when a request meets the model (`Engine.prepare`).
+    Whether a model can use it is known when the request meets the model (`Engine.prepare`).
 
     Args:
-        json: a JSON schema: an object, a bool, or the text of either. The output is a JSON text that it accepts. The
-            order of its properties is the order of the output. It is kept as text.
-        regex: a regular expression of Rust's syntax, which the whole output matches: no look-around, no references
-            to groups.
+        json: a JSON schema: an object, a bool, or the text of either; kept as text. The output's
+            properties come in the schema's order.
+        regex: a regular expression in Rust's syntax for the whole output: no look-around, no
+            references to groups.
         choice: the output is one of these strings, 1 to MAX_CHOICES (4096).
         grammar: a grammar in llguidance's variant of Lark; its rule `start` is the output.
         thinking: the output may begin with reasoning. Chats set it.
 
     Raises:
-        RequestError: not exactly one field is set, one has the wrong type, all of it has more than MAX_CHARACTERS
-            (2**19) characters, or one text of it more than MAX_TEXT (2**16).
+        RequestError: not exactly one field is set, one has the wrong type, all of it has more than
+            MAX_CHARACTERS (2**19) characters, or one of its texts more than MAX_TEXT (2**16).
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -87,7 +86,7 @@ class StructuredOutputs:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """`json` as an object, which is all that llguidance takes: true is {}, false is an enumeration of nothing."""
+        """`json` as an object, as llguidance needs it: true is {}, false is an empty enumeration."""
         assert isinstance(self.json, str), "a schema is kept as text"
         schema = json.loads(self.json)
         return schema if isinstance(schema, dict) else {} if schema else {"enum": []}
@@ -104,7 +103,7 @@ def _text(kind: str, value: object) -> str:
 
 
 def _texts(kind: str, value: Any) -> Iterable[str]:
-    """The texts that a form is made of, those of a grammar with what marks them."""
+    """The texts in a form; those of a grammar with their quotes."""
     if kind == "choice":
         return value
     if kind == "regex":

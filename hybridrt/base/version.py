@@ -1,3 +1,3 @@
-"""The version of this package; its metadata is made of it, too."""
+"""The version of this package, which its metadata is made from."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""Load on a server or on an engine, and what came of it."""
+"""Load on a server or an engine, and its timings."""

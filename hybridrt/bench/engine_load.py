@@ -1,4 +1,4 @@
-"""The same load on an engine of this process: what a server can be measured against."""
+"""Runs a benchmark's load on an engine of this process."""
 
 import time
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from hybridrt.engine.api.llm import LLM
 
 
 def run_engine(llm: LLM, work: Sequence[Work], concurrency: int | None, **params: Any) -> list[Timing]:
-    """Submits all requests, each at its arrival; with `concurrency`, at most so many at a time. Steps in between.
-    After Ctrl-C it aborts what runs and returns the requests that have ended."""
+    """Submits each request at its arrival, at most `concurrency` at a time. Ctrl-C aborts what runs
+    and returns the requests that have ended."""
     timings: list[Timing] = []
     try:
         _run(llm, work, concurrency, params, timings)

@@ -1,7 +1,8 @@
-"""A client that reads many streams at once, and little else: the load must not be what limits a benchmark.
+"""A client that reads many streams and does little else: the load must not limit a benchmark.
 
-What comes is stamped with the time and kept as it is. It is parsed when the load is over: to parse 50 chunks that come
-together takes milliseconds, by which the last one would be stamped late.
+Bytes get a time stamp and are parsed after the load. Parsing 50 chunks that come together takes
+milliseconds, so the last
+one would be stamped late.
 """
 
 import asyncio
@@ -46,7 +47,6 @@ class Target:
     extra: dict[str, Any] | None = None
 
     def request(self, work: Work) -> bytes:
-        """A POST of one work."""
         parts = urlsplit(self.url)
         fields = {"model": self.model, "prompt": work.prompt, "max_tokens": work.max_tokens, "seed": work.seed}
         options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
@@ -83,7 +83,7 @@ class Received(asyncio.Protocol):
     Attributes:
         parts: time and bytes, in order.
         ended: done when the answer has ended, or broken off.
-        failure: why the connection has failed; None if it has not.
+        failure: why the connection failed; None if it did not.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -95,7 +95,6 @@ class Received(asyncio.Protocol):
         self._status = b""  # such as HTTP/1.1 200 OK
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
         self.parts.append((self._now(), data))
         if len(self._status) < _STATUS_BYTES:
             self._status += data[:_STATUS_BYTES]
@@ -108,7 +107,6 @@ class Received(asyncio.Protocol):
             _finish(self.ended)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The server has closed the connection, as the request asks it to, or it has failed."""
         self.failure = exc
         _finish(self.ended)
 
@@ -118,12 +116,11 @@ Send = Callable[[Work, Callable[[], float]], Awaitable[Received]]
 
 @dataclass
 class Load:
-    """What a load has given.
+    """The result of a load.
 
     Attributes:
         timings: of the requests that have ended.
-        client_cpu_share: of the time of the load, how much this process computed. A client whose share is near 1 has
-            measured itself.
+        client_cpu_share: of the load's time. A client near 1 has measured itself.
         client_loop: the module of its event loop.
     """
 
@@ -133,8 +130,8 @@ class Load:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's if it is installed, else Python's. That one needs three times as long for a chunk, so it stamps the last
-    of many chunks that come together later."""
+    """uvloop's if installed, else Python's, which needs three times as long for a chunk and stamps
+    late ones later."""
     try:
         import uvloop
     except ImportError:
@@ -143,8 +140,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 async def run_load(target: Target, work: Sequence[Work], concurrency: int | None) -> Load:
-    """Sends all requests, each at its arrival; with `concurrency`, at most so many at a time, each as soon as it may.
-    If it is cancelled, it closes the connections and returns the requests that have ended.
+    """Sends each request at its arrival, at most `concurrency` at a time. When cancelled, it closes
+    the connections and returns the requests that have ended.
 
     Raises:
         OSError: no server listens.
@@ -162,7 +159,7 @@ async def run_load(target: Target, work: Sequence[Work], concurrency: int | None
 
 
 async def _at_arrivals(work: Sequence[Work], send: Send, concurrency: int | None) -> list[tuple[Timing, Received]]:
-    """Calls `send(work, now)` for each request when it is due. If cancelled, it returns what has ended."""
+    """Calls `send(work, now)` when each request is due. When cancelled, returns what has ended."""
     start = time.perf_counter()
     places = asyncio.Semaphore(concurrency or len(work) or 1)
     ended: list[tuple[Timing, Received]] = []
@@ -188,7 +185,7 @@ async def _at_arrivals(work: Sequence[Work], send: Send, concurrency: int | None
 
 @contextmanager
 def _ringing(arrivals: Sequence[float], now: Callable[[], float]) -> Iterator[list[asyncio.Future[None]]]:
-    """A future for each arrival, done at that time. A thread waits for it: event loops wake up to the millisecond."""
+    """A future for each arrival. A thread waits: event loops wake up to the millisecond."""
     loop, stopped = asyncio.get_running_loop(), threading.Event()
     due = [loop.create_future() for _ in arrivals]
 
@@ -227,7 +224,6 @@ async def _request(target: Target, work: Work, now: Callable[[], float]) -> Rece
 
 
 def _read(answer: Received, timing: Timing) -> Timing:
-    """Adds what an answer holds."""
     try:
         for now, event in _events(answer.parts):
             _take(event, timing, now)
@@ -258,7 +254,7 @@ def _events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes
     """The data of server-sent events up to [DONE], and when each was whole.
 
     Raises:
-        ValueError: the answer is no stream of them, or an error, or breaks off.
+        ValueError: the answer is no such stream, or an error, or breaks off.
     """
     head, body = _cut_head(parts)
     status, dechunk, held = head.split(b" ", 2)[1], _Dechunker() if b"chunked" in head.lower() else bytes, b""
@@ -276,7 +272,6 @@ def _events(parts: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes
 
 
 def _cut_head(parts: Sequence[tuple[float, bytes]]) -> tuple[bytes, list[tuple[float, bytes]]]:
-    """An answer's status and headers, and the parts behind them. ValueError: there are none."""
     head = b""
     for i, (now, data) in enumerate(parts):
         head, end, body = (head + data).partition(_HEAD_END)
@@ -286,11 +281,11 @@ def _cut_head(parts: Sequence[tuple[float, bytes]]) -> tuple[bytes, list[tuple[f
 
 
 class _Dechunker:
-    """Takes HTTP's chunk sizes out of a body that comes in pieces."""
+    """Removes HTTP's chunk sizes from a body in pieces."""
 
     def __init__(self) -> None:
         self._held = b""
-        self._left = 0  # bytes of the chunk and of the line end behind it
+        self._left = 0  # bytes of the chunk and of the line end after it
 
     def __call__(self, data: bytes) -> bytes:
         data, out = self._held + data, b""

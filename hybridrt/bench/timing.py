@@ -1,4 +1,4 @@
-"""When the tokens of a benchmark's requests came, and what that comes to."""
+"""Times of a benchmark's tokens, and statistics of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,8 @@ class Timing:
     """One request, in seconds since the start of the run.
 
     Attributes:
-        due: when it was to be sent. Times count from here: a client that is late does not make a server faster.
+        due: when it was to be sent. Times count from here, so a late client does not flatter a
+            server.
         gains: when tokens came, and how many.
         error: why it failed.
     """
@@ -29,17 +30,15 @@ class Timing:
 
     @property
     def first(self) -> float:
-        """Seconds to the first token."""
         return self.gains[0][0] - self.due
 
     @property
     def whole(self) -> float:
-        """Seconds to the last token."""
         return self.end - self.due
 
     @property
     def between(self) -> list[float]:
-        """Seconds between tokens. Those that came together share the time since the ones before."""
+        """Seconds between tokens. Tokens that came together share the time since the ones before."""
         distances = []
         for (before, _), (now, count) in zip(self.gains, self.gains[1:]):
             distances += [(now - before) / count] * count
@@ -54,7 +53,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a request must keep to count for goodput, in seconds; None: anything."""
+    """Limits for goodput, in seconds; None: no limit."""
 
     first: float | None = None
     per_token: float | None = None
@@ -105,7 +104,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def check_picture(file: str) -> None:
-    """Checks the file of a picture before the time is spent that it shows.
+    """Checks the file of a picture before the load.
 
     Raises:
         ProviderNotInstalledError: matplotlib is missing.
@@ -121,7 +120,7 @@ def check_picture(file: str) -> None:
 
 
 def plot(timings: Sequence[Timing], file: str) -> None:
-    """Draws how many requests took how long: to the first token, between tokens, to the last one."""
+    """Draws distributions of the times to the first token, between tokens, and to the last one."""
     from matplotlib import pyplot
 
     done = [t for t in timings if t.error is None and t.gains]

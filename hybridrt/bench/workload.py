@@ -18,8 +18,8 @@ _MAX_TOKENS = 1 << 22  # of a prompt or an output
 
 @dataclass(frozen=True)
 class Work:
-    """One request. `arrival` is in seconds since the start of the run; 0 where requests come at once, or one after the
-    other."""
+    """One request. `arrival`: seconds since the start of the run; 0 for requests that come at once,
+    or in turn."""
 
     prompt: list[int]
     max_tokens: int
@@ -32,14 +32,17 @@ class WorkloadConfig:
     """What requests look like.
 
     Args:
-        data: "random": unrelated prompts. "shared-prefix": each begins with one of `prefixes` texts of
-            `prefix_tokens` tokens. Else a file: a line of JSON a request, with `input_length`, `output_length`,
-            `timestamp` (milliseconds) and perhaps `hash_ids`, one for each 512 tokens of the prompt: equal hashes are
-            equal tokens (the format of the Mooncake traces, Qin et al. 2024).
+        data: "random": unrelated prompts. "shared-prefix": each begins with one of `prefixes` texts
+            of `prefix_tokens` tokens. Else a file with a line of JSON a request: `input_length`,
+            `output_length`, `timestamp` (milliseconds), and optional `hash_ids`, one for each 512
+            tokens of the prompt: equal hashes are equal tokens (the Mooncake traces, Qin et al.
+            2024).
         requests: how many; of a file at most so many.
-        prompt_tokens, output_tokens: their means; lengths are uniform between half and one and a half times these.
+        prompt_tokens, output_tokens: means; lengths are uniform between half and one and a half
+            times these.
         fixed: all lengths are the means.
-        rate: requests a second, which arrive as a Poisson process; infinite: all at once. None for a file: as it says.
+        rate: requests a second, a Poisson process; infinite: all at once. None for a file: its
+            timestamps.
         vocab: token ids are below.
     """
 

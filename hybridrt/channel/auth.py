@@ -1,13 +1,14 @@
-"""How two processes prove to each other that they hold the same key, and tag every message with it.
+"""Proof that two processes hold the same key, and authentication tags of messages.
 
     listening side    challenge: a name of the protocol and 32 random bytes
     connecting side   32 random bytes of its own, and the proof of "connects"
     listening side    the proof of "listens"
 
-A proof is HMAC-SHA256 under the key over a role and both sides' random bytes. The roles differ, so a proof that is sent
-back is not valid. Before the proof of the connecting side is checked, the listening side reads at most 64 bytes and
-interprets none of them. Afterwards each direction has its own key for tags. A tag covers the message's number, so a
-process in between can neither alter nor repeat nor reorder messages. It can read them: nothing is encrypted.
+A proof is HMAC-SHA256 under the key over a role and both sides' random bytes. The roles differ, so
+a returned proof is not valid. Until the connecting side has proved itself, the listening side reads
+at most 64 bytes and interprets none. Then each direction has its own tag key. A tag covers the
+message's number, so a process in between can neither alter nor repeat nor reorder messages. It can
+read them: nothing is encrypted.
 """
 
 import hmac
@@ -26,7 +27,7 @@ _NAME = b"hybridrt channel 1"
 
 
 def check_key(what: str, key: bytes) -> None:
-    """Raises ConfigError if a key that the user has chosen is too short. `what` names it."""
+    """ConfigError if a key that the user has chosen is too short. `what` names it."""
     if len(key) < MIN_KEY_BYTES:
         raise ConfigError(
             f"{what} has {len(key)} bytes; it needs {MIN_KEY_BYTES} that cannot be guessed, for example the output of: "
@@ -35,7 +36,7 @@ def check_key(what: str, key: bytes) -> None:
 
 
 class Tagger:
-    """Tags what one side sends and checks what it receives. Raises MessageError if a tag is wrong."""
+    """Tags what one side sends and checks what it receives. MessageError if a tag is wrong."""
 
     def __init__(self, outgoing: bytes, incoming: bytes) -> None:
         self._outgoing, self._incoming = outgoing, incoming
@@ -45,7 +46,7 @@ class Tagger:
         self._sent += 1
         return _tag(self._outgoing, self._sent, data)
 
-    def check(self, data: bytes, tag: bytes) -> None:
+    def check_tag(self, data: bytes, tag: bytes) -> None:
         self._received += 1
         if not hmac.compare_digest(tag, _tag(self._incoming, self._received, data)):
             raise MessageError("a message does not bear the tag of the process that connected")
@@ -58,11 +59,11 @@ class Challenge:
         self._key = key
         self.data = _NAME + os.urandom(NONCE_BYTES)
 
-    def check(self, answer: bytes) -> tuple[bytes, Tagger]:
-        """Returns our own proof, to be sent, and the tagger of the connection.
+    def check_answer(self, answer: bytes) -> tuple[bytes, Tagger]:
+        """Our proof, to be sent, and the connection's tagger.
 
         Raises:
-            AuthenticationError: the other side does not hold the key.
+            AuthenticationError: the other side does not have the key.
         """
         both = self.data + answer[:NONCE_BYTES]
         if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(self._key, b"connects", both)):
@@ -75,7 +76,7 @@ def join(connection: socket.socket, key: bytes, deadline: float) -> Tagger:
 
     Raises:
         PeerGoneError: the other side does not answer in time, or hangs up.
-        AuthenticationError: it does not hold the key, or refuses ours.
+        AuthenticationError: it does not have the key, or refuses ours.
     """
     try:
         challenge = _read(connection, len(_NAME) + NONCE_BYTES, deadline)

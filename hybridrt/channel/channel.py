@@ -1,13 +1,13 @@
-"""Authenticated messages between processes: byte strings behind a length and a tag, over TCP.
+"""Authenticated messages between processes over TCP: length, tag, bytes.
 
-Both ends hold a key. `auth.py` says how they prove it to each other before the first message, and how every
-message is tagged. `codec.py` says what the bytes of a message are.
+Both ends hold a key. `auth.py` has its proof and the tags, `codec.py` the bytes of a message.
 
-Two libraries were tried in its place. pyzmq 27 with CURVE does not limit how many connections wait for their handshake:
-200 silent strangers took 200 descriptors. Its sockets do not report that a peer has closed its connection, and cannot
-close the connection of one peer. With no descriptor left, its thread kept half a processor core busy. The standard
-library's multiprocessing.connection waits in `accept` for a stranger that sends nothing, and peers with the key wait
-behind it. Its `recv_bytes` waits without limit for the rest of a message that was sent in part.
+Two libraries were tried instead. pyzmq 27 with CURVE does not limit unauthenticated connections:
+200 silent strangers took 200 descriptors. Its sockets do not report that a peer has closed its
+connection, and cannot close one peer's connection. Without a free descriptor, its thread used half
+a core. The standard library's multiprocessing.connection waits in `accept` for a stranger that
+sends nothing, and peers with the key wait too. Its `recv_bytes` waits without limit for the rest of
+a message.
 """
 
 import select
@@ -31,11 +31,12 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 class SocketChannel:
-    """A connected socket whose other end has proved that it holds the key. One thread at a time uses it. `send`,
-    `receive` and `close` do not wait.
+    """A connected socket of which the other end has proved that it holds the key.
+
+    One thread at a time uses it. `send`, `receive` and `close` do not wait.
 
     Args:
-        tagger: what tags messages and checks tags.
+        tagger: makes and checks tags.
         timeout: seconds that the peer may take to read a message.
     """
 
@@ -51,11 +52,11 @@ class SocketChannel:
 
     @classmethod
     def connect(cls, address: tuple[str, int], key: bytes, timeout: float = TIMEOUT_S) -> "SocketChannel":
-        """Connects to a host and a port, and proves to the other end that this one holds the key.
+        """Connects to a host and a port, and proves that this process holds the key.
 
         Raises:
             PeerGoneError: no process answers there within `timeout` seconds.
-            AuthenticationError: the process there does not hold the key.
+            AuthenticationError: the process there does not have the key.
         """
         deadline = time.monotonic() + timeout
         try:
@@ -70,11 +71,11 @@ class SocketChannel:
         return cls(connection, tagger, timeout)
 
     def fileno(self) -> int:
-        """For select and its kin; -1 once closed."""
+        """For select and poll; -1 once closed."""
         return self._socket.fileno()
 
     def send(self, message: bytes) -> None:
-        """Hands a message over, now or when the peer reads.
+        """Sends or queues a message.
 
         Raises:
             PeerGoneError: the other end is gone.
@@ -90,10 +91,11 @@ class SocketChannel:
         self._check()
 
     def receive(self) -> list[bytes]:
-        """The messages that have come since the last call.
+        """The messages since the last call.
 
         Raises:
-            PeerGoneError: the other end is gone and its last message has been returned, or it does not read.
+            PeerGoneError: the other end is gone and all its messages have been returned, or it does
+                not read.
             MessageError: it sent something else than messages.
         """
         self._flush()
@@ -105,7 +107,7 @@ class SocketChannel:
         return messages
 
     def expect(self, timeout: float) -> bytes:
-        """The next message. Waits for it; raises PeerGoneError also if none comes within `timeout` seconds."""
+        """Waits for the next message. PeerGoneError also if none comes within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self._messages:
             left = deadline - time.monotonic()
@@ -116,12 +118,14 @@ class SocketChannel:
         return self._messages.popleft()
 
     def wait(self, seconds: float) -> None:
-        """Returns when something has come, when some of what waits for the peer was sent, or after `seconds`."""
+        """Returns when something was received, when some queued bytes were sent, or after
+        `seconds`."""
         if self._gone is None and not self._messages:
             self._poll(select.POLLIN | (select.POLLOUT if self._outgoing else 0), seconds)
 
     def drain(self, timeout: float) -> None:
-        """Waits until the operating system has all that was sent. Raises PeerGoneError also after `timeout` seconds."""
+        """Waits until the operating system has all queued bytes. PeerGoneError also after `timeout`
+        seconds."""
         deadline = time.monotonic() + timeout
         while self._outgoing:
             left = deadline - time.monotonic()
@@ -131,7 +135,7 @@ class SocketChannel:
         self._check()
 
     def close(self) -> None:
-        """The other end's next `receive` raises. Closing again does nothing."""
+        """The other end's next `receive` raises. May be repeated."""
         self._flush()
         self._end(PeerGoneError("the channel is closed"))
 
@@ -140,14 +144,13 @@ class SocketChannel:
             raise self._gone
 
     def _poll(self, events: int, seconds: float) -> None:
-        """Waits for one of `events`, then sends what the socket takes."""
         poll = select.poll()  # `select.select` takes no descriptor above 1023
         poll.register(self._socket, events)
         poll.poll(max(0, 1000 * seconds))
         self._flush()
 
     def _flush(self) -> None:
-        """Sends what the peer's buffers take. Ends the channel if the peer does not read."""
+        """Sends what the socket accepts. Ends the channel if the peer does not read."""
         while self._outgoing and self._gone is None:
             queued_at, data = self._outgoing[0]
             try:
@@ -183,7 +186,7 @@ class SocketChannel:
             self._end(PeerGoneError(f"the connection to the other process broke ({e})"))
 
     def _split(self) -> None:
-        """Takes the messages that are complete from the bytes that have come, and checks their tags."""
+        """Extracts complete messages and checks their tags."""
         start, head = 0, _LENGTH.size + TAG_BYTES
         while len(self._incoming) - start >= head:
             (nbytes,) = _LENGTH.unpack_from(self._incoming, start)
@@ -193,7 +196,7 @@ class SocketChannel:
             if len(self._incoming) < end:
                 break
             message = bytes(self._incoming[start + head : end])
-            self._tagger.check(message, bytes(self._incoming[start + _LENGTH.size : start + head]))
+            self._tagger.check_tag(message, bytes(self._incoming[start + _LENGTH.size : start + head]))
             self._messages.append(message)
             start = end
         del self._incoming[:start]

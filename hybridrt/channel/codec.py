@@ -1,6 +1,7 @@
-"""The bytes of a message: msgpack, which is decoded into the types that may come and into nothing else.
+"""Messages as msgpack bytes, which are decoded only into the types that may come.
 
-The types are msgspec structs, each a subclass of `Message`. The class's name in lower case is sent as "type".
+The types are msgspec structs, subclasses of `Message`. The class's name in lower case is sent as
+"type".
 """
 
 from collections.abc import Callable
@@ -13,11 +14,11 @@ from hybridrt.base.errors import MessageError
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, tag=str.lower):
-    """A message: a field that is missing, is not known, or is not of its type makes `unpack` raise."""
+    """`unpack` raises if a field is missing, unknown, or of another type."""
 
 
 def pack(message: Message) -> bytes:
-    """The bytes of a message. Raises MessageError if msgpack cannot hold it, for example text with a lone surrogate."""
+    """MessageError if msgpack cannot encode the message, for example text with a lone surrogate."""
     try:
         return msgspec.msgpack.encode(message)
     except (TypeError, ValueError, OverflowError) as e:
@@ -28,8 +29,9 @@ def unpack(data: bytes, kinds: Any, hook: Callable[[type, Any], Any] | None = No
     """The message that these bytes are.
 
     Args:
-        kinds: what may come now: a subclass of Message, a union of such, or another type that msgspec decodes.
-        hook: makes values of types that msgspec does not know (its `dec_hook`).
+        kinds: the expected type: a subclass of Message, a union of such, or another type that
+            msgspec decodes.
+        hook: msgspec's `dec_hook`, for types that it does not know.
 
     Raises:
         MessageError: the bytes are none of these.

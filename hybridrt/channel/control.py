@@ -1,4 +1,4 @@
-"""Links between rank 0 and the other ranks, beside their collectives: messages, and signs of life."""
+"""Links between rank 0 and the other ranks, next to their collectives: messages and signs of life."""
 
 import math
 import os
@@ -17,11 +17,8 @@ BEATS = 6  # signs of life that a rank sends within a time-out
 
 
 def rank_timeout() -> float:
-    """Seconds after which a rank that sends nothing counts as lost.
-
-    Raises:
-        ConfigError: the environment variable is no number of seconds.
-    """
+    """Seconds after which a silent rank counts as lost. ConfigError if the variable is no such
+    number."""
     text = os.environ.get(TIMEOUT_VARIABLE, str(TIMEOUT_S))
     try:
         seconds = float(text)
@@ -33,24 +30,21 @@ def rank_timeout() -> float:
 
 
 class Link:
-    """A channel between rank 0 and another rank, of which one thread listens while others send."""
+    """A channel between rank 0 and another rank. One thread may listen while others send."""
 
     def __init__(self, channel: SocketChannel) -> None:
         self._channel, self._lock = channel, threading.Lock()
         disown_in_child(self)
 
     def send(self, message: bytes) -> None:
-        """Returns when the operating system has taken the message. Raises PeerGoneError."""
+        """Returns when the operating system has the message. Raises PeerGoneError."""
         with self._lock:
             self._channel.send(message)
             self._channel.drain(TIMEOUT_S)
 
     def listen(self, seconds: float) -> list[bytes]:
-        """Waits for messages and returns them; an empty list if none has come after so many seconds.
-
-        Raises:
-            PeerGoneError: the other end is gone.
-        """
+        """Waits for messages, at most so many seconds; empty if none came. PeerGoneError if the
+        other end is gone."""
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
@@ -64,12 +58,11 @@ class Link:
                 return messages
 
     def close(self) -> None:
-        """The other end's next `listen` raises."""
         with self._lock:
             self._channel.close()
 
     def disown(self) -> None:
-        """In a forked child: closes its copy of the connection without a word to the other end."""
+        """In a forked child: closes its copy of the connection, unnoticed by the other end."""
         descriptor = self._channel.fileno()
         if descriptor >= 0:
             with open(os.devnull, "rb") as nothing:
@@ -80,14 +73,15 @@ class Owned(Protocol):
     """An object that only the process that made it may use."""
 
     def disown(self) -> None:
-        """Called in a forked child, whose copy must neither talk to other processes nor wait for them."""
+        """Called in a forked child, whose copy must neither talk to other processes nor wait for
+        them."""
 
 
 _owned: WeakSet[Owned] = WeakSet()
 
 
 def disown_in_child(owned: Owned) -> None:
-    """Has `owned.disown` called in every process that is forked from this one while `owned` exists."""
+    """Registers `owned.disown` to be called in processes forked from this one."""
     _owned.add(owned)
 
 

@@ -1,4 +1,5 @@
-"""Accepts authenticated channels. Connections without the key are limited in number, in memory and in time."""
+"""Accepts authenticated channels, and limits connections without the key in number, memory and.
+time."""
 
 import errno
 import socket
@@ -28,18 +29,18 @@ class _Stranger:
 class Listener:
     """Accepts connections of processes that hold the key, without waiting.
 
-    A connection that sends a wrong proof, or none within STRANGER_S seconds, is closed. When more than MAX_STRANGERS
-    wait, or no file descriptor is left, the one that has waited longest is closed.
+    A connection is closed after a wrong proof, or without a proof after STRANGER_S seconds. If more
+    than MAX_STRANGERS wait, or no file descriptor is left, the oldest one is closed.
 
     Args:
-        address: host and port. Port 0 takes a free one; `port` says which.
+        address: host and port; port 0 picks a free one, see `port`.
         timeout: of the channels, see SocketChannel.
 
     Attributes:
         refused: connections closed because they did not prove that they hold the key.
 
     Raises:
-        ConfigError: the address cannot be listened at.
+        ConfigError: it cannot listen at the address.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, timeout: float = TIMEOUT_S) -> None:
@@ -56,7 +57,7 @@ class Listener:
         self._strangers: deque[_Stranger] = deque()  # the longest wait first
 
     def accept(self) -> list[SocketChannel]:
-        """Channels to the processes that have proved since the last call that they hold the key."""
+        """Channels to processes that have proved the key since the last call."""
         self._take_strangers()
         found = []
         for stranger in list(self._strangers):
@@ -73,14 +74,14 @@ class Listener:
         return found
 
     def close(self) -> None:
-        """Closes the socket and the connections that are not authenticated yet; channels stay open. May be repeated."""
+        """Closes the socket and unauthenticated connections; channels stay open. May be repeated."""
         for stranger in self._strangers:
             stranger.socket.close()
         self._strangers.clear()
         self._socket.close()
 
     def _take_strangers(self) -> None:
-        """Accepts connections and sends each its challenge. Of too many the oldest is closed."""
+        """Accepts connections and sends each its challenge."""
         for _ in range(_MAX_ACCEPTED):
             try:
                 connection, _ = self._socket.accept()
@@ -103,7 +104,7 @@ class Listener:
                 self._refuse(self._strangers[0])
 
     def _authenticate(self, stranger: _Stranger) -> SocketChannel | None:
-        """Reads what a stranger has sent. Returns its channel once its whole answer proves the key, else None."""
+        """A stranger's channel once its whole answer has come and proves the key, else None."""
         try:
             data = stranger.socket.recv(ANSWER_BYTES - len(stranger.answer))
         except BlockingIOError:
@@ -113,7 +114,7 @@ class Listener:
         stranger.answer += data
         if len(stranger.answer) < ANSWER_BYTES:
             return None
-        proof, tagger = stranger.challenge.check(bytes(stranger.answer))
+        proof, tagger = stranger.challenge.check_answer(bytes(stranger.answer))
         stranger.socket.send(proof)  # fits, too
         return SocketChannel(stranger.socket, tagger, self._timeout)
 

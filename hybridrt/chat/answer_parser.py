@@ -1,4 +1,4 @@
-"""Parses an answer's text into events: reasoning, content, tool calls. One parser for all formats."""
+"""Parses an answer's text into reasoning, content and tool calls, for all formats."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,20 +15,20 @@ _LOOSE = "".join(filter(str.isspace, map(chr, range(0x3001)))) + "\N{REPLACEMENT
 
 
 class AnswerParser:
-    """Reads one answer: call `feed` with each piece of its text, then `finish`. The events, joined
-    (`ChatMessage.extend`), do not depend on how the text was cut. No text raises an error: what is no tool call is
-    content.
+    """Reads one answer: `feed` with each piece of text, then `finish`. The joined events
+    (`ChatMessage.extend`) do not depend on the cuts. No text raises an error: what is no tool call
+    is content.
 
     Args:
-        tools: how calls are written; None: there are none.
-        reasoning: how reasoning is written; None: there is none.
-        in_reasoning: the answer begins within reasoning, which the prompt has opened.
+        tools: format of calls; None: no calls.
+        reasoning: format of reasoning; None: no reasoning.
+        in_reasoning: the prompt has opened the reasoning.
         max_calls: further calls are dropped; None: all are kept.
-        dropped: special tokens that leave nothing in the content.
+        dropped: special tokens that are removed from the content.
 
     Attributes:
         in_reasoning: the text so far ends within reasoning.
-        last_calls: the place in the text where the last calls begin, of those with nothing between them.
+        last_calls: where the last calls begin, those with nothing between them.
         spoken: text followed the last call; without calls, there was text.
     """
 
@@ -52,7 +52,6 @@ class AnswerParser:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun."""
         return self._sink.count
 
     def feed(self, text: str) -> list[Event]:
@@ -63,11 +62,11 @@ class AnswerParser:
         return self._take()
 
     def finish(self, truncated: bool = False) -> list[Event]:
-        """The end of the answer: the events of the text that was held back.
+        """Events of the text that was held back.
 
         Args:
-            truncated: the model would have written more. Half a tag, and half of a call's syntax, are dropped then;
-                else they are text.
+            truncated: the model would have written more: half a tag or half of a call's syntax is
+                dropped, else it is text.
         """
         self._scanner.closed, self._scanner.truncated = True, truncated
         for _ in self._steps:
@@ -75,7 +74,6 @@ class AnswerParser:
         return self._take()
 
     def _take(self) -> list[Event]:
-        """The events so far, adjacent ones of one kind joined."""
         events, self._sink.events = self._sink.events, []
         joined = list[Event]()
         for event in events:
@@ -99,9 +97,9 @@ class AnswerParser:
             self._sink.events.append(Content("".join(self._held)))
 
     def _section(self, tools: ToolParser, opened: str) -> Step[None]:
-        """Reads a section of calls, behind the literal `opened`. Text in another format becomes arguments of the call
-        that has begun, or content if none has. The beginning of a further call, or of the closing literal, at the end
-        of the answer is dropped."""
+        """Reads a section of calls after the literal `opened`. Text in another format becomes
+        arguments of the begun call, else content. At the end of the answer, the beginning of a
+        further call or of the closing literal is dropped."""
         scanner, sink, before = self._scanner, self._sink, self.num_calls
         place = scanner.position - len(opened)
         scanner.mark()
@@ -119,7 +117,7 @@ class AnswerParser:
             elif halved or (scanner.cut_off and (sink.count > before or tools.alone)):
                 scanner.skip_rest()
                 self._held.clear()
-            else:  # text behind the last whole call is content
+            else:  # text after the last whole call is content
                 scanner.rewind()
                 if sink.count == before:
                     self._content(opened)
@@ -134,7 +132,6 @@ class AnswerParser:
             scanner.skip_rest()
 
     def _read_calls(self, tools: ToolParser, opened: str, place: int) -> Step[None]:
-        """Reads the calls of a section that opened at a place of the text."""
         before = self.num_calls
         try:
             yield from tools.read_calls(self._scanner, self._sink, opened)
@@ -145,7 +142,7 @@ class AnswerParser:
                 self.spoken = False
 
     def _read_reasoning(self, tags: ReasoningTags, inside: bool) -> Step[None]:
-        """At the beginning of an answer alone: later these tags are text like any other."""
+        """At the beginning of an answer alone: later these tags are text."""
         scanner = self._scanner
         scanner.mark()
         yield from scanner.space()
@@ -158,22 +155,22 @@ class AnswerParser:
         self.in_reasoning = True
         yield from scanner.run(_NEWLINES)
         ended = yield from self._reason(tags)
-        self._held.clear()  # though the answer has ended within the reasoning: it is no content
+        self._held.clear()  # the answer ended within the reasoning: no content
         if ended:
             self.in_reasoning = False
             yield from scanner.run(_NEWLINES)
 
     def _reason(self, tags: ReasoningTags) -> Step[bool]:
-        """Reads reasoning; whether it ends before the answer does. A call ends it if no tag does."""
+        """Reads reasoning; whether it ends before the answer. A call ends it if no tag does."""
         if self._tools is None or self._tools.alone:
             return bool((yield from self._until(tags.closes, self._think)))
         drafts = Drafts(self._tools, self._think)
         while found := (yield from self._until((*tags.closes, *self._tools.opens), drafts.add)):
             if found in tags.closes:
-                self._think(drafts.take())
+                self._think(drafts.take_text())
                 return True
             drafts.open(found)
-        held, scanner = drafts.take(), self._scanner
+        held, scanner = drafts.take_text(), self._scanner
         last = AnswerParser(self._tools)
         message = ChatMessage().extend(last.feed(held) + last.finish(scanner.truncated))
         if last.last_calls is None:
@@ -188,7 +185,6 @@ class AnswerParser:
         return True
 
     def _until(self, literals: Sequence[str], emit: Callable[[str], None]) -> Step[str]:
-        """As Scanner.until, without the special tokens."""
         while found := (yield from self._scanner.until((*literals, *self._dropped), emit)):
             if found in literals:
                 break
@@ -201,8 +197,8 @@ class AnswerParser:
         self._emit(Content, text, hold=self._tools is not None)
 
     def _emit(self, kind: type[Content] | type[Reasoning], text: str, hold: bool) -> None:
-        """White space at the end waits for what follows it. So does half a character: a thinking budget may have ended
-        the reasoning behind it."""
+        """Holds white space at the end until more text comes, and half a character, after which a
+        thinking budget may have ended the reasoning."""
         kept = text.rstrip(_LOOSE) if hold else text
         if kept:
             self._sink.events.append(kind("".join((*self._held, kept))))

@@ -1,4 +1,4 @@
-"""Reads one sample's answer: its events, the message so far, and how many tokens were reasoning."""
+"""Reads one sample's answer: events, the message so far, and the number of reasoning tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,6 @@ ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 @dataclass(frozen=True)
 class TokenTags:
-    """Token ids that begin and end reasoning."""
-
     opens: frozenset[int]
     closes: frozenset[int]
 
@@ -22,11 +20,11 @@ class AnswerReader:
     """Reads the deltas of one sample.
 
     Args:
-        tags: None: reasoning is counted by encoding its text anew.
+        tags: None: reasoning is counted by encoding its text.
 
     Attributes:
         message: the sum of the events so far.
-        finish_reason: "tool_calls" where the model has stopped behind a call; None before the end.
+        finish_reason: "tool_calls" if the model stopped after a call; None before the end.
     """
 
     def __init__(self, parser: AnswerParser, tags: TokenTags | None, encode: Callable[[str], list[int]]) -> None:
@@ -56,8 +54,8 @@ class AnswerReader:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, with the tag that ends it. Where tags are no single tokens, the number is
-        known at the end; 0 before."""
+        """Tokens of the reasoning so far, its closing tag included. If tags are no single tokens, 0
+        until the end."""
         if self._tags is None and self.finish_reason is not None and self.message.reasoning:
             if self._encoded is None:
                 self._encoded = len(self._encode(self.message.reasoning))
@@ -66,7 +64,7 @@ class AnswerReader:
 
     @property
     def uncounted(self) -> int:
-        """Characters that are to be encoded anew at the end, to count their tokens."""
+        """Characters to be encoded at the end to count their tokens."""
         return len(self.message.reasoning) if self._tags is None and self._encoded is None else 0
 
     def _count(self, token_ids: Sequence[int], tags: TokenTags) -> None:

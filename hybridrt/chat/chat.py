@@ -1,4 +1,4 @@
-"""Turns a conversation into token ids, and an answer's text into events, for `LLM.chat` and all chat endpoints."""
+"""Conversations to token ids, and answers to events, for `LLM.chat` and all chat endpoints."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -39,11 +39,11 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation as token ids, with what its answer needs.
+    """A conversation as token ids, and how its answer is read.
 
     Attributes:
-        params: what was passed, with what the parsers and the tool choice need.
-        boundaries: numbers of tokens at which other conversations may go on differently: the system prompt's end.
+        params: the caller's, with those of the parsers and the tool choice.
+        boundaries: token counts at which other conversations may differ: the system prompt's end.
         new_answer: makes the reader of one sample's answer.
     """
 
@@ -54,11 +54,12 @@ class ChatPrompt:
 
 
 class Chat:
-    """Renders conversations of one model and parses its answers. Several threads may use it.
+    """Renders conversations of one model and parses its answers. Thread-safe.
 
     Args:
         template: Jinja text; None: the tokenizer's own.
-        tool_parser, reasoning_parser: names in hybridrt.chat.registry; "auto": by the chat template; "none": off.
+        tool_parser, reasoning_parser: names in hybridrt.chat.registry; "auto": by the chat
+            template; "none": off.
 
     Raises:
         ConfigError: there is no parser of such a name.
@@ -84,7 +85,7 @@ class Chat:
         self._lock, self._examining = Lock(), Lock()
 
     def examine(self) -> None:
-        """Finds what the templates support, which the first conversation would do.
+        """Finds what the templates support before the first conversation needs it.
 
         Raises:
             CheckpointError: the process for templates does not start.
@@ -93,10 +94,11 @@ class Chat:
             self._traits_of(template)
 
     def render(self, conversation: Conversation) -> str:
-        """The conversation as the template writes it. What the template does not support is changed to fit it.
+        """The conversation as text, fitted to what the template supports.
 
         Raises:
-            CheckpointError: there is no template, it fails, or it takes too long or too much memory.
+            CheckpointError: there is no template, it fails, or it takes too long or too much
+                memory.
         """
         conversation = self._fitted(conversation)
         template = self._template_for(conversation)
@@ -115,10 +117,12 @@ class Chat:
     def prompt(
         self, conversation: Conversation, params: SamplingParams, encode: Callable[[str], list[int]] | None = None
     ) -> ChatPrompt:
-        """What the engine is to run, and how its answer is read. Takes milliseconds: call it off an event loop.
+        """The engine's prompt and the reader of its answer. Takes milliseconds: call it off an
+        event loop.
 
         Args:
-            encode: text to token ids; None: the tokenizer's `encode_bare`. One that refuses long text bounds the work.
+            encode: text to token ids; None: the tokenizer's `encode_bare`. One that refuses long
+                text bounds the work.
 
         Raises:
             CheckpointError: as `render`.
@@ -157,7 +161,7 @@ class Chat:
             return self._traits[template]
 
     def _fitted(self, conversation: Conversation) -> Conversation:
-        """With the messages that the template gets: boundaries and the text that is continued come from these."""
+        """With the messages that the template gets; boundaries and continued text come from these."""
         traits = self._traits_of(self._template_for(conversation))
         messages = fitted(conversation.messages, traits, continued=conversation.continue_final_message)
         return replace(conversation, messages=messages)
@@ -187,7 +191,6 @@ class Chat:
         return Constraints({tag: token for tag, token in added.items() if token != self._tokenizer.hf.eos_token_id})
 
     def _token_tags(self, reasoning: ReasoningTags | None) -> TokenTags | None:
-        """The ids of the reasoning's tags, where each is one token."""
         if reasoning is None:
             return None
         added = self._tokenizer.hf.get_added_vocab()
@@ -196,8 +199,8 @@ class Chat:
         return TokenTags(opens, closes) if opens and closes else None
 
     def _boundaries(self, conversation: Conversation, tokens: list[int]) -> tuple[int, ...]:
-        """The number of first tokens that every conversation with the same system prompt and tools has: none or one
-        number. It is found by a comparison with the tokens of a short conversation."""
+        """Number of first tokens shared by all conversations with this system prompt and these
+        tools, found by comparison with a short conversation: none or one number."""
         head = conversation.messages[:1]
         if head[0]["role"] not in ("system", "developer"):
             head = ()
@@ -219,7 +222,7 @@ class Chat:
         return (length,) if 0 < length < len(tokens) else ()
 
     def _start(self, other: Conversation) -> np.ndarray:
-        """Token ids [n] int32 of a short conversation. They are kept: many requests are compared with the same one."""
+        """Token ids [n] int32 of a short conversation, cached for other requests."""
         offered = [tool.definition for tool in other.offered]
         said = msgspec.msgpack.encode([other.messages, offered, other.reasoning_effort, other.chat_template_kwargs])
         key = sha256(said).digest()  # a system prompt may have megabytes
@@ -236,7 +239,7 @@ class Chat:
 
 
 def _template_of(templates: Any, with_tools: bool) -> str:
-    """The template for a conversation; a tokenizer may have several by name."""
+    """A tokenizer may have several templates by name."""
     if isinstance(templates, dict):
         templates = (with_tools and templates.get("tool_use")) or templates.get("default")
     if not templates:

@@ -1,8 +1,10 @@
-"""One grammar for all that an answer must be: forced calls, strict arguments, a form. Reasoning before it, if its tags
-are tokens, is no part of the grammar (hybridrt.base.structured_outputs.Thinking).
+"""One grammar of an answer: forced calls, strict arguments, a form. Reasoning before it is no part
+of the grammar if its
+tags are tokens (hybridrt.base.structured_outputs.Thinking).
 
-The grammars are llguidance's variant of Lark (base/structured_outputs.py). In them a tag that is a token is `<[ID]>`;
-text holds no such token.
+Grammars are llguidance's variant of Lark (base/structured_outputs.py). A tag that is a token is
+`<[ID]>`; text holds no
+such token.
 """
 
 import re
@@ -16,11 +18,11 @@ from hybridrt.chat.reasoning import ReasoningTags
 from hybridrt.chat.schemas import calls, json_text, one_call
 from hybridrt.chat.tool_parser import ToolParser
 
-# What an expression between slashes cannot hold as it is. A character behind a backslash is escaped already.
+# To be escaped between slashes. A character after a backslash is escaped already.
 _MARKS = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 _ESCAPED_OR_MARK = re.compile(r"\\.|[/\n]", re.DOTALL)
 _ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
-# Behind reasoning the parser takes line breaks away and no spaces: these would be a part of the content.
+# After reasoning the parser removes line breaks and no spaces, which would be part of the content.
 _RULES = ["TEXT: /(?s:.*)/", r"GAP: /[ \n]{1,4}/", r"LINES: /\n{1,4}/"]
 
 
@@ -29,7 +31,7 @@ class Constraints:
     """Grammars for one model.
 
     Args:
-        tokens: ids of the tags that are tokens of their own, special or not, without those that end an output.
+        tokens: ids of tags that are tokens, without those that end an output.
     """
 
     tokens: Mapping[str, int]
@@ -42,11 +44,11 @@ class Constraints:
         reasoning: ReasoningTags | None,
         prompt: str,
     ) -> StructuredOutputs | None:
-        """What the answer must look like; None: anything.
+        """The grammar of an answer; None: anything.
 
         Args:
             given: the caller's own constraints on the content.
-            prompt: the rendered conversation. It says whether the answer begins within reasoning.
+            prompt: the rendered conversation, which may have opened the reasoning.
 
         Raises:
             RequestError: the model's formats do not allow it.
@@ -74,7 +76,7 @@ class Constraints:
         if reasoning is not None:
             opened = reasoning.opened_by(prompt, conversation.continued)
             closed = not opened and reasoning.closed_by(prompt)
-            # Behind a prompt that has closed it, an answer of a fixed form has no reasoning. Another one may have it.
+            # If the prompt has closed it, an answer of a fixed form has no reasoning. Another may have.
             if not closed or (budget is not None and not fixed):
                 closing, rules, thinking = self._thought(reasoning, budget, opened)
         if not closing:
@@ -83,9 +85,9 @@ class Constraints:
         return _lark([f"start: {closing} body", f"body: {body}", *more, *rules], thinking)
 
     def _thought(self, tags: ReasoningTags, budget: int | None, begun: bool) -> tuple[str, list[str], Thinking | None]:
-        """The part of the start rule before the content, the rules that it needs, and what the grammar leaves out of
-        reasoning; "" if there is none. If the prompt has not `begun` the reasoning, the model may do so if the tag is
-        one token."""
+        """The start rule before the content, the rules that it needs, and what the grammar leaves
+        out of reasoning; "" if nothing. If the prompt has not `begun` the reasoning, the model may,
+        if the tag is one token."""
         opens = () if begun else tuple(self.tokens[tag] for tag in tags.opens if tag in self.tokens)
         tokens = all(tag in self.tokens for tag in tags.closes)
         if tokens and (begun or opens):
@@ -103,7 +105,7 @@ class Constraints:
         return "thinking LINES?", [f"thinking[lazy]: /(?s:.*)({'|'.join(map(_regex, tags.closes))})/"], None
 
     def _strict(self, conversation: Conversation, tools: ToolParser) -> tuple[str, list[str]]:
-        """The body: text, and sections of calls whose arguments follow their schemas. And the rules that it needs."""
+        """The body and its rules: text, and sections of calls whose arguments follow their schemas."""
         section = self._section(conversation.tools, tools)
         if section is None:
             raise RequestError(
@@ -112,7 +114,7 @@ class Constraints:
                 "tools",
             )
         call, rules = section
-        # Further literals that open a section are no text: what follows them would be held to nothing.
+        # Other literals that open a section are no text: nothing would constrain what follows.
         others = "|".join(_regex(tag) for tag in tools.opens[1:] if tag not in self.tokens)
         without = f" & ~/(?s:.*)({others})(?s:.*)/" if others else ""
         rules = [f"PLAIN: /(?s:.*)/{without}", *rules]
@@ -123,7 +125,7 @@ class Constraints:
         return f"(begin GAP? {call})* PLAIN", ["begin[lazy]: BEGIN", begin, *rules]
 
     def _section(self, offered: Sequence[Tool], tools: ToolParser) -> tuple[str, list[str]] | None:
-        """What follows the literal that opens a section of calls, and the rules that it needs. None: the format has no
+        """The text after the literal that opens a section, and its rules. None: the format has no
         rules."""
         rules = tools.section_rules(offered, lambda text: self._literals([text]))
         close = f" GAP? {self._literals(tools.closes[:1])}" if tools.closes and tools.writes_close else ""
@@ -134,13 +136,11 @@ class Constraints:
         return each[0] if len(each) == 1 else f"({' | '.join(each)})"
 
     def _any(self, without: Sequence[str] = ()) -> str:
-        """Any tag that is a token, except those in `without`."""
         ids = sorted({token for tag, token in self.tokens.items() if tag not in without})
         return f"<[{','.join(map(str, ids))}]>" if ids else "TEXT"
 
 
 def forces_calls(conversation: Conversation) -> bool:
-    """Whether the answer must be calls."""
     return conversation.tool_choice not in ("auto", "none")
 
 
@@ -150,7 +150,6 @@ def asks_for_grammar(conversation: Conversation) -> bool:
 
 
 def _is_strict(conversation: Conversation) -> bool:
-    """Whether the model may call a function whose arguments must follow its schema."""
     return any(tool.strict for tool in conversation.offered)
 
 
@@ -160,7 +159,6 @@ def _loose(tools: Sequence[Tool]) -> list[Tool]:
 
 
 def _forced(conversation: Conversation) -> str:
-    """A list of calls: exactly one of the named tool, or at least one of any tool."""
     choice = conversation.tool_choice
     tools = [t for t in conversation.tools if not isinstance(choice, NamedTool) or t.name == choice.name]
     one = isinstance(choice, NamedTool) or not conversation.parallel_tool_calls
@@ -169,7 +167,7 @@ def _forced(conversation: Conversation) -> str:
 
 
 def _body(given: StructuredOutputs) -> tuple[str, list[str]]:
-    """The caller's own constraints on the content, within a larger grammar, and the rules that they need."""
+    """The caller's constraints on the content as a part of a grammar, with their rules."""
     if given.regex is not None:
         return f"/{_ESCAPED_OR_MARK.sub(_marked, given.regex)}/", []
     if given.choice is not None:
@@ -188,5 +186,4 @@ def _lark(rules: Sequence[str], thinking: Thinking | None = None) -> StructuredO
 
 
 def _regex(text: str) -> str:
-    """Text as a regular expression between slashes."""
     return "".join(f"\\{c}" if c in r"\/.*+?()[]{}|^$" else c for c in text)

@@ -1,4 +1,4 @@
-"""What a caller says: messages, tools, and how to answer. Everything is checked before a template sees it."""
+"""A caller's messages, tools and options, checked before a template sees them."""
 
 import json
 from collections import Counter
@@ -44,8 +44,6 @@ class Tool:
 
 @dataclass(frozen=True)
 class NamedTool:
-    """The tool choice "this function"."""
-
     name: str
 
 
@@ -53,7 +51,7 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 class ChatOptions(TypedDict, total=False):
-    """Fields of Conversation, by name, that a caller may set beside messages and tools."""
+    """Fields of Conversation that a caller may set in addition to messages and tools."""
 
     parallel_tool_calls: bool | None
     reasoning_effort: str | None
@@ -68,10 +66,10 @@ class Conversation:
     """Checked input of a chat; `read_conversation` makes it.
 
     Attributes:
-        messages: plain data: content is text or a list of text parts, arguments of earlier tool calls are objects.
-            `hybridrt.chat.template_traits` fits them to a template.
+        messages: plain data. Content is text or a list of text parts; arguments of earlier calls
+            are objects.
         parallel_tool_calls: False: at most one call an answer.
-        reasoning_effort: one of EFFORTS, for templates that read it; they get the nearest that they know. "none" turns
+        reasoning_effort: one of EFFORTS; templates get the nearest that they know. "none" turns
             reasoning off.
         thinking_budget: reasoning tokens at which the reasoning is ended; None: no limit.
         chat_template_kwargs: further variables of the template.
@@ -138,7 +136,6 @@ class Conversation:
 
     @property
     def offered(self) -> Sequence[Tool]:
-        """The tools that the model sees."""
         return () if self.tool_choice == "none" else self.tools
 
 
@@ -146,14 +143,17 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
     """A conversation from plain data in OpenAI's form.
 
     Args:
-        messages: a list of mappings with `role` and `content`, which is text or a list of parts of type "text";
-            of an assistant also `tool_calls`, of a tool `tool_call_id`. Further keys reach the template as they are.
-        tools: a list of {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
-        tool_choice: "auto" (also None), "none", "required", or {"type": "function", "function": {"name"}}.
-        rest: the other fields of Conversation. None: its default.
+        messages: mappings with `role` and `content`, text or a list of parts of type "text"; of an
+            assistant also `tool_calls`, of a tool `tool_call_id`. Further keys reach the template
+            as they are.
+        tools: a list of {"type": "function", "function": {"name", "description", "parameters",
+            "strict"}}.
+        tool_choice: "auto" (also None), "none", "required", or {"type": "function", "function":
+            {"name"}}.
+        rest: other fields of Conversation. None: the default.
 
     Raises:
-        RequestError: something is wrong; `field` says where, as a path such as "messages.0.content".
+        RequestError: something is wrong; `field` is a path such as "messages.0.content".
         UnknownNameError: there is no such option.
     """
     for name in rest.keys() - ChatOptions.__annotations__.keys():
@@ -170,8 +170,8 @@ def read_conversation(messages: object, tools: object = None, tool_choice: objec
 
 
 def read_message(message: object, place: str) -> dict[str, Any]:
-    """A message as plain data. Keys that hold None or an empty list say nothing and are left out: templates ask whether
-    a key is defined. Every message has content: templates concatenate it with text without a check."""
+    """A message as plain data. Drops keys with None or an empty list: templates ask whether a key
+    is defined. Every message has content: templates concatenate it without a check."""
     if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
         raise RequestError(f"{place} is {shown(message)}; it must be an object with role and content", place)
     role = message.get("role")
@@ -258,7 +258,7 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 def _earlier_calls(calls: object, place: str) -> list[dict[str, Any]]:
-    """Calls of an earlier answer. Their arguments become objects again: templates write them as JSON, or key by key."""
+    """Arguments of earlier calls become objects: templates write them as JSON, or key by key."""
     if not isinstance(calls, Iterable) or isinstance(calls, (str, bytes, Mapping)):
         raise RequestError(f"{place} is {shown(calls)}; it must be a list of calls", place)
     found = []
@@ -276,7 +276,8 @@ def _earlier_calls(calls: object, place: str) -> list[dict[str, Any]]:
 
 
 def _arguments(arguments: object, place: str) -> dict[str, Any]:
-    """An object in any case: templates walk through it, and a model that reads its broken calls writes more of them."""
+    """Always an object: templates iterate over it, and a model that reads its broken calls writes
+    more of them."""
     if arguments in (None, ""):
         return {}
     if isinstance(arguments, Mapping):
@@ -294,8 +295,8 @@ def _arguments(arguments: object, place: str) -> dict[str, Any]:
 
 
 def _can_be_rendered(value: object) -> bool:
-    """Whether the process of templates takes a value: models write numbers without end, halves of surrogate pairs, and
-    brackets that they do not close for long."""
+    """Whether the template process accepts a value: models write endless numbers, half surrogate
+    pairs and deep brackets."""
     try:
         msgspec.msgpack.encode(value)
     except (ValueError, OverflowError, RecursionError):

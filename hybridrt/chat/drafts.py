@@ -1,5 +1,8 @@
-"""Calls within reasoning. A model may draft one and think on; or it calls and ends without the tag that ends reasoning.
-Only the end of the answer tells, so such text is held until then."""
+"""Holds calls within reasoning until the end of the answer.
+
+A model may draft a call and think on, or call and end without the tag that closes reasoning. Only
+the end tells.
+"""
 
 from collections.abc import Callable
 
@@ -8,7 +11,7 @@ from hybridrt.chat.tool_parser import CallSink, ToolParser
 
 
 class Drafts:
-    """Passes reasoning on, up to the first call in it, and holds the rest.
+    """Passes reasoning on up to its first call, and holds the rest.
 
     Args:
         think: takes reasoning.
@@ -17,7 +20,7 @@ class Drafts:
     def __init__(self, tools: ToolParser, think: Callable[[str], None]) -> None:
         self._tools, self._think = tools, think
         self._held = list[str]()  # from the literal that opens a call on
-        self._begun = False  # it is a call. Before, it may turn out to be none
+        self._begun = False  # it is a call; before, it may be none
         self._start("")
 
     def _start(self, opened: str) -> None:
@@ -41,13 +44,12 @@ class Drafts:
             self._start(opened)
         self._held.append(opened)
 
-    def take(self) -> str:
+    def take_text(self) -> str:
         """The text that is held, which is held no longer."""
         held, self._held, self._begun = "".join(self._held), [], False
         return held
 
     def _try(self, text: str) -> None:
-        """Reads on, until a call has begun. Text that is none is passed on."""
         if self._begun:
             return
         self._scanner.add(text)
@@ -58,4 +60,4 @@ class Drafts:
             ended = True
         self._begun = self._sink.count > 0
         if ended and not self._begun:
-            self._think(self.take())
+            self._think(self.take_text())

@@ -1,4 +1,4 @@
-"""Reasoning efforts: those that callers may ask for, and which of them a chat template has."""
+"""Reasoning efforts that callers may ask for, and those that a chat template has."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -13,11 +13,12 @@ _LOW, _HIGH = EFFORTS.index("low"), EFFORTS.index("high")
 
 
 def supported_efforts(render: Callable[..., str | None]) -> dict[str, str]:
-    """The effort to pass to a template for each that a caller may ask for: itself, or the nearest that the template
-    has; of two at the same distance the higher one.
+    """For each effort the one to pass: itself, or the nearest that the template has; of two at
+    equal distance the higher.
 
     Args:
-        render: a short conversation with these variables of the template; None if the template fails.
+        render: a short conversation with these variables of the template; None if the template
+            fails.
     """
     plain = render(**_ON)
     nonsense = render(**_ON, reasoning_effort=_NONSENSE)
@@ -27,24 +28,24 @@ def supported_efforts(render: Callable[..., str | None]) -> dict[str, str]:
     levels = [effort for effort in own if effort in _LEVELS]
     keeps = set(own)
     if not levels or (nonsense is not None and _NONSENSE in nonsense.lower()):
-        keeps = set(accepted)  # it reads no level, or writes whatever it gets
+        keeps = set(accepted)  # it reads no level, or writes any
     else:
         keeps |= {e for e, text in accepted.items() if text == plain and not _is_beyond(e, levels)}
     if "none" in accepted and plain != render(**_OFF):
-        keeps.add("none")  # the switch turns reasoning off, whatever is said about its effort
+        keeps.add("none")  # the switch turns reasoning off for any effort
     nearest = levels or [effort for effort in accepted if effort in _LEVELS] or list(accepted)
     return {effort: effort if effort in keeps or not nearest else _nearest(effort, nearest) for effort in EFFORTS}
 
 
 def template_variables(effort: str | None, supported: Mapping[str, str]) -> dict[str, object]:
-    """Variables for an effort. Templates without degrees of reasoning have a switch; "none" turns it off."""
+    """Variables for an effort. Templates without degrees have a switch, which "none" turns off."""
     if effort is None:
         return {}
     return {"reasoning_effort": supported.get(effort, effort), **(_OFF if effort == "none" else {})}
 
 
 def _has(effort: str, text: str, nonsense: str | None) -> bool:
-    """Whether a template writes something else for this effort than for a word that is none."""
+    """Whether a template distinguishes this effort from an unknown word."""
     if nonsense is None:
         return True
     ours, other = (re.sub(re.escape(effort), _NONSENSE, found.lower()) for found in (text, nonsense))

@@ -1,4 +1,4 @@
-"""Parts of an answer: typed events while it streams, and the message that they add up to."""
+"""Events of a streamed answer, and the message that is their sum."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,8 +29,8 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of the JSON text of a call's arguments. The pieces of a call, joined, are an object; if the call breaks
-    off, or is malformed, they are what the model wrote."""
+    """Part of a call's arguments as JSON text. The joined parts are an object, or what the model
+    wrote if the call is malformed or cut off."""
 
     index: int
     text: str

@@ -1,9 +1,10 @@
-"""Python literals in tool calls, as Python reads them, turned to JSON text while they arrive. Nothing
-is evaluated.
+"""Python literals in tool calls, turned to JSON text while they arrive. Nothing is evaluated.
 
-Source: the Python Language Reference, "Lexical analysis". Also read: JSON's true, false and null, and
-line breaks within quotes, since models write them. Sets and tuples become lists. What JSON cannot hold
-is malformed: bytes, complex and infinite numbers, f-strings with expressions.
+Source: the Python Language Reference, "Lexical analysis". Also read: JSON's true, false and null,
+and
+line breaks within quotes, since models write them. Sets and tuples become lists. Malformed is what
+JSON
+cannot hold: bytes, complex and infinite numbers, f-strings with expressions.
 """
 
 import math
@@ -31,10 +32,10 @@ _PREFIX = re.compile("[rufRUF]{0,2}")
 
 
 def read_literal(scanner: Scanner, emit: Emit, depth: int = 0) -> Step[None]:
-    """Reads one literal and emits its JSON text piece by piece.
+    """Reads one literal and emits its JSON text in pieces.
 
     Raises:
-        Malformed: it is no literal that JSON can hold, or is nested deeper than MAX_DEPTH.
+        Malformed: no literal that JSON can hold, or nested deeper than MAX_DEPTH.
     """
     if depth > MAX_DEPTH:
         raise Malformed
@@ -53,7 +54,7 @@ def read_literal(scanner: Scanner, emit: Emit, depth: int = 0) -> Step[None]:
 def _entries(
     scanner: Scanner, emit: Emit, close: str, read: Callable[[], Step[None]], begun: bool = False
 ) -> Step[None]:
-    """Entries with commas between them, up to the bracket `close`. `begun`: one was read already."""
+    """Entries with commas, up to the bracket `close`. `begun`: one was read already."""
     while True:
         yield from scanner.space()
         comma = begun and (yield from scanner.accept(","))
@@ -88,7 +89,7 @@ def _parentheses(scanner: Scanner, emit: Emit, depth: int) -> Step[None]:
 
 
 def _braces(scanner: Scanner, emit: Emit, depth: int) -> Step[None]:
-    """A dict or a set: a colon after the first entry tells. Some models double the braces of a dict."""
+    """A dict or a set: a colon after the first entry tells. Some models double a dict's braces."""
     doubled = yield from scanner.accept("{")
     yield from scanner.space()
     if (yield from scanner.accept("}")):
@@ -149,8 +150,7 @@ def _scalar(scanner: Scanner, emit: Emit) -> Step[None]:
 
 
 def _number(signs: str, word: str) -> str:
-    """JSON text of a number. One that is too large for a float is malformed: readers of JSON would
-    take it for infinite."""
+    """A number too large for a float is malformed: readers of JSON take it for infinite."""
     sign = "-" if signs.count("-") % 2 else ""
     value = _as_number(word) if word[:1].isdigit() or word[:1] == "." else None
     if value is None:
@@ -167,7 +167,6 @@ def _as_number(word: str) -> int | float | None:
 
 
 def _strings(scanner: Scanner, emit: Emit, prefix: str) -> Step[None]:
-    """One string, or several that follow each other."""
     emit('"')
     while True:
         yield from _string(scanner, emit, prefix.lower())
@@ -190,7 +189,6 @@ def _string_follows(text: str, whole: bool) -> bool | None:
 
 
 def _string(scanner: Scanner, emit: Emit, prefix: str) -> Step[None]:
-    """Emits the inside of a JSON string."""
     quote = yield from scanner.peek()
     opened = yield from scanner.expect(3 * quote, quote)
     formatted = "f" in prefix
@@ -202,7 +200,7 @@ def _string(scanner: Scanner, emit: Emit, prefix: str) -> Step[None]:
             if len(opened) == 1 or (yield from scanner.accept(2 * quote)):
                 return
             emit(escaped(quote))
-        elif letter != "\\":  # a brace of an f-string: two are one
+        elif letter != "\\":  # in an f-string two braces are one
             yield from scanner.expect(letter)
             emit(letter)
         elif "r" in prefix:
@@ -212,7 +210,7 @@ def _string(scanner: Scanner, emit: Emit, prefix: str) -> Step[None]:
 
 
 def _escape(scanner: Scanner) -> Step[str]:
-    """What follows a backslash, as JSON text. An unknown escape keeps its backslash."""
+    """An unknown escape keeps its backslash."""
     letter = yield from scanner.take()
     if letter in _SIMPLE:
         return escaped(_SIMPLE[letter])

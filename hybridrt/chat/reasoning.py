@@ -8,10 +8,10 @@ class ReasoningTags:
     """Text between two tags.
 
     Attributes:
-        opens: each begins the reasoning, at the beginning of an answer alone. A template may have written it at the
-            end of the prompt already.
+        opens: each begins the reasoning, at the beginning of an answer or at the prompt's end
+            alone.
         closes: each ends it.
-        markers: what a chat template of this format contains, all of it.
+        markers: texts that a chat template of this format contains, all of them.
     """
 
     opens: tuple[str, ...]
@@ -19,16 +19,16 @@ class ReasoningTags:
     markers: tuple[str, ...]
 
     def opened_by(self, prompt: str, continued: str = "") -> bool:
-        """Whether a prompt's text ends within reasoning: the answer begins there, too.
+        """Whether a prompt ends within reasoning.
 
         Args:
-            continued: the beginning of the answer at the prompt's end, which the answer continues.
+            continued: the beginning of the answer at the prompt's end.
         """
         begun = continued.lstrip().startswith(self.opens) and not any(tag in continued for tag in self.closes)
         return begun or prompt.rstrip().endswith(self.opens)
 
     def closed_by(self, prompt: str) -> bool:
-        """Whether a prompt's text ends behind reasoning: the answer is to have none."""
+        """Whether a prompt's text ends after reasoning, so that the answer has none."""
         return prompt.rstrip().endswith(self.closes)
 
 

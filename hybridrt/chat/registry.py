@@ -1,5 +1,4 @@
-"""Names to formats of tool calls and of reasoning: those of this package, and those that other packages name in entry
-points."""
+"""Registered formats of tool calls and reasoning: those of this package and of entry points."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -42,9 +41,8 @@ REASONING_PARSERS = Plugins(
 
 
 def choose(registry: Plugins, name: str, template: str, vocabulary: Collection[str] = ()) -> Any:
-    """The registered object of a name. "auto": the one whose markers the chat template contains; of several, the one
-    with the longest markers. If there is none: the one whose tokens the vocabulary has; None if that is none, too.
-    "none": None.
+    """The registered object of a name. "none": None. "auto": the one with the longest markers that
+    the chat template contains, else the one whose tokens are in the vocabulary, else None.
 
     Args:
         vocabulary: tokens that were added to the tokenizer's own.

@@ -1,7 +1,8 @@
-"""Renders chat templates for another process: requests on standard input, answers on standard output.
+"""Renders chat templates for another process, over standard input and output.
 
-Started as a script, which imports transformers' sandboxed renderer and nothing of hybridrt. It cannot open files while
-templates run. A frame is four bytes of length, then msgpack.
+A script that imports transformers' sandboxed renderer and nothing of hybridrt. It cannot open files
+while templates run.
+A frame is four bytes of length, then msgpack.
 """
 
 import resource
@@ -14,7 +15,7 @@ import psutil
 from transformers.utils.chat_template_utils import render_jinja_template
 
 MAX_TEXT_BYTES = 1 << 27
-_LAST_SECONDS = 60.0  # for the case that the other process has ended; else it ends this one much earlier
+_LAST_SECONDS = 60.0  # if the other process has ended; else it ends this one much earlier
 # Rendering these imports all modules that later renderings and their errors need, while files can still be opened.
 _FIRST = (
     "{{ strftime_now('%Y %B') }}{{ messages | tojson }}{{ messages | pprint }}{{ lipsum(1) }}{{ 'ä' | upper }}",
@@ -47,8 +48,8 @@ def main() -> None:
 
 
 def _answer(request: bytes) -> bytes:
-    """The text behind a plus sign; else an error behind a minus sign, or behind an exclamation mark if this process
-    must be replaced: when memory runs out, any object may be left incomplete."""
+    """The text after "+"; an error after "-", or after "!" if this process must be replaced: out of
+    memory, any object may be incomplete."""
     try:
         text = _render(msgspec.msgpack.decode(request)).encode()
         if len(text) > MAX_TEXT_BYTES:

@@ -1,7 +1,9 @@
-"""Renders chat templates, which are programs of checkpoints, in a child process with limits of time and memory.
+"""Renders chat templates, which are programs of checkpoints, in a child process with limits of time
+and memory.
 
-transformers renders templates in a sandbox that gives them no access to files, modules or attributes. The sandbox
-limits neither loops nor numbers nor strings: the process that computes `{{ 9 ** (9 ** 9) }}` cannot interrupt it.
+transformers' sandbox gives them no access to files, modules or attributes. It limits neither loops
+nor sizes, and a
+process that computes `{{ 9 ** (9 ** 9) }}` cannot be interrupted from inside.
 """
 
 import atexit
@@ -22,14 +24,14 @@ from hybridrt.base.errors import CheckpointError, RequestError
 
 TIMEOUT_S = 10.0
 START_TIMEOUT_S = 120.0
-MAX_BYTES = 1 << 30  # of memory that a template may take, beyond what its process has at its start
+MAX_BYTES = 1 << 30  # of memory for a template, in addition to the process at its start
 _CHILD = Path(__file__).with_name("render_child.py")
 
 
 class Renderer:
-    """A child process. The first call starts it; a call after it was killed starts another one. Calls from several
-    threads wait for each other: RENDERER is for small conversations, LARGE_RENDERER for the others, which take up to
-    TIMEOUT_S each."""
+    """A child process, started by the first call and again after it was killed. Calls of several
+    threads wait for each other: RENDERER is for small conversations, LARGE_RENDERER for others,
+    which take up to TIMEOUT_S each."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -41,10 +43,12 @@ class Renderer:
 
         Args:
             template: Jinja text.
-            options: keyword arguments of transformers' render_jinja_template, and variables of the template.
+            options: keyword arguments of transformers' render_jinja_template, and variables of the
+                template.
 
         Raises:
-            CheckpointError: the template raises, or takes longer than TIMEOUT_S seconds or more memory than MAX_BYTES.
+            CheckpointError: the template raises, or exceeds TIMEOUT_S seconds or MAX_BYTES of
+                memory.
             RequestError: a message or an option is no plain data.
         """
         request = {"template": template, "messages": messages, "options": options}
@@ -66,7 +70,7 @@ class Renderer:
         return text
 
     def start(self) -> None:
-        """Starts the child process before it is needed. CheckpointError if it does not start."""
+        """Starts the child before it is needed. CheckpointError if it does not start."""
         with self._lock:
             self._running()
 
@@ -76,11 +80,11 @@ class Renderer:
             self._end()
 
     def after_fork(self) -> None:
-        """In a forked process: the child process is the parent's, and another thread may have held the lock."""
+        """In a forked process: the child is the parent's, and another thread may hold the lock."""
         self._lock, self._child = Lock(), None
 
     def _call_child(self, data: bytes) -> bytes:
-        """The answer of the child process; one that begins with "-" if the child failed. Such a child is ended."""
+        """The child's answer; one that begins with "-" if it failed. Such a child is ended."""
         try:
             child = self._running()
             _write_frame(child, data, TIMEOUT_S)
@@ -126,7 +130,6 @@ class Renderer:
 
 
 def _unfit(messages: Any, tools: Any) -> str:
-    """The field that is no plain data."""
     for name, value in (("messages", messages), ("tools", tools)):
         try:
             msgspec.msgpack.encode(value)
@@ -136,7 +139,7 @@ def _unfit(messages: Any, tools: Any) -> str:
 
 
 def _write_frame(child: subprocess.Popen[bytes], data: bytes, seconds: float) -> None:
-    """Sends a frame. Raises TimeoutError if the child does not read it, or OSError if it has ended."""
+    """TimeoutError if the child does not read it, OSError if it has ended."""
     assert child.stdin is not None, "it is a pipe"
     fd, deadline = child.stdin.fileno(), time.monotonic() + seconds
     left, poll = memoryview(len(data).to_bytes(4, "little") + data), select.poll()
@@ -149,7 +152,7 @@ def _write_frame(child: subprocess.Popen[bytes], data: bytes, seconds: float) ->
 
 
 def _read_frame(child: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """The next frame. Raises TimeoutError, or EOFError if the child has ended."""
+    """TimeoutError, or EOFError if the child has ended."""
     assert child.stdout is not None, "it is a pipe"
     fd, deadline = child.stdout.fileno(), time.monotonic() + seconds
     return _read(fd, int.from_bytes(_read(fd, 4, deadline), "little"), deadline)

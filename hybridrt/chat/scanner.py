@@ -1,7 +1,8 @@
-"""Reading text that arrives in pieces: a parser is a generator that stops wherever it needs more text.
+"""Reads text in pieces: a parser is a generator that stops when it needs more text.
 
-Methods that may need more text are generators; a parser calls them with `yield from`. `AnswerParser.feed`
-adds text and resumes it. So what a parser does cannot depend on how the text was cut.
+Methods that may need more text are generators, called with `yield from`. `AnswerParser.feed` adds
+text and resumes the
+parser, so results cannot depend on how the text was cut.
 """
 
 import re
@@ -29,8 +30,8 @@ class Scanner:
 
     Attributes:
         closed: no more text comes.
-        cut_off: a parser needed more text after the end of all text.
-        truncated: the text did not end by itself, so what may be the beginning of a literal at its end is none of it.
+        cut_off: a parser needed more text after the end.
+        truncated: the text was cut, so the beginning of a literal at its end is dropped.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class Scanner:
         self._marked = 0
 
     def add(self, text: str) -> None:
-        """Adds text after what is there; what was read and is not marked is dropped."""
+        """Adds text; drops text that was read and is not marked."""
         if self._past is not None:
             self._past.append(self._text[self._marked : self._place])
             self._marked = 0
@@ -61,10 +62,9 @@ class Scanner:
         self._past = None
 
     def rewind(self) -> None:
-        """Returns to the mark."""
         assert self._past is not None, "a place was marked"
         past = "".join(self._past)
-        if past:  # else the text from the mark on is there still, and is not copied
+        if past:  # else the text from the mark on is still there
             self._dropped -= len(past)
             self._text = past + self._text
         self._place, self._past, self.cut_off = self._marked, None, False
@@ -99,11 +99,11 @@ class Scanner:
         return text
 
     def ahead(self, max_chars: int, decide: Callable[[str, bool], T | None]) -> Step[T | None]:
-        """What `decide` says about the next characters, which stay. It gets those that are there, and whether they are
-        all that it will get; None asks for more. None at the end of all text: it is not decided.
+        """The result of `decide` on the next characters, which stay. It gets them, and whether it
+        will get no more; None asks for more. None at the end of all text: undecided.
 
         Args:
-            max_chars: `decide` gets no more than these.
+            max_chars: limit of what `decide` gets.
         """
         while True:
             text = self._text[self._place : self._place + max_chars]
@@ -116,7 +116,7 @@ class Scanner:
             yield
 
     def accept(self, *literals: str) -> Step[str]:
-        """The first of the literals that comes next, which is read; "" if none does."""
+        """Reads the first of the literals that comes next; "" if none does."""
         for literal in literals:
             while not self.closed and literal.startswith(text := self._text[self._place : self._place + len(literal)]):
                 if text == literal:
@@ -138,7 +138,6 @@ class Scanner:
         return found
 
     def space(self) -> Step[str]:
-        """White space, as much as there is."""
         return (yield from self.run(_SPACE))
 
     def run(self, pattern: re.Pattern[str], max_chars: int | None = None) -> Step[str]:
@@ -155,7 +154,7 @@ class Scanner:
         return "".join(pieces)
 
     def pass_on(self, pattern: re.Pattern[str], emit: Callable[[str], None]) -> Step[None]:
-        """As `run`, but each piece is passed to `emit` as soon as it has arrived."""
+        """As `run`, but emits each piece as it arrives."""
         while True:
             match = pattern.match(self._text, self._place)
             if match is not None and match[0]:
@@ -167,11 +166,11 @@ class Scanner:
             yield
 
     def until(self, literals: Sequence[str], emit: Callable[[str], None]) -> Step[str]:
-        """Passes text on up to the first of the literals, and reads that one. An end that may be the beginning of a
-        literal waits for what follows.
+        """Passes text on up to the first of the literals, and reads that one. An end that may begin
+        a literal waits for more.
 
         Returns:
-            The literal; the longest one of those that begin at its place. "" at the end of all text.
+            The longest literal at its place. "" at the end of all text.
         """
         ordered = sorted(literals, key=len, reverse=True)
         whole = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
@@ -193,13 +192,14 @@ class Scanner:
             yield
 
     def _drop_from(self, place: int) -> None:
-        """Drops what may begin a literal at the end of truncated text, also for a parser that returns to a mark."""
+        """Drops what may begin a literal at the end of truncated text, also for a parser that
+        returns to a mark."""
         if self.truncated:
             self._text = self._text[:place]
 
     def name(self, end: str, max_chars: int) -> Step[str]:
-        """The text before a literal, without spaces around it; the literal is read. Malformed if there is none, or more
-        than `max_chars` characters."""
+        """The stripped text before a literal, which is read, too. Malformed if there is none, or
+        above `max_chars` characters."""
         pieces = list[str]()
 
         def add(piece: str) -> None:
@@ -218,7 +218,7 @@ _SPACE = re.compile(r"\s*")
 
 
 def _begins(text: str, start: int, end: int, literals: Sequence[str]) -> int:
-    """The first place in text[start:end] at which the text's end may begin a literal; `end` if there is none."""
+    """The first place in text[start:end] at which the text's end may begin a literal, else `end`."""
     longest = len(literals[0]) if literals else 0
     firsts = {literal[0] for literal in literals}
     for place in range(max(start, len(text) - longest + 1), end):
@@ -229,6 +229,5 @@ def _begins(text: str, start: int, end: int, literals: Sequence[str]) -> int:
 
 
 def _may_grow(text: str, match: re.Match[str], literals: Sequence[str]) -> bool:
-    """Whether the text ends within a longer literal at the match's place."""
     tail = text[match.start() :]
     return any(len(tail) < len(literal) and literal.startswith(tail) for literal in literals)

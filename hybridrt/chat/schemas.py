@@ -1,4 +1,4 @@
-"""JSON schemas of tools: as parts of larger schemas, and what they say of single arguments."""
+"""JSON schemas of tools: parts of larger schemas, and facts about single arguments."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _TYPES: dict[str, Any] = {
     "string": str, "object": dict, "array": list, "integer": int, "number": (int, float), "boolean": bool,
     "null": type(None),
 }  # fmt: skip
-# What schemas that were not written for JSON call these types.
+# Names of these types in schemas that were not written for JSON.
 _SAME = {
     "str": "string", "dict": "object", "list": "array", "tuple": "array", "set": "array", "int": "integer",
     "float": "number", "bool": "boolean", "None": "null", "NoneType": "null",
@@ -29,7 +29,7 @@ _IMPLIED = {
 _MAX_PARTS = 256  # of a schema, that tell its types
 _MAX_REFERENCES = 8
 _DESCRIBE = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}  # what may describe properties elsewhere
-# What a schema may say about an object as a whole. Formats that write arguments one by one do not enforce it.
+# Keywords about a whole object. Formats that write arguments one by one do not enforce them.
 _OF_THE_WHOLE = (
     "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties",
     "dependentRequired", "dependentSchemas",
@@ -37,7 +37,7 @@ _OF_THE_WHOLE = (
 
 
 def one_call(tools: Sequence[Tool]) -> dict[str, Any]:
-    """Schema of {"name", "arguments"} for any of the tools. Its references need `definitions` at the root."""
+    """Schema of {"name", "arguments"} for any of the tools. It needs `definitions` at the root."""
     return {
         "anyOf": [
             {
@@ -67,7 +67,8 @@ def definitions(tools: Sequence[Tool]) -> dict[str, Any]:
 
 
 def named_arguments(tool: Tool, name: re.Pattern[str]) -> dict[str, tuple[Any, bool]]:
-    """Of a strict tool, for formats that write arguments one by one: the schema of each, and whether it must be there.
+    """Schema of each argument of a strict tool, and whether it is required, for formats that write
+    arguments one by one.
 
     Args:
         name: what the format reads as the name of an argument.
@@ -94,7 +95,7 @@ def named_arguments(tool: Tool, name: re.Pattern[str]) -> dict[str, tuple[Any, b
 
 
 def check_names(tools: Sequence[Tool], name: re.Pattern[str]) -> None:
-    """Raises RequestError if a tool has a name that a format would not read."""
+    """RequestError for a tool name that a format would not read."""
     for tool in tools:
         if not name.fullmatch(tool.name):
             raise RequestError(
@@ -105,18 +106,18 @@ def check_names(tools: Sequence[Tool], name: re.Pattern[str]) -> None:
 
 
 def calls(tools: Sequence[Tool], schema: Mapping[str, Any]) -> str:
-    """JSON text of a schema made of `one_call`, with the definitions that it refers to."""
+    """JSON text of a schema made of `one_call`, with its definitions."""
     return json_text({**schema, "$defs": definitions(tools), "x-guidance": LITTLE_SPACE})
 
 
 def with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of the schema `root` as one of its own: with what its references need. No object: any value."""
+    """A part of the schema `root` with the definitions that it needs. No object: any value."""
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
     return {**shared, **(schema if isinstance(schema, Mapping) else {}), "x-guidance": LITTLE_SPACE}
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A part of the schema `root`; if it is a reference, what it refers to."""
+    """A part of the schema `root`, its reference followed."""
     for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str) or reference[:2] != "#/":
@@ -128,8 +129,8 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def limited(rules: Iterable[str]) -> list[str]:
-    """Rules of a grammar. RequestError once they have more characters than a grammar may have: each may repeat what
-    many of a schema's parts refer to."""
+    """Rules of a grammar. RequestError above a grammar's length: each rule may repeat what many
+    parts refer to."""
     found, length = list[str](), 0
     for rule in rules:
         found.append(rule)
@@ -140,8 +141,8 @@ def limited(rules: Iterable[str]) -> list[str]:
 
 
 def types_of(schema: object, root: Mapping[str, Any]) -> set[str]:
-    """Types that a part of the schema `root` names, in its alternatives, too. Empty: nothing is known. Alternatives may
-    refer to each other: at most _MAX_PARTS are looked at."""
+    """Types that a part of the schema `root` names, alternatives included. Empty: unknown. Looks at
+    _MAX_PARTS at most, since alternatives may refer to each other."""
     parts, found = [schema], set[str]()
     for part in parts:
         part = resolved(part, root)
@@ -164,7 +165,6 @@ def _named_types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of each property of a tool's parameters."""
     found = resolved(schema, schema)
     properties = found.get("properties") if isinstance(found, Mapping) else None
     return properties if isinstance(properties, Mapping) else {}
@@ -179,17 +179,15 @@ def options_of(schema: Any) -> list[Any] | None:
 
 
 def is_of(value: object, name: str) -> bool:
-    """Whether a value has the JSON type of a name. True is no number, though it is one in Python."""
+    """Whether a value has this JSON type. True is no number, unlike in Python."""
     return isinstance(value, _TYPES.get(name, ())) and not (isinstance(value, bool) and name in ("integer", "number"))
 
 
 def json_text(value: Any) -> str:
-    """JSON text."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """The schema with its references changed for a place `place`, such as "#/$defs/0", in a larger one."""
     if isinstance(schema, list):
         return [_moved(entry, place) for entry in schema]
     if not isinstance(schema, Mapping):

@@ -1,4 +1,4 @@
-"""How large a conversation is: checked before anything is made of it."""
+"""Checks the size of a conversation before anything is made of it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -14,7 +14,7 @@ MAX_KWARGS = 2**10  # values in chat_template_kwargs, on all levels
 MAX_KWARGS_CHARACTERS = 2**16
 MAX_VALUES = 2**18  # in messages and tools, on all levels
 MAX_CHARACTERS = 2**26
-LARGE = 2**16  # characters from which on a conversation is worked on apart from small ones
+LARGE = 2**16  # characters; longer conversations are processed apart from small ones
 _NUMBER_CHARACTERS = 16  # what a value that is no text counts
 
 
@@ -39,8 +39,7 @@ def check_sizes(messages: Sequence[Any], tools: object, kwargs: object) -> None:
 
 
 def measure(value: object, max_values: int, max_characters: int) -> tuple[int, int]:
-    """Values and characters of plain data, on all levels. It is not read further once one of the two is above its
-    limit: the numbers are then too low."""
+    """Values and characters of plain data. Stops above a limit, so numbers are then too low."""
     values = characters = 0
     open_ = [iter((value,))]
     while open_ and values <= max_values and characters <= max_characters:
@@ -66,7 +65,7 @@ def measure(value: object, max_values: int, max_characters: int) -> tuple[int, i
 
 
 def is_large(*data: object) -> bool:
-    """Whether plain data is worked on apart from small one. It takes no longer than small data takes."""
+    """Whether plain data is processed apart from small data. Takes no longer for large data."""
     values, characters = measure(data, LARGE // _NUMBER_CHARACTERS, LARGE)
     return values > LARGE // _NUMBER_CHARACTERS or characters > LARGE
 
@@ -76,7 +75,6 @@ def _entries(lists: Sequence[object]) -> int:
 
 
 def _arguments(calls: Sequence[object]) -> Iterator[str]:
-    """JSON texts of earlier calls' arguments."""
     for call in chain.from_iterable(each for each in calls if isinstance(each, (list, tuple))):
         function = call.get("function") if isinstance(call, Mapping) else None
         arguments = function.get("arguments") if isinstance(function, Mapping) else None
@@ -85,7 +83,7 @@ def _arguments(calls: Sequence[object]) -> Iterator[str]:
 
 
 def _values_at_most(text: str) -> int:
-    """No less than the values of a JSON text: reading one takes as long as hundreds of characters of a string."""
+    """An upper bound of a JSON text's values: reading one takes as long as hundreds of characters."""
     return 1 + sum(map(text.count, ",[{"))
 
 

@@ -1,8 +1,10 @@
-"""What a chat template supports, and messages changed to fit it.
+"""Finds what a chat template supports, and fits messages to it.
 
-Clients send what OpenAI's API allows. A template knows only what its model was trained with. It
-raises on the rest, drops it, or writes turns that the model has never seen. Short conversations are
-rendered once to find out; names of models say nothing here.
+OpenAI's API allows more than a template knows, which is what its model was trained with. A template
+raises on the rest,
+drops it, or writes turns that the model has never seen. Short conversations are rendered once to
+find out; names of
+models are not used.
 """
 
 import logging
@@ -16,7 +18,7 @@ from hybridrt.base.pace import with_rests
 from hybridrt.chat.efforts import supported_efforts
 from hybridrt.chat.renderer import RENDERER
 
-MAX_SECONDS = 10.0  # for all trials of a template together; a trial that has begun then ends by the renderer's limit
+MAX_SECONDS = 10.0  # for all trials of a template; the last one ends by the renderer's limit
 ROLES = ("system", "user", "assistant", "tool")
 INSTRUCTIONS = ("system", "developer")
 # Texts that no template writes by itself. An own key of a part shows up where a template writes the part as data.
@@ -35,13 +37,13 @@ class TemplateTraits:
     """What a template supports.
 
     Attributes:
-        developer: it tells the role developer from roles that it does not know.
+        developer: it knows the role developer.
         second: roles of instructions that it writes after a system message at the beginning.
         late: roles of instructions that it writes after other messages.
         parts: roles for which it writes a list of text parts.
         only_parts: those of them for which it does not write plain text.
         needs_description: it fails on a tool without description.
-        efforts: the reasoning effort to pass for each that a caller may ask for.
+        efforts: the effort to pass for each that a caller may ask for.
     """
 
     developer: bool = False
@@ -54,15 +56,13 @@ class TemplateTraits:
 
 
 class _Trials:
-    """Renders short conversations until the time is over."""
-
     def __init__(self, template: str, variables: Mapping[str, Any]) -> None:
         self._template, self._variables = template, {**variables, "add_generation_prompt": True}
         self._deadline = time.monotonic() + MAX_SECONDS
         self.cut_off = False
 
     def render(self, messages: Sequence[Message], **options: Any) -> str | None:
-        """The text; None if the template fails, which is an answer here, or if there is no time."""
+        """The text; None if the template fails or there is no time."""
         if time.monotonic() > self._deadline:
             self.cut_off = True
             return None
@@ -72,8 +72,8 @@ class _Trials:
             return None
 
     def takes_the_plainest(self) -> bool:
-        """Whether it renders anything at all; if only with tools, then all trials have one. A failure that takes long
-        is the last one: the others would take as long."""
+        """Whether it renders anything; if only with tools, then all trials have one. A slow failure
+        is the last trial."""
         for tools, content in ((None, "Hi"), ([_tool(description="")], "Hi"), (None, _PARTS)):
             self._variables["tools"], start = tools, time.monotonic()
             if self.render([_said("user", content)]) is not None:
@@ -83,17 +83,16 @@ class _Trials:
         return False
 
     def writes(self, *messages: Message) -> bool:
-        """Whether the template writes the marks of all these messages."""
         found = self.render(messages)
         wanted = [mark for mark in (_A, _B) if any(mark in str(message["content"]) for message in messages)]
         return found is not None and all(mark in found for mark in wanted)
 
 
 def find_traits(template: str, variables: Mapping[str, Any]) -> TemplateTraits:
-    """Tries a template. Takes milliseconds; MAX_SECONDS and one rendering at most.
+    """Tries a template, in milliseconds; at most MAX_SECONDS and one rendering.
 
     Args:
-        variables: what every rendering gets, such as the special tokens.
+        variables: for every rendering, such as the special tokens.
 
     Raises:
         CheckpointError: the process for templates does not start.
@@ -124,10 +123,10 @@ def find_traits(template: str, variables: Mapping[str, Any]) -> TemplateTraits:
 
 
 def fitted(messages: Sequence[Message], traits: TemplateTraits, *, continued: bool) -> list[Message]:
-    """Messages as a template with these traits takes them. A second time, nothing changes.
+    """Messages as such a template takes them. Idempotent.
 
     Args:
-        continued: the answer continues the last message, so its parts become one text.
+        continued: the answer continues the last message, whose parts become one text.
     """
     found = _with_few_instructions(messages, traits)
     last = len(found) - 1 if continued else None
@@ -143,8 +142,8 @@ def fitted_tool(definition: Mapping[str, Any], traits: TemplateTraits) -> Mappin
 
 
 def _with_few_instructions(messages: Sequence[Message], traits: TemplateTraits) -> list[Message]:
-    """Instructions that the template would refuse or drop become a part of the first message, and those of developers,
-    where it does not know them, a part of the system's."""
+    """Instructions that the template would refuse or drop join the first message; those of unknown
+    developers join the system's."""
     unknown = () if traits.developer else ("developer",)
     found = [{**message, "role": "system"} if message["role"] in unknown else message for message in messages]
     leading = next((i for i, message in enumerate(found) if message["role"] not in INSTRUCTIONS), len(found))
@@ -160,7 +159,7 @@ def _with_few_instructions(messages: Sequence[Message], traits: TemplateTraits) 
 
 
 def _merged(instructions: Sequence[Message], traits: TemplateTraits) -> Message:
-    """Instructions as one message, as vLLM merges them: a blank line between their texts."""
+    """One message of instructions, with blank lines between them as in vLLM."""
     role = "developer" if all(message["role"] == "developer" for message in instructions) else "system"
     texts = [_joined(message.get("content", ""), traits, role) for message in instructions]
     return {**instructions[0], "role": role, "content": "\n\n".join(filter(None, texts))}
@@ -176,14 +175,14 @@ def _with_content(message: Message, traits: TemplateTraits, continued: bool) -> 
 
 
 def _joined(content: Any, traits: TemplateTraits, role: str) -> str:
-    """Text of a content. Templates that read lists write parts next to each other; for the others a part is a line."""
+    """Text of a content. Templates that read lists write parts next to each other; for others a
+    part is a line."""
     if isinstance(content, str):
         return content
     return ("" if _kind(role) in traits.parts else "\n").join(part["text"] for part in content)
 
 
 def _kind(role: str) -> str:
-    """The role that was tried for this one. What no trial says about other roles is what holds for users' text."""
     return "system" if role in INSTRUCTIONS else role
 
 
@@ -192,7 +191,6 @@ def _said(role: str, content: Any = "Hi") -> Message:
 
 
 def _turns(role: str, content: Any) -> list[Message]:
-    """A short conversation with this content in a turn of this role."""
     call = {**_said("assistant", ""), "tool_calls": [_CALL]}
     result = {**_said("tool", content), "tool_call_id": _CALL["id"], "name": "probe"}
     return {
@@ -204,7 +202,7 @@ def _turns(role: str, content: Any) -> list[Message]:
 
 
 def _knows_developer(trials: _Trials) -> bool:
-    """Whether the role is written otherwise than a role that no template knows."""
+    """Whether the role is written otherwise than an unknown role."""
     turns = [trials.render([_said(role, _A), _said("user")]) for role in ("developer", _UNKNOWN_ROLE)]
     if turns[0] is None or _A not in turns[0]:
         return False
@@ -214,14 +212,14 @@ def _knows_developer(trials: _Trials) -> bool:
 
 
 def _writes_late(trials: _Trials, role: str) -> bool:
-    """Whether it writes instructions later, with and without others at the beginning, and as the last message."""
+    """Whether it writes instructions later, with and without earlier ones, and as the last message."""
     user, late = _said("user"), _said(role, _B)
     talk = [user, _said("assistant"), late, user]
     return all(trials.writes(*turns) for turns in (talk, [_said("system", _A), *talk], [user, late]))
 
 
 def _writes_parts(trials: _Trials, role: str) -> bool:
-    """Whether it walks through parts: it writes their texts, and not the parts as data."""
+    """Whether it writes the texts of parts, and not the parts as data."""
     found = trials.render(_turns(role, _PARTS))
     return found is not None and _A in found and _B in found and _DUMPED not in found
 

@@ -1,4 +1,4 @@
-"""The interface of formats of tool calls, and the sink that they report calls to."""
+"""The interface of formats of tool calls, and the sink for calls."""
 
 import uuid
 from abc import ABC, abstractmethod
@@ -11,14 +11,14 @@ from hybridrt.chat.scanner import Scanner, Step
 
 
 class CallSink:
-    """Where a format reports what it reads: `begin`, `arguments` any number of times, `end`.
+    """Where a format reports a call: `begin`, `arguments` any number of times, `end`.
 
     Args:
-        scanner: its mark is set behind each whole call, so that text which is no call can become content.
+        scanner: its mark is set after each whole call, so that other text can become content.
         max_calls: further calls are read and dropped; None: all are kept.
 
     Attributes:
-        events: what was reported and not taken yet.
+        events: reported and not taken yet.
         count: calls that have begun.
         inside: a call has begun and not ended.
     """
@@ -37,12 +37,10 @@ class CallSink:
         self._report(CallBegin(self.count - 1, call_id or f"call_{uuid.uuid4().hex[:24]}", name))
 
     def arguments(self, text: str) -> None:
-        """A piece of the arguments' JSON text."""
         if text:
             self._report(CallArguments(self.count - 1, text))
 
     def end(self) -> None:
-        """The arguments are complete."""
         self.inside = False
         self._scanner.mark()
         self._report(CallEnd(self.count - 1))
@@ -53,8 +51,8 @@ class CallSink:
 
 
 class ToolParser(ABC):
-    """A format of tool calls. `AnswerParser` finds a section that begins with one of `opens`, and calls `read_calls` to
-    read what is inside.
+    """A format of tool calls. `AnswerParser` finds a section that begins with one of `opens`, and
+    calls `read_calls`.
 
     An instance belongs to one request and keeps no state of an answer.
 
@@ -63,12 +61,12 @@ class ToolParser(ABC):
 
     Attributes:
         opens: each begins a section.
-        closes: each ends one. A section that ends without one of them is taken, too.
+        closes: each ends one. A section may also end without.
         writes_close: a grammar of the format ends a section with the first of `closes`.
-        markers: what a chat template of this format contains: each text, and one of each tuple. Of several formats
-            that fit, the one with the longest markers is chosen.
-        tokens: tokens of their own that only the vocabulary of such a model has. They tell the format where the
-            template does not show it; none: nothing of the vocabulary does.
+        markers: texts that a chat template of this format contains: each text, and one of each
+            tuple. The format with the longest markers is chosen.
+        tokens: added tokens that only such a model has. They tell the format if the template does
+            not.
         alone: an answer holds calls and no text.
     """
 
@@ -83,19 +81,20 @@ class ToolParser(ABC):
         self.tools = tools
 
     def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
-        """Lark rules for the text between an opening and a closing literal, the rule `section` among them: calls of
-        these tools, the arguments of strict ones as their schemas say. None: this format has no such rules.
+        """Lark rules for the text between an opening and a closing literal, the rule `section`
+        among them: calls of these tools, strict ones by their schemas. None: the format has no
+        rules.
 
         Args:
-            literal: text, or a tag that may be a token of its own, as a rule writes it.
+            literal: text, or a tag that may be a token, as a rule writes it.
         """
         return None
 
     @abstractmethod
     def read_calls(self, scanner: Scanner, sink: CallSink, opened: str) -> Step[None]:
-        """Reads a section, after the literal that opened it, up to the one that closes it.
+        """Reads a section after its opening literal, through the closing one.
 
         Raises:
-            Malformed: it is not in this format. Before a call has begun, its text becomes content; within a call, the
-                rest of the section becomes part of the arguments.
+            Malformed: it is not in this format. Before a call has begun, its text becomes content;
+                within a call, the rest of the section becomes part of the arguments.
         """

@@ -1,7 +1,8 @@
-"""Values of tool calls, as models write them, turned to JSON text while they arrive.
+"""Values of tool calls, turned to JSON text while they arrive.
 
-Models write JSON, Python literals, and mixtures of both: line breaks within strings, single quotes, True and None, a
-comma after the last entry, doubled braces. All of these are read; what comes out is JSON.
+Models write JSON, Python literals, and mixtures: line breaks within strings, single quotes, True
+and None, a comma after
+the last entry, doubled braces. All of these are read; the result is JSON.
 """
 
 import json
@@ -33,12 +34,12 @@ def escaped(text: str) -> str:
 
 
 def json_character(code: int) -> str:
-    """A character of a JSON string, without the quotes. Half a surrogate pair stays an escape."""
+    """A character of a JSON string, without quotes. Half a surrogate pair stays an escape."""
     return f"\\u{code:04x}" if code <= 0xFFFF else escaped(chr(code))
 
 
 def read_value(scanner: Scanner, emit: Emit) -> Step[None]:
-    """Reads one value and emits its JSON text piece by piece.
+    """Reads one value and emits its JSON text in pieces.
 
     Raises:
         Malformed: it is no value, or is nested deeper than MAX_DEPTH.
@@ -75,7 +76,7 @@ def read_string(scanner: Scanner, emit: Emit) -> Step[None]:
 
 
 def read_text(scanner: Scanner, max_chars: int = MAX_NAME) -> Step[str]:
-    """A string's text. Malformed if it is longer than `max_chars` characters, or holds a lone surrogate."""
+    """A string's text. Malformed above `max_chars` characters, or with a lone surrogate."""
     pieces: list[str] = []
 
     def add(piece: str) -> None:
@@ -116,7 +117,7 @@ def _is_close(after: str, bracket: str) -> bool:
 
 
 def _next(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[bool]:
-    """Reads on to the next entry. False if there is none: a comma before the closing bracket is left out."""
+    """Reads on to the next entry. False at the end, also after a comma."""
     yield from scanner.expect(",")
     space = yield from scanner.space()
     after = yield from scanner.peek()
@@ -163,7 +164,7 @@ def _space(scanner: Scanner, emit: Emit) -> Step[None]:
 
 
 def _escape(scanner: Scanner) -> Step[str]:
-    """What follows a backslash, as JSON text. An unknown escape keeps its backslash, as in Python."""
+    """JSON text of an escape. An unknown escape keeps its backslash, as in Python."""
     letter = yield from scanner.take()
     if letter in _HEX:
         digits = yield from scanner.take(_HEX[letter])

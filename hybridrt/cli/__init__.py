@@ -7,8 +7,10 @@ import sys
 
 
 def main() -> None:
-    """Runs the command in sys.argv and exits: 0 after success, 1 after a failure while running, 2 for a request that
-    cannot be met (the message says what to change), 130 after an interrupt."""
+    """Runs the command in sys.argv and exits: 0 after success, 1 after a failure while running, 2
+    for a request that
+    cannot be met, 130 after an interrupt.
+    """
     try:
         from hybridrt.cli.app import run
     except KeyboardInterrupt:  # `run` reports those that come later

@@ -1,4 +1,4 @@
-"""The commands put together, and what every one of them does with an error."""
+"""The commands together, and how each reports an error."""
 
 import errno
 import itertools
@@ -31,8 +31,8 @@ SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
 class ErrorLineGroup(TyperGroup):
-    """Turns an error that hybridrt raises on purpose into its text and an exit status. Takes the name of a shell behind
-    the options that install and show completion: typer's own take none and ask the parent processes."""
+    """Prints errors of hybridrt and exits with a status. The options that install and show
+    completion take the name of a shell: typer's own take none and ask the parent processes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = list(itertools.takewhile(lambda arg: arg.startswith("-"), args))
@@ -53,9 +53,8 @@ class ErrorLineGroup(TyperGroup):
 
 
 class PanelCommand(TyperCommand):
-    """Groups the options in its help by their panels, in plain lines that a pipe and a narrow terminal take. Says where
-    the model belongs if it is named in another place: it is an argument, or `--model` where arguments are prompts or
-    there are none."""
+    """Groups options in the help by panels, in plain lines for pipes and narrow terminals. Says
+    whether the model is an argument or `--model` if it is in the wrong place."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         takes = {param.name: param.param_type_name for param in self.get_params(ctx)}
@@ -92,7 +91,6 @@ class PanelCommand(TyperCommand):
 
 
 def _shell(option: str, named: str = "") -> str:
-    """The shell of that name, or the one that this process was started from."""
     shell = named
     if not named:
         with suppress(shellingham.ShellDetectionFailure, RuntimeError):  # no parent is one, or the system cannot tell
@@ -106,7 +104,7 @@ def _shell(option: str, named: str = "") -> str:
 
 
 def _print_error(text: str, keeps_lines: bool = False) -> None:
-    """In one line, or in lines as they are: an expression is shown with a mark below the place that is wrong."""
+    """In one line, or in lines as they are: an expression has a mark below the wrong place."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     said = "\n".join(lines) if keeps_lines else " ".join(text.split())
     typer.echo(typer.style("error: ", fg="red", bold=True) + said, err=True)
@@ -146,7 +144,8 @@ app.add_typer(benchmarks, name="bench")
 
 
 def run() -> NoReturn:
-    """Runs the command in sys.argv and exits. A stream or file that fails gives one line on standard error."""
+    """Runs the command in sys.argv and exits. A stream or file that fails gives one line on
+    standard error."""
     if "stdout" in open_streams():
         _fail("standard output is closed; send it to a terminal, a file or /dev/null")
     try:
@@ -158,13 +157,12 @@ def run() -> NoReturn:
         if "--traceback" in sys.argv:
             raise
         discard_output()
-        # Where the reader has closed the pipe, as in `hybridrt generate | head`, the message has no reader.
+        # If the reader closed the pipe, as in `hybridrt generate | head`, nobody reads the message.
         _fail("" if e.errno == errno.EPIPE else f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}")
     raise SystemExit
 
 
 def _fail(text: str) -> NoReturn:
-    """Ends with status 1. Writes the line to standard error if that is possible."""
     try:
         if text:
             _print_error(text)

@@ -1,4 +1,4 @@
-"""`hybridrt bench serve` and `hybridrt bench offline`: load, and how long tokens took."""
+"""`hybridrt bench serve` and `hybridrt bench offline`."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ class LoadOptions(Overrides):
     workload_seed: int | None = setting("Of prompts, lengths and arrivals.", "0", "N")
 
     def workload(self) -> WorkloadConfig:
-        """What the requests look like. Raises ConfigError if one of them could not be."""
+        """Raises ConfigError for impossible requests."""
         if self.concurrency is not None and self.concurrency < 1:
             raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
         given = self.given()
@@ -68,8 +68,8 @@ class ResultOptions:
         limits = [None if ms is None else ms / 1000 for ms in (self.slo_ttft, self.slo_tpot, self.slo_e2e)]
         return None if limits == [None] * 3 else Goal(*limits)
 
-    def check(self) -> None:
-        """Before the load begins.
+    def check_options(self) -> None:
+        """Checks options before the load.
 
         Raises:
             ConfigError: a limit is no limit, or a result could not be written.
@@ -87,7 +87,7 @@ class ResultOptions:
             check_picture(self.picture)
 
     def show(self, timings: Sequence[Timing], planned: int, load: WorkloadConfig, **facts: Any) -> None:
-        """Prints and writes results. Fewer timings than were planned: Ctrl-C ended the run.
+        """Prints and writes results. Fewer timings than planned: Ctrl-C ended the run.
 
         Raises:
             EngineError: every request failed.
@@ -151,7 +151,7 @@ def serve(
     from hybridrt.bench.http_load import Target, new_event_loop, run_load
     from hybridrt.cli.openai_server import OpenAIServer
 
-    results.check()
+    results.check_options()
     workload = load.workload()
     work = make_work(workload)
     target = Target(url, model or OpenAIServer(url, api_key).first_model(), api_key, _object(extra_body))
@@ -176,7 +176,7 @@ def offline(
     from hybridrt.runtime.load.build import resolve_model_path
 
     model = model or EMBEDDED
-    results.check()
+    results.check_options()
     workload = load.workload()
     work = make_work(workload)
     with LLM(str(resolve_model_path(model)), **engine.given(), **speculation.given(model)) as llm:

@@ -7,12 +7,12 @@ from hybridrt.engine.cache.cache_dump import CacheDump, DumpedNode
 
 _ROW, _INDENT, _WIDTH, _BAR = 18, 14, 960, 360
 _TEXT = 48  # characters of an edge's text that are shown
-_LEVELS = 20  # of indentation: what is deeper stands under it
+_LEVELS = 20  # of indentation, which deeper nodes share
 _LETTER = 7  # width of one, rounded up
 
 
 def summary(dump: CacheDump) -> str:
-    """What the cache holds and has served, in two lines; three with a tier in main memory."""
+    """What the cache holds and has served: two lines, three with a tier in main memory."""
     share = f"{dump.hit / dump.asked:.1%}" if dump.asked else "none"
     lost = f"{dump.without_state} without a state, {dump.without_kv} without KV, {dump.retokenised} by "
     tier = (
@@ -37,8 +37,8 @@ def as_text(dump: CacheDump) -> str:
 
 
 def as_svg(dump: CacheDump) -> str:
-    """A drawing: one row a node, with a bar from its first token to its last, dark where KV is held, and a dot where a
-    state is."""
+    """One row a node: a bar from its first token to its last, dark where KV is held, and a dot for
+    a state."""
     end = max((node.end for node in dump.nodes), default=1)
     nodes = [(node, depth) for node, depth, _ in _walk(dump)]
     rows = [_svg_row(i, node, depth, end, dump.page_size) for i, (node, depth) in enumerate(nodes)]
@@ -56,7 +56,6 @@ def as_svg(dump: CacheDump) -> str:
 
 
 def label(node: DumpedNode, depth: int) -> str:
-    """One node in words."""
     parts = [f"{node.start}..{node.end}", f"{node.pages} pages"]
     parts += ["state"] * node.state + ["tail"] * node.tail
     parts += [f"{node.readers} readers"] * bool(node.readers) + [f"salt {node.salt}"] * (not depth and bool(node.salt))
@@ -64,14 +63,12 @@ def label(node: DumpedNode, depth: int) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text as one printable line of bounded length."""
     whole = ascii(text[: _TEXT + 1])
     return whole if len(text) <= _TEXT else ascii(text[:_TEXT]) + "..."
 
 
 def _walk(dump: CacheDump) -> Iterator[tuple[DumpedNode, int, tuple[bool, ...]]]:
-    """Every node behind its parent: (node, depth, whether each of the topmost nodes above, and it, is the last
-    child)."""
+    """Nodes in preorder: (node, depth, whether each node on its path is the last child)."""
     children: dict[int, list[int]] = {}
     for i, node in enumerate(dump.nodes):
         children.setdefault(node.parent, []).append(i)

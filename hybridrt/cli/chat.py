@@ -1,4 +1,4 @@
-"""`hybridrt chat`: a conversation on the terminal, with a model in this process or behind a server."""
+"""`hybridrt chat`: a conversation with a model in this process or on a server."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatSampling(SamplingOptions):
-    """Sampling of answers, whose default length is all that the model has room for."""
+    """Sampling of answers, as long as the model has room by default."""
 
     max_tokens: int | None = setting("Tokens of an answer at most.", "what there is room for", "N")
 
 
 @dataclass(frozen=True)
 class ChatEngine(EngineOptions):
-    """The engine for one person: room for a few requests keeps earlier conversations cached, and the start short."""
+    """An engine for one person: room for few requests leaves memory for cached conversations, and
+    starts fast."""
 
     max_running_requests: int | None = setting("Requests that could decode together.", "4", "N")
 

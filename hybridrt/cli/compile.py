@@ -87,7 +87,7 @@ def compile_model(config: "EngineConfig", gpu: str | None, cache_dir: str | None
     start = time.perf_counter()
     ahead = CompileAhead(replace(config, model=str(path), device="cuda"), workers, TritonKey())
     try:
-        ahead.begin(facts)
+        ahead.start_compiling(facts)
         report = ahead.wait()
     finally:
         ahead.close()
@@ -105,7 +105,7 @@ def _gpu(config: "EngineConfig", name: str | None) -> "GPUFacts":
         return known_gpu(name)
     if not gpu_count():
         raise DeviceError("there is no GPU here; name the one to compile for, such as --gpu h200")
-    return GPUFacts.of(resolve_device("cuda" if config.device == "auto" else config.device))
+    return GPUFacts.of_device(resolve_device("cuda" if config.device == "auto" else config.device))
 
 
 def _writable(directory: str) -> Path:

@@ -1,4 +1,4 @@
-"""Data of `hybridrt chat`: messages, pieces of an answer, and the file of a conversation."""
+"""Data of `hybridrt chat`: messages, pieces of an answer, and files of conversations."""
 
 import os
 from collections.abc import Generator
@@ -21,8 +21,8 @@ class Turn(msgspec.Struct, omit_defaults=True):
     reasoning_content: str | None = None
 
     def message(self) -> dict[str, str]:
-        """As chat templates and servers read it. Reasoning is left out: models are trained without that of earlier
-        answers."""
+        """As templates and servers read it, without reasoning: models are trained without that of
+        earlier answers."""
         return {"role": self.role, "content": self.content}
 
 
@@ -32,15 +32,14 @@ class _File(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Piece:
-    """What an answer has gained."""
-
     text: str = ""
     reasoning: str = ""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Tokens of a whole answer. `rate` is tokens a second after the first one; None for an answer of one token."""
+    """Tokens of an answer. `rate`: tokens a second after the first; None for an answer of one
+    token."""
 
     output_tokens: int
     prompt_tokens: int
@@ -53,19 +52,19 @@ class Totals:
 
 
 class ChatModel(Protocol):
-    """A model in this process, or behind a server."""
+    """A model in this process, or on a server."""
 
     name: str
 
     def answer(self, turns: list[Turn]) -> Generator[Piece | Totals, None, None]:
-        """Answers a conversation: pieces, then Totals where they are known. Closing the generator ends the request.
+        """Pieces of an answer, then Totals where known. Closing the generator ends the request.
 
         Raises:
-            HybridrtError: it cannot be answered, or the answer has broken off.
+            HybridrtError: the request failed, or the answer broke off.
         """
 
     def save_session(self, file: Path, turns: list[Turn]) -> None:
-        """Writes a conversation with what the prefix cache has of it.
+        """Writes a conversation with its part of the prefix cache.
 
         Raises:
             RequestError: the model is not in this process.
@@ -74,7 +73,7 @@ class ChatModel(Protocol):
         """
 
     def load_session(self, file: Path) -> list[Turn]:
-        """Puts the contents of such a file into the prefix cache. Returns the conversation.
+        """Loads such a file into the prefix cache. Returns the conversation.
 
         Raises:
             RequestError: the model is not in this process, or the file holds no conversation.
@@ -89,7 +88,7 @@ def encoded(turns: list[Turn]) -> bytes:
 
 
 def decoded(content: bytes | str, file: Path) -> list[Turn]:
-    """The messages of what `encoded` gave.
+    """The inverse of `encoded`.
 
     Raises:
         RequestError: it is no conversation; the text names `file`.
@@ -107,10 +106,10 @@ def decoded(content: bytes | str, file: Path) -> list[Turn]:
 
 
 def save(file: Path, turns: list[Turn]) -> None:
-    """Writes a conversation. Others cannot read the file. A file that holds something else is not replaced.
+    """Writes a conversation, readable by the user alone.
 
     Raises:
-        RequestError: there is such a file.
+        RequestError: the file holds something else.
         OSError: the file cannot be written.
     """
     if file.exists():
@@ -131,7 +130,7 @@ def save(file: Path, turns: list[Turn]) -> None:
 
 
 def load(file: Path) -> list[Turn]:
-    """The messages of a file.
+    """Messages of a file.
 
     Raises:
         RequestError: it holds no conversation.

@@ -1,4 +1,4 @@
-"""`hybridrt doctor`: the platform, and which provider serves each operation and why the others do not."""
+"""`hybridrt doctor`: the platform, and which provider serves each operation and why."""
 
 import json
 import os
@@ -22,7 +22,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """A device of this machine. `note` holds further facts, such as the compute capability."""
+    """A device of this machine. `note`: further facts, such as the compute capability."""
 
     name: str
     description: str
@@ -33,10 +33,8 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """Everything that `hybridrt doctor` says. A version is None if the package is not installed.
-
-    `warnings` name the versions that hybridrt was not tested with.
-    """
+    """The output of `hybridrt doctor`. A version is None if the package is missing. `warnings` name
+    untested versions."""
 
     platform: str
     python: str
@@ -89,7 +87,7 @@ def _installed(name: str) -> Distribution | None:
 
 
 def untested(versions: dict[str, str | None], requirements: list[str]) -> list[str]:
-    """A line for each installed version outside the bounds of `requirements`, the requirements of this package."""
+    """A line for each installed version outside the bounds of `requirements`."""
     from packaging.requirements import Requirement
 
     lines = []
@@ -110,7 +108,7 @@ def _devices() -> list[DeviceReport]:
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores in use"
     found = [DeviceReport("cpu", platform.processor() or platform.machine(), free_host_memory(), total, threads)]
     for device in (torch.device("cuda", i) for i in range(visible_gpus())):
-        gpu = GPUFacts.of(device)
+        gpu = GPUFacts.of_device(device)
         note = f"sm_{gpu.capability[0]}{gpu.capability[1]}, CUDA {torch.version.cuda}"
         if not has_bfloat16(device):
             note += ", no bfloat16"
@@ -139,8 +137,6 @@ def _print(report: DoctorReport) -> None:
 
 
 def _groups(report: DoctorReport) -> list[tuple[str, ...]]:
-    """Operations of a device that have the same provider for the same reasons share a row; the largest rows come
-    first."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for row in report.operations:
         reasons: dict[str, list[str]] = {}

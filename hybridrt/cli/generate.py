@@ -1,4 +1,4 @@
-"""`hybridrt generate`: prompts in, text out as it comes."""
+"""`hybridrt generate`: continues prompts and prints text as it comes."""
 
 import json
 import re
@@ -120,14 +120,14 @@ def generate(
 def in_order(
     llm: "LLM", prompts: Sequence[str] | Sequence[list[int]], params: SamplingParams, stream: bool
 ) -> Iterator["Delta"]:
-    """Runs all prompts together and yields deltas of their samples in the order of the prompts. Deltas of the first
-    sample that has not ended are yielded at once; those of later samples wait until the samples before them have ended.
+    """Runs prompts together and yields deltas in the order of the prompts. Those of later samples
+    wait until earlier samples have ended.
 
     Args:
-        stream: False gives one delta for each sample, with the whole output.
+        stream: False: one delta a sample, with the whole output.
 
     Raises:
-        RequestError: a prompt cannot be taken; nothing has been yielded.
+        RequestError: a prompt was refused; nothing has been yielded.
         EngineError: a sample failed.
         RankError: a tensor-parallel rank was lost.
     """
@@ -148,8 +148,8 @@ def in_order(
 
 
 def _refuse_model(prompts: Sequence[str]) -> None:
-    """Raises RequestError if the first prompt looks like a model: the built-in one would continue its name. A path that
-    leads nowhere is one if other prompts follow."""
+    """RequestError if the first prompt looks like a model, or is a missing path before other
+    prompts: the built-in model would continue its name."""
     first = prompts[0] if prompts else ""
     try:
         is_model = bool(_HUB_NAME.fullmatch(first)) or first.lower().endswith(".gguf") or Path(first).is_dir()
@@ -212,7 +212,6 @@ def _token_ids(text: str) -> list[int]:
 def _print_text(
     deltas: "Iterable[Delta]", typed: Sequence[str], n: int, as_ids: bool, echo: bool
 ) -> "list[RequestMetrics]":
-    """Writes each sample while it grows. Where there are several, each has a label."""
     finished: list[RequestMetrics] = []
     separator = ""
     _write(_heading(typed, 0, n, echo))
@@ -245,7 +244,6 @@ def _heading(typed: Sequence[str], index: int, n: int, echo: bool) -> str:
 
 
 def _print_json(deltas: "Iterable[Delta]", typed: Sequence[str], n: int) -> "list[RequestMetrics]":
-    """Writes a line for each sample, in order, with a progress bar if standard error is a terminal."""
     from tqdm.auto import tqdm
 
     finished: list[RequestMetrics] = []
@@ -262,8 +260,8 @@ def _print_json(deltas: "Iterable[Delta]", typed: Sequence[str], n: int) -> "lis
 
 
 def timings(metrics: "RequestMetrics") -> dict[str, Any]:
-    """Counts of tokens and drafts, seconds to the first token and in all, and tokens a second after the first token
-    (None for a sample of one token)."""
+    """Counts of tokens and drafts, seconds to the first token and in all, and tokens a second after
+    the first (None for one token)."""
     first, end, start = metrics.first_token_time, metrics.finish_time, metrics.arrival_time
     assert first is not None and end is not None, "the sample has finished"
     decoded = metrics.output_tokens - 1

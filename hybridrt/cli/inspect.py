@@ -1,4 +1,4 @@
-"""`hybridrt inspect`: the layers of a model, the backend of each, and the memory that each takes. Loads no weights."""
+"""`hybridrt inspect`: layers of a model, their backends and their memory. Loads no weights."""
 
 import json
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What a layer computes, which backend runs it, and what memory it takes. Bytes are those of one tensor-parallel
-    rank.
+    """A layer, its backend and its memory. Bytes are those of one tensor-parallel rank.
 
     Attributes:
-        symbol: one letter for the picture of the stack.
-        mixer, ffn: what the layer computes, with its sizes.
+        symbol: its letter in the picture of the stack.
+        mixer, ffn: what it computes, with sizes.
         backends: names from the registry, softmax attention first.
-        state_bytes: recurrent state of one request. kv_bytes_per_token: keys and values of one token.
+        state_bytes: recurrent state of one request. kv_bytes_per_token: keys and values of one
+            token.
     """
 
     symbol: str
@@ -39,8 +39,8 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A model as a configuration would run it. Bytes are those of one tensor-parallel rank. `free_bytes` is what
-    weights and pools may take together. `plan` is None if they do not fit; `plan_error` then says why."""
+    """A model under a configuration. Bytes are those of one tensor-parallel rank. `free_bytes`: for
+    weights and pools together. `plan` is None if they do not fit; `plan_error` says why."""
 
     model: str
     architecture: str
@@ -101,7 +101,7 @@ def _draw_cache(cache: str | None, svg: str | None, as_json: bool) -> None:
 
 
 def describe_model(config: "EngineConfig") -> ModelReport:
-    """Reads the model's config.json and counts.
+    """Reads the model's config.json alone.
 
     Raises:
         ConfigError, BackendError, DeviceError: the model or an option cannot be used.
@@ -158,7 +158,7 @@ def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport
 
 
 def _attention_backends(config: "EngineConfig", target: "RunTarget") -> str:
-    """Name of the backend that decodes, and after a slash of the one that prefills if that is another."""
+    """The backend that decodes, and after a slash another one that prefills."""
     from hybridrt.recurrent.backends import load_attention_backend, resolve_attention_name, resolve_prefill_name
     from hybridrt.runtime.load.build import kv_groups
 
@@ -209,7 +209,6 @@ def _as_json(report: ModelReport) -> dict[str, Any]:
 
 
 def _print(report: ModelReport) -> None:
-    """Prints whether the model fits, its sizes, a letter for each layer, and tables of the layers and of the memory."""
     from hybridrt.cli.tables import bytes_text, console, count_text, print_table
 
     out, ranks = console(), f" of each of {report.tp_size} ranks" if report.tp_size > 1 else ""
@@ -238,7 +237,6 @@ def _print(report: ModelReport) -> None:
 
 
 def _rows(report: ModelReport) -> Iterator[tuple[str, ...]]:
-    """A table row for each group of equal layers, in order of first appearance, and the sums."""
     from hybridrt.cli.tables import bytes_text, ranges_text
 
     groups: dict[LayerReport, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Reads messages from standard input: with editing and a history on a terminal, one a line elsewhere."""
+"""Reads messages from standard input, on a terminal with editing and history."""
 
 import os
 import sys
@@ -14,10 +14,10 @@ PROMPT, CONTINUED = "> ", ". "
 
 
 class LineReader(Protocol):
-    """Reads one message a call. A line that ends with a backslash continues in the next one.
+    """Reads one message a call. A line that ends with a backslash continues.
 
     Attributes:
-        interactive: standard input is a terminal, whose user sees an error before the next message.
+        interactive: standard input is a terminal.
     """
 
     interactive: bool
@@ -32,7 +32,7 @@ class LineReader(Protocol):
 
 
 def make_reader(commands: Sequence[str]) -> LineReader:
-    """A reader with editing where standard input and output are a terminal that can move its cursor."""
+    """A reader with editing if both streams are a terminal that can move its cursor."""
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
         return EditedLines(commands)
@@ -40,15 +40,12 @@ def make_reader(commands: Sequence[str]) -> LineReader:
 
 
 class PlainLines:
-    """Lines of standard input as they are."""
-
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
         stdin: Any = sys.stdin
         stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused with their message
 
     def read(self) -> str | None:
-        """As LineReader.read."""
         lines: list[str] = []
         size = 0
         while True:
@@ -67,8 +64,8 @@ class PlainLines:
 
 
 class EditedLines:
-    """Lines with prompt_toolkit: Enter sends, Alt-Enter begins another line, Tab completes commands, the arrows bring
-    back earlier messages."""
+    """Lines with prompt_toolkit: Enter sends, Alt-Enter begins another line, Tab completes
+    commands."""
 
     interactive = True
 
@@ -87,7 +84,6 @@ class EditedLines:
         )
 
     def read(self) -> str | None:
-        """As LineReader.read."""
         try:
             return self._session.prompt(PROMPT)
         except EOFError:
@@ -116,7 +112,7 @@ def _bindings() -> Any:
 
 
 def _history() -> Any:
-    """Earlier messages, in a file that others cannot read; in memory alone where there can be no such file."""
+    """In a file that others cannot read; in memory if that fails."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")

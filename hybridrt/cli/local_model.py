@@ -1,4 +1,4 @@
-"""A model in this process, as `hybridrt chat` sees it."""
+"""The model of `hybridrt chat` in this process."""
 
 from collections.abc import Generator
 from contextlib import closing
@@ -32,13 +32,12 @@ class LocalModel:
                 content = "".join(event.text for event in delta.events if isinstance(event, Content))
                 reasoning = "".join(event.text for event in delta.events if isinstance(event, Reasoning))
                 yield Piece(content, reasoning)
-                interrupts.check()
+                interrupts.raise_if_interrupted()
         found = timings(delta.metrics)
         counts = (found["output_tokens"], found["prompt_tokens"], found["cached_tokens"])
         yield Totals(*counts, found["tokens_per_second"])
 
     def save_session(self, file: Path, turns: list[Turn]) -> None:
-        """As ChatModel.save_session."""
         if file.exists():
             raise RequestError(f"{file} exists; choose another name, or remove it")
         if not turns:
@@ -49,7 +48,6 @@ class LocalModel:
         self._llm.save_session(file, tokens, note=encoded(turns).decode())
 
     def load_session(self, file: Path) -> list[Turn]:
-        """As ChatModel.load_session."""
         session = self._llm.load_session(file)
         turns = decoded(session.note, file)
         self._params = replace(self._params, cache_salt=session.cache_salt or None)

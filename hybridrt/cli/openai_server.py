@@ -1,4 +1,4 @@
-"""A server with OpenAI's HTTP API, as `hybridrt chat --url` and `hybridrt bench serve` see it."""
+"""A client of OpenAI's HTTP API, for `hybridrt chat --url` and `hybridrt bench serve`."""
 
 import time
 from collections.abc import Generator, Iterator
@@ -56,7 +56,7 @@ class OpenAIServer:
     """Requests to one server.
 
     Args:
-        url: such as http://127.0.0.1:8000, with /v1 behind it or not.
+        url: such as http://127.0.0.1:8000, with or without /v1.
         api_key: sent as a bearer token.
         timeout: seconds without a byte after which a request fails.
 
@@ -78,7 +78,7 @@ class OpenAIServer:
             raise ConfigError(f"{url} is not a server's URL; pass one such as http://127.0.0.1:8000")
 
     def first_model(self) -> str:
-        """The name of the first model that the server lists.
+        """The first model of the server's list.
 
         Raises:
             ServerError: it lists none, or cannot be reached.
@@ -91,7 +91,7 @@ class OpenAIServer:
         return data[0].id
 
     def stream_chat(self, body: dict[str, Any]) -> Generator[Piece | Totals, None, None]:
-        """An answer of /chat/completions, piece by piece. Closing the generator closes the connection.
+        """Pieces of an answer of /chat/completions. Closing the generator closes the connection.
 
         Raises:
             ServerError: the server cannot be reached, refuses, or breaks off.
@@ -127,7 +127,7 @@ def _check(answer: httpx.Response) -> None:
 
 
 def _content(answer: httpx.Response) -> bytes:
-    """An answer that is no stream. ServerError if it is too long."""
+    """The answer without a stream. ServerError if it is too long."""
     content = bytearray()
     for piece in answer.iter_bytes():
         content += piece
@@ -137,7 +137,7 @@ def _content(answer: httpx.Response) -> bytes:
 
 
 def _lines(answer: httpx.Response) -> Iterator[bytes]:
-    """The lines of a stream. ServerError if one of them does not end."""
+    """ServerError if a line does not end."""
     rest = bytearray()
     for piece in answer.iter_bytes():
         first, *others = piece.split(b"\n")
@@ -155,7 +155,6 @@ def _message(error: Any) -> str:
 
 
 def _events(lines: Iterator[bytes]) -> Iterator[_Chunk]:
-    """Server-sent events up to [DONE]. Comments, and fields other than data, are skipped."""
     for line in lines:
         name, _, data = line.partition(b":")
         if name != b"data":
@@ -190,7 +189,7 @@ def _pieces(chunks: Iterator[_Chunk]) -> Iterator[Piece | Totals]:
 
 
 class RemoteModel:
-    """A model behind a server.
+    """A model on a server.
 
     Args:
         fields: of each request, such as temperature.
@@ -201,16 +200,13 @@ class RemoteModel:
         self._server, self._fields = server, fields
 
     def answer(self, turns: list[Turn]) -> Generator[Piece | Totals, None, None]:
-        """As ChatModel.answer."""
         messages = [turn.message() for turn in turns]
         return self._server.stream_chat({"model": self.name, "messages": messages, **self._fields})
 
     def save_session(self, file: Path, turns: list[Turn]) -> None:
-        """As ChatModel.save_session."""
         raise _no_states(file)
 
     def load_session(self, file: Path) -> list[Turn]:
-        """As ChatModel.load_session."""
         raise _no_states(file)
 
 

@@ -1,4 +1,4 @@
-"""Errors of a command in the words of its command line: options instead of arguments of Python."""
+"""Errors in words of the command line: names of options instead of arguments of Python."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from hybridrt.base.errors_foreign import ENGINE, SAMPLING
 
 # What EngineConfig and others call a setting that an option has another name for.
 _OTHER_NAMES = {"method": "speculative", "seed": "workload_seed"}
-# A word that is a name of Python and of the language: an argument is meant where a text begins with it like this.
+# Words that are arguments only at the beginning of such a text.
 _BEGINS = r"(?=\s(?:is|has|holds|needs|takes|goes|asks)\s|\s[\"']|\s>)"
 # An error about the form of the output, and the option that sets this form.
 _FORMS = {"json": "json_schema", "regex": "regex"}
@@ -26,7 +26,7 @@ _FOREIGN = {
 
 
 def foreign_option(argument: str, params: Sequence[Any]) -> str:
-    """What to write instead of an option that vLLM or SGLang has and the command has not; "" for everything else.
+    """Advice for an option of vLLM or SGLang that the command lacks; "" for everything else.
 
     Args:
         argument: a word of the command line.
@@ -47,8 +47,8 @@ def foreign_option(argument: str, params: Sequence[Any]) -> str:
 
 
 def in_options(text: str, params: Sequence[Any]) -> str:
-    """An error's text with each argument that an option of the command sets under the option's name. What follows the
-    name of a JSON file is about that file, which has fields of its own.
+    """Puts options in the place of arguments in an error's text. Text after the name of a JSON file
+    is about the fields of that file, and stays.
 
     Args:
         params: the command's parameters, as click has them.
@@ -69,7 +69,7 @@ def in_options(text: str, params: Sequence[Any]) -> str:
 
 
 def _names(params: Sequence[Any]) -> dict[str, tuple[str, str]]:
-    """The option for each argument, and the one that turns it off, or ""."""
+    """For each argument its option, and the option that turns it off or ""."""
     found = {
         param.name: (max(param.opts, key=len), max(param.secondary_opts, key=len, default=""))
         for param in params

@@ -1,4 +1,4 @@
-"""Options that commands share, as dataclasses. None: the option is not given, and the config class decides."""
+"""Options that commands share, as dataclasses. None: not given, so the config class decides."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -22,8 +22,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for program
 
 
 def option(text: str, default: str, metavar: str | None = None, name: str | None = None) -> Any:
-    """An option whose default is set by another class. The default is shown in the help and not passed. `name`: instead
-    of the parameter's own."""
+    """An option with the default of another class: shown in the help and not passed. `name`
+    replaces the parameter's."""
     names = () if name is None else (name,)
     return typer.Option(*names, help=f"{text} [{default}]", show_default=False, metavar=metavar)
 
@@ -74,7 +74,7 @@ class EngineOptions(Overrides):
     seed: int | None = setting("Of sampling and of dummy weights.", "0", "N")
 
     def given(self) -> dict[str, Any]:
-        """Raises ConfigError if the target is no number and no word that it may be."""
+        """ConfigError if the target is neither a number nor a known word."""
         values = super().given()
         if (target := values.get("target_itl_ms")) not in (None, "auto"):
             try:
@@ -96,10 +96,11 @@ class SpeculativeOptions:
     draft_model: str | None = setting("Drafter of --speculative draft.", "the built-in model's", "NAME")
 
     def given(self, model: str) -> dict[str, Any]:
-        """{"speculative": SpeculativeConfig}, or nothing where speculation is off. The built-in model brings a drafter.
+        """{"speculative": SpeculativeConfig}, or {} without speculation. The built-in model brings
+        a drafter.
 
         Raises:
-            ConfigError: drafts were asked for without a method, or fields that do not go together.
+            ConfigError: drafts without a method, or fields that do not go together.
         """
         fields = {"num_draft_tokens": self.num_draft_tokens, "draft_model": self.draft_model}
         fields = {name: value for name, value in fields.items() if value is not None}
@@ -121,8 +122,8 @@ _FILE = "the model's"
 
 @dataclass(frozen=True)
 class SamplingOptions(Overrides):
-    """Fields of SamplingParams. SamplingParams checks their values. `seed` has no option here: the one of EngineOptions
-    seeds every request."""
+    """Fields of SamplingParams, which checks them. `seed` is an option of EngineOptions and seeds
+    every request."""
 
     panel: ClassVar = "Sampling"
     max_tokens: int | None = setting("Tokens to generate at most.", "128", "N")
@@ -151,8 +152,8 @@ def read_text(option_name: str, file: str) -> str:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with one option for each field of its parameters that are options dataclasses. It makes the dataclasses
-    from the options and calls `command`. The help shows the options of a dataclass under its `panel`, if it has one."""
+    """A command with the options of its dataclass parameters, each in the `panel` of its dataclass.
+    It makes the dataclasses and calls `command`."""
     parameters = inspect.signature(command).parameters
     groups: dict[str, Any] = {name: p.annotation for name, p in parameters.items() if is_dataclass(p.annotation)}
     spread = [p.replace(kind=p.KEYWORD_ONLY) for name, p in parameters.items() if name not in groups]
@@ -169,7 +170,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(group: type) -> Iterator[inspect.Parameter]:
-    """A parameter for each field of an options dataclass, with its option in the dataclass's panel of the help."""
     kinds = get_type_hints(group, include_extras=True)
     for f in fields(group):
         kind, info = (kinds[f.name], copy(f.metadata["option"])) if f.metadata else get_args(kinds[f.name])

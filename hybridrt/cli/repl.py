@@ -1,4 +1,4 @@
-"""The loop of `hybridrt chat`: reads messages and commands, and writes answers."""
+"""The loop of `hybridrt chat`."""
 
 import difflib
 import os
@@ -33,13 +33,13 @@ _CONTROLS = {code: 0xFFFD for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Meanwhile Ctrl-C does nothing: who has stopped an answer often presses it twice."""
+    """Ignores Ctrl-C for a moment: people who stop an answer often press it twice."""
     with suppress(KeyboardInterrupt), Interrupts():
         yield
 
 
 class Screen:
-    """Answers on standard output, notes on standard error. Only a terminal gets colours."""
+    """Answers on standard output, notes on standard error; colours on a terminal alone."""
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
@@ -47,7 +47,7 @@ class Screen:
         self._column_0, self._reasoned = True, False
 
     def write(self, piece: Piece) -> None:
-        """A piece of an answer: reasoning dimmed, with an empty line behind it."""
+        """A piece of an answer: reasoning dimmed, followed by an empty line."""
         if piece.reasoning:
             self._put(piece.reasoning, dim=True)
             self._reasoned = True
@@ -58,17 +58,14 @@ class Screen:
             self._put(piece.text, dim=False)
 
     def end_answer(self) -> None:
-        """Ends the answer's line, if it is not empty."""
         if not self._column_0:
             self._put("\n", dim=False)
         self._reasoned = False
 
     def note(self, text: str) -> None:
-        """A line about the chat."""
         typer.echo(typer.style(text, dim=True) if self._colours else text, err=True)
 
     def error(self, text: str) -> None:
-        """One line about what went wrong."""
         heading = typer.style("error: ", fg="red", bold=True) if self._colours else "error: "
         typer.echo(heading + " ".join(text.split()), err=True)
 
@@ -84,7 +81,7 @@ class Repl:
     """A conversation with a model.
 
     Attributes:
-        turns: what was said; the first may be the system prompt.
+        turns: the messages; the first may be the system prompt.
     """
 
     def __init__(self, model: ChatModel, reader: LineReader, screen: Screen) -> None:
@@ -96,10 +93,11 @@ class Repl:
         }  # fmt: skip
 
     def run(self) -> None:
-        """Runs until the input ends. On a terminal, an error is shown as a line, and the loop continues.
+        """Runs to the end of the input. On a terminal, errors are printed and the loop continues.
 
         Raises:
-            HybridrtError, OSError: a message failed and the input is no terminal: later messages may need its answer.
+            HybridrtError, OSError: a message failed and the input is no terminal: later messages
+                may need its answer.
         """
         if self._reader.interactive:
             self._screen.note(f"{self._model.name}: /help lists the commands, Ctrl-D ends.")
@@ -112,7 +110,7 @@ class Repl:
                 if text is None or text.strip() == "/exit":
                     return
                 asked = True
-                self.take(text)
+                self.answer_line(text)
             except KeyboardInterrupt:
                 with _deaf():
                     self._screen.note("Ctrl-D ends the chat.")
@@ -121,11 +119,11 @@ class Repl:
                     raise
                 self._screen.error(str(e))
 
-    def take(self, text: str) -> None:
+    def answer_line(self, text: str) -> None:
         """Answers a message, or runs a command.
 
         Raises:
-            HybridrtError, OSError: it cannot be done; the conversation is as it was.
+            HybridrtError, OSError: it failed; the conversation is as it was.
         """
         if not is_text(text):
             raise RequestError("the message holds bytes that are no text in this terminal's encoding; type it again")
@@ -143,7 +141,8 @@ class Repl:
         raise RequestError(f"there is no command {name}: {advice}")
 
     def _answer(self, question: Turn) -> None:
-        """Streams the answer to the screen. Ctrl-C keeps what there is of it; without any, the question goes too."""
+        """Streams the answer. Ctrl-C keeps the text so far; without text the question is dropped,
+        too."""
         asked, reply, stopped = [*self.turns, question], Turn("assistant", ""), False
         totals: Totals | None = None
         try:

@@ -1,4 +1,4 @@
-"""`hybridrt serve`: a model behind the HTTP APIs of OpenAI and Anthropic."""
+"""`hybridrt serve`: serves a model over the HTTP APIs of OpenAI and Anthropic."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -72,7 +72,7 @@ class ServerOptions(Overrides):
 
 @dataclass(frozen=True)
 class ServeEngine(EngineOptions):
-    """The engine for many clients: a long prompt of one does not stop the answers to the others."""
+    """An engine for many clients: a long prompt does not stop other answers."""
 
     target_itl_ms: str | None = setting(ITL_TARGET, "auto", "MS|auto|none")
 

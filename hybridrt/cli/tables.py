@@ -1,4 +1,4 @@
-"""How tables, byte counts and parameter counts look on a terminal."""
+"""Tables, byte counts and parameter counts on a terminal."""
 
 import sys
 from collections.abc import Sequence
@@ -13,18 +13,17 @@ READABLE = 16  # characters of a column below which wrapped text is hard to read
 
 
 def console() -> Console:
-    """Standard output, as wide as the terminal; PIPED_WIDTH characters where it is not a terminal."""
+    """Standard output, as wide as the terminal, else PIPED_WIDTH."""
     return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False, soft_wrap=False)
 
 
 def print_table(
     out: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
 ) -> None:
-    """Prints a table. Where the console is too narrow for the longest words, prints each row as an entry with one line
-    for each column.
+    """Prints a table. On a console too narrow for the longest words, prints each row as a list.
 
     Args:
-        columns: their names; those that are also in `right` hold numbers.
+        columns: their names; columns in `right` hold numbers.
     """
     built = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
     for column in columns:
@@ -47,7 +46,6 @@ def print_table(
 
 
 def _least_width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Characters that a table needs so that no word is broken and no column of text is narrower than READABLE."""
     width = 2 * (len(columns) - 1)
     for cells in zip(columns, *rows):
         longest_word = max((len(word) for cell in cells for word in cell.split()), default=0)

@@ -1,4 +1,4 @@
-"""Standard streams as a shell may leave them: closed, full, or in an encoding that lacks most characters."""
+"""Repairs standard streams that are closed, full, or in a poor encoding."""
 
 import os
 import sys
@@ -6,11 +6,12 @@ from typing import Any
 
 
 def open_streams() -> list[str]:
-    """Makes the three streams usable and returns the names of those that were closed.
+    """Makes the three streams usable. Returns the names of those that were closed.
 
-    A closed stream and its descriptor are replaced by the null device. Otherwise the next file that is opened would get
-    the descriptor, and with it all that libraries print. Standard output writes "?" for characters that its encoding
-    lacks."""
+    A closed stream and its descriptor become the null device. Otherwise the next opened file would
+    get the descriptor, and all that libraries print. Standard output writes "?" for characters that
+    its encoding lacks.
+    """
     closed = []
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -24,7 +25,7 @@ def open_streams() -> list[str]:
 
 
 def discard_output() -> None:
-    """Drops what is still buffered for standard output, which the interpreter would write when it ends."""
+    """Drops buffered output, which the interpreter would write at its end."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks: which rank holds which shard, and the collectives in which ranks exchange tensors."""
+"""Tensor-parallel ranks: which rank holds which shard, and their collectives."""
 
 import ctypes
 import os
@@ -23,23 +23,24 @@ LEAVING_S = 5.0
 
 
 class Communicator:
-    """Collectives of one group of processes: gloo for tensors in main memory, NCCL for those on a GPU.
+    """Collectives of one group of processes: gloo in main memory, NCCL on GPUs.
 
-    The group is no process group of torch.distributed: a process may have others beside it. All ranks construct it, and
-    the constructor returns once the last one has. Every method raises RankError if a rank is lost.
+    It is no process group of torch.distributed: a process may have others. All ranks construct it;
+    the constructor returns when the last one has. Every method raises RankError if a rank is lost.
 
     Args:
-        store: what the processes find each other through.
+        store: through which the processes find each other.
         device: this rank's. A GPU adds NCCL and becomes the process's current device.
-        loopback: all ranks run on this host: no connection of theirs listens on a network.
+        loopback: all ranks run on this host, and no connection listens on a network.
 
     Attributes:
-        check: called several times a second while this rank waits for the others in main memory; raises if one is lost.
+        check_ranks: called several times a second while this rank waits in main memory; raises if another
+            rank is lost.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self.check: Callable[[], None] = lambda: None
+        self.check_ranks: Callable[[], None] = lambda: None
         self._groups: dict[str, Any] = {}  # by the type of the device that their tensors lie on
         self._aborting: threading.Thread | None = None
         self._loopback = loopback
@@ -53,7 +54,8 @@ class Communicator:
                 self._groups["cuda"] = dist.ProcessGroupNCCL(cuda, rank, size, dist.ProcessGroupNCCL.Options())
 
     def connect(self) -> None:
-        """Opens the connections among GPUs, which NCCL does with the first collective. All ranks call it."""
+        """Opens the connections among GPUs, as NCCL does in the first collective. All ranks call
+        it."""
         with _interface(self._loopback):
             self.all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device))
             self.barrier()
@@ -73,12 +75,13 @@ class Communicator:
         return found
 
     def barrier(self) -> None:
-        """Returns when every rank has come and what they launched is done."""
+        """Returns when every rank has come and its launched work is done."""
         synchronize(self.device)
         self.all_reduce(torch.zeros(1, dtype=torch.float32))
 
     def abort(self) -> None:
-        """Stops kernels on this rank's GPU that wait for another rank. Any thread may call it; it does not wait."""
+        """Stops this rank's kernels that wait for another rank. Does not wait; any thread may call
+        it."""
         nccl = self._groups.get("cuda")
         if nccl is not None and self._aborting is None:
             # NCCL returns once no graph exists that was captured with it, so the exit hook waits for that.
@@ -86,21 +89,21 @@ class Communicator:
             self._aborting.start()
 
     def close(self) -> None:
-        """Leaves the group, while no collective runs. Closing again does nothing."""
+        """Leaves the group, while no collective runs. May be repeated."""
         self.abort()
         if self._aborting is not None:
             self._aborting.join(LEAVING_S)
         self._groups = {}
 
     def disown(self) -> None:
-        """Never destroys the group: its destructor waits for threads, which may wait for a rank that does not answer,
-        or which a forked child does not have."""
+        """Never destroys the group: its destructor waits for threads, which may wait for a rank
+        that does not answer, or do not exist in a forked child."""
         for group in self._groups.values():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._groups = {}
 
     def _run(self, x: torch.Tensor, collective: Callable[[Any], dist.Work | None]) -> None:
-        """Runs a collective on tensors that lie where `x` does."""
+        """Runs a collective on tensors of the device of `x`."""
         group = self._groups.get(x.device.type)
         if group is None:
             raise RankError("this tensor-parallel group is closed; build a new LLM")
@@ -121,12 +124,13 @@ class Communicator:
                 if work.is_completed():  # it has failed, or ended just now
                     work.wait()
                     return
-            self.check()
+            self.check_ranks()
 
 
 @contextmanager
 def _interface(loopback: bool) -> Iterator[None]:
-    """What gloo and NCCL are told about interfaces, where all ranks run on this host. Both read the environment."""
+    """Where all ranks run on this host: tells gloo and NCCL, through the environment, to use
+    loopback."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ()
     before = {name: os.environ.get(name) for name in names}
     interface = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")  # macOS has "lo0"
@@ -142,10 +146,10 @@ def _interface(loopback: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TPGroup:
-    """One rank's place in its tensor-parallel group; size 1 is the plain case, in which collectives do nothing.
+    """One rank's place in its tensor-parallel group; with size 1, collectives do nothing.
 
     Attributes:
-        comm: None says what a rank holds, and no more.
+        comm: None: the group only says what a rank holds.
     """
 
     rank: int = 0
@@ -161,7 +165,6 @@ class TPGroup:
         return x if self.size == 1 else self._comm().all_gather_last(x)
 
     def minimum(self, value: int) -> int:
-        """The smallest of the ranks' integers."""
         return (
             value
             if self.size == 1
@@ -169,7 +172,7 @@ class TPGroup:
         )
 
     def divide(self, what: str, count: int, shards: int | None = None) -> int:
-        """How many of `count` things a rank holds when they are cut into `shards` (None: one for each rank).
+        """How many of `count` things a rank holds, cut into `shards` (None: one for each rank).
 
         Raises:
             ConfigError: they cannot be cut so.
@@ -183,7 +186,8 @@ class TPGroup:
         return count // shards
 
     def shard(self, x: torch.Tensor, dim: int, shards: int | None = None) -> torch.Tensor:
-        """This rank's slice of a whole tensor along `dim`. With fewer `shards` than ranks, neighbours share one."""
+        """This rank's slice of `x` along `dim`. With fewer `shards` than ranks, neighbours share
+        one."""
         shards = self.size if shards is None else shards
         width = self.divide("rows", x.shape[dim], shards)
         return x.narrow(dim, self.rank * shards // self.size * width, width)

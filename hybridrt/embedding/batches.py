@@ -1,4 +1,4 @@
-"""Batches from plain arrays: checked on the host, translated into the pools' numbers, copied in one go."""
+"""Batches from a host engine's arrays: checked, translated to the pools' numbers, copied at once."""
 
 from typing import Generic, NamedTuple
 
@@ -30,7 +30,8 @@ class BatchArrays(NamedTuple, Generic[A]):
 
     Attributes:
         rows, seq_lens: [B]; query_start_loc: [B + 1].
-        token_rows, positions: [N], of the new tokens; input_ids: None where they are on the device already.
+        token_rows, positions: [N] of the new tokens; input_ids: None if they are on the device
+            already.
     """
 
     rows: A
@@ -43,11 +44,11 @@ class BatchArrays(NamedTuple, Generic[A]):
 
 
 class Batches:
-    """Makes the batches of a runtime. Rows and slots have the pools' numbers here; `make` translates its arguments.
+    """Makes batches. Rows and slots have the pools' numbers here; `make` translates its arguments.
 
     Attributes:
         owners: who owns rows, state slots and pages.
-        positions: where the states stand.
+        positions: how many tokens each state includes.
         staging: copies columns to the device.
     """
 
@@ -73,7 +74,7 @@ class Batches:
         read_state_slots: Array | None,
         spec_info: SpecInfo | None,
     ) -> ForwardBatch:
-        """`EmbeddedRuntime.batch`, which documents the arguments and errors."""
+        """`EmbeddedRuntime.batch` has the arguments and errors."""
         tokens = spec_info.tokens_per_row if spec_info else 1
         lines, lens = self.numbers.rows.all("rows", rows), host_integers("seq_lens", seq_lens)
         new = np.full(len(lines), tokens, np.int32) if query_lens is None else host_integers("query_lens", query_lens)
@@ -108,7 +109,7 @@ class Batches:
         return batch
 
     def check_rows(self, lines: np.ndarray) -> int:
-        """How many rows are real: they come first, have been admitted, and share neither row nor slot."""
+        """The number of real rows. They come first, were admitted, and share neither row nor slot."""
         num_real = int(np.count_nonzero(lines))
         real = lines[:num_real]
         if not real.all():
@@ -125,10 +126,10 @@ class Batches:
 
         Args:
             lens, new: tokens of the rows after the step, and in it; padding rows may follow.
-            padded: so many rows at the head have drafts that may be padding, which needs no page.
+            padded: first rows whose drafts may be padding, which needs no page.
 
         Raises:
-            PoolError: a row has lost its slot or a page; or a token has no page: it would be lost in the scratch page.
+            PoolError: a row has lost its slot or a page, or a token has no page.
         """
         ends, starts = lens[: len(real)], (lens - new)[: len(real)]
         if reads is None or len(reads) != len(lens) - decodes:  # the backend refuses another number
@@ -148,17 +149,17 @@ class Batches:
             row = self.numbers.rows.outside(line)
             raise PoolError(f"row {row} has no page for position {position}: call write_pages, and admit before it")
 
-    def admit(self, lines: np.ndarray, state_slots: np.ndarray) -> None:
-        """Notes that rows begin new requests, with these slots and without pages."""
-        self.owners.admit(lines, state_slots)
-        self.positions.admit(lines.tolist(), state_slots.tolist())
+    def admit_rows(self, lines: np.ndarray, state_slots: np.ndarray) -> None:
+        """Rows begin new requests, with these slots and without pages."""
+        self.owners.admit_rows(lines, state_slots)
+        self.positions.admit_rows(lines.tolist(), state_slots.tolist())
 
     def places_of_tokens(self, lines: torch.Tensor, positions: torch.Tensor, places: torch.Tensor) -> Places | None:
-        """The pages of tokens that are entered by tensors on the device, checked; None where they are not looked at:
-        pages are not checked from then on.
+        """The checked pages of tokens that tensors on the device enter. None where values are not
+        read; then pages are not checked any more.
 
         Raises:
-            PoolError: a token does not lie at its offset in the page, or as PageOwners.checked.
+            PoolError: a token is at another offset in its page, or as PageOwners.checked.
         """
         if not may_look(self.device):
             return None
@@ -174,19 +175,18 @@ class Batches:
         return self.checked_places(rows, at // size, to // size)
 
     def checked_places(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> Places:
-        """Pages that rows may get. PoolError as PageOwners.checked."""
         real = lines > 0
         return self.owners.pages.checked(lines[real], indices[real], pages[real], self.owners.lengths_ahead())
 
     def note_pages(self, places: Places | None) -> None:
-        """Notes that rows have got pages; None: which ones, only the device knows."""
+        """Enters pages of rows; None: only the device knows them."""
         if places is None:
             self.owners.pages.known = False
         elif self.owners.pages.known:
             self.owners.pages.map(places)
 
     def check_lengths(self, lines: np.ndarray, lens: np.ndarray, new: np.ndarray) -> None:
-        """BackendError unless each row's length includes its new tokens and does not exceed the longest request."""
+        """BackendError if a length excludes new tokens or exceeds the longest request."""
         check_equal("rows", lines, "seq_lens", lens)
         wrong = np.flatnonzero((new < 0) | (lens < new) | (lens > self.max_len))
         if len(wrong):
@@ -197,8 +197,8 @@ class Batches:
             )
 
     def take_ids(self, input_ids: Array, count: int) -> tuple[torch.Tensor | None, np.ndarray | None]:
-        """Checks `input_ids` [count]. Returns it as it is if it is an int32 tensor on the device, else as an array on
-        the host that is yet to be copied; the other one is None."""
+        """Checks `input_ids` [count]. Returns an int32 tensor on the device as it is, anything else
+        as an array to be copied; the other one is None."""
         if isinstance(input_ids, torch.Tensor) and input_ids.device == self.device and input_ids.dtype == torch.int32:
             if input_ids.shape != (count,):
                 raise BackendError(f"input_ids has shape {tuple(input_ids.shape)}; the rows have {count} new tokens")
@@ -212,7 +212,7 @@ class Batches:
     def _inputs(
         self, arrays: BatchArrays[torch.Tensor], given: torch.Tensor | None, decoded: int, spec: SpecInfo | None
     ) -> TokenInputs:
-        """The new tokens, of which the first `decoded` are decode rows'. Their ids are `given`, or were copied."""
+        """The first `decoded` tokens are those of decode rows. `given`: ids that were not copied."""
         ids, positions = arrays.input_ids if given is None else given, arrays.positions
         assert ids is not None
         places = self.table.token_slots(arrays.token_rows, positions)
@@ -233,6 +233,6 @@ def _pack(
     recurrent: RecurrentArrays[np.ndarray],
 ) -> BatchArrays[np.ndarray]:
     ends = np.cumsum(new, dtype=np.int32)
-    offsets = np.repeat(lens - ends, new)  # a token's position less its place in the batch
+    offsets = np.repeat(lens - ends, new)  # a token's position minus its place in the batch
     starts, positions = np.concatenate((np.zeros(1, np.int32), ends)), offsets + np.arange(len(offsets), dtype=np.int32)
     return BatchArrays(lines, lens, starts, np.repeat(lines, new), positions, ids, recurrent)

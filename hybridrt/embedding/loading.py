@@ -1,4 +1,4 @@
-"""From a configuration to an `EmbeddedRuntime`: weights, a memory plan, pools and backends."""
+"""Makes an `EmbeddedRuntime` from a configuration: weights, memory plan, pools and backends."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class LoadedModel:
     """A model in the memory of its device.
 
     Attributes:
-        target: its configuration, device, dtypes and state mode.
+        target: configuration, device, dtypes and state mode.
         model: the module, in inference mode.
     """
 
@@ -30,7 +30,7 @@ class LoadedModel:
     model: CausalLM
 
     def tokenizer(self) -> HFTokenizer | None:
-        """The checkpoint's tokenizer, with `encode` and `decode`; None if it has none.
+        """The checkpoint's tokenizer; None if it has none.
 
         Raises:
             ConfigError, CheckpointError: its files cannot be used.
@@ -43,9 +43,9 @@ def load(config: EngineConfig, *, tp: TPGroup | None = None, progress: bool = Fa
     """Reads a checkpoint's configuration and its weights.
 
     Args:
-        config: what to load, and onto which device. `plan_memory` plans for its max_running_requests and max_model_len.
-            overlap and transfer_bytes have no effect here. tp_size must be 1: a model runs on one device.
-        tp: of a process that is part of a tensor-parallel group. Not part of the stable surface.
+        config: max_running_requests and max_model_len are for `plan_memory`. overlap and
+            transfer_bytes have no effect. tp_size must be 1.
+        tp: of a process in a tensor-parallel group. Not part of the stable surface.
         progress: show a bar.
 
     Raises:
@@ -67,12 +67,12 @@ def plan_memory(loaded: LoadedModel, *, budget_bytes: int, cache_slots: int = 0)
     """How many rows, state slots and KV pages fit into a budget.
 
     Args:
-        budget_bytes: what pools and graph buffers may take of the model's device, without the weights and the
-            activations of a step. There is no default: the device also holds memory of the host engine.
+        budget_bytes: for pools and graph buffers, without weights and activations. There is no
+            default: the host engine uses the device, too.
         cache_slots: state slots beyond one for each row, for snapshots and cached prefixes.
 
     Raises:
-        MemoryBudgetError: the configuration does not fit the budget; the message says what to change.
+        MemoryBudgetError: the configuration does not fit; the message says what to change.
         ConfigError: an argument has the wrong kind.
     """
     _check_kind("loaded", loaded, LoadedModel)
@@ -87,8 +87,7 @@ def build(loaded: LoadedModel, plan: MemoryPlan, scratch: Scratch | None = None)
     """Allocates the pools of a plan, and the backends over them.
 
     Args:
-        scratch: which of the host engine's numbers are scratch. None: the last row, slot and page, so that real ones
-            count from 0.
+        scratch: the host engine's scratch numbers. None: the last row, slot and page.
 
     Raises:
         PoolError: a scratch entry is outside its table. Nothing has been allocated.
@@ -98,7 +97,7 @@ def build(loaded: LoadedModel, plan: MemoryPlan, scratch: Scratch | None = None)
     _check_kind("loaded", loaded, LoadedModel)
     _check_kind("plan", plan, MemoryPlan)
     _check_kind("scratch", scratch or Scratch(), Scratch)
-    numbers = Numbers.of(plan, scratch or Scratch())
+    numbers = Numbers.from_plan(plan, scratch or Scratch())
     return EmbeddedRuntime(Runtime.allocate(loaded.config, loaded.target, loaded.model, plan), numbers)
 
 

@@ -1,7 +1,8 @@
-"""What a host engine passes: integers in any kind of array, and its own numbers for rows, state slots and pages.
+"""A host engine's integers: arrays of any kind, and its own numbers of rows, state slots and pages.
 
-The pools' scratch entry is 0. A host engine gives it another number; all others follow in order, so its numbers are the
-pools' plus a constant, modulo the number of entries.
+The pools' scratch entry is 0. A host engine chooses another number for it; all others follow in
+order. So its numbers are
+the pools' plus a constant, modulo the number of entries.
 """
 
 from collections.abc import Sequence
@@ -21,8 +22,7 @@ Integers = TypeVar("Integers", int, np.ndarray, torch.Tensor)
 
 @dataclass(frozen=True)
 class Scratch:
-    """The host engine's numbers of the scratch row, state slot and page. Padding reads and writes there, so no request
-    may have them. -1 is the last; 0 the first."""
+    """The host engine's scratch row, state slot and page, which no request may have. -1: the last."""
 
     row: int = -1
     state_slot: int = -1
@@ -39,7 +39,7 @@ class Places:
     """Numbers of the entries of one table.
 
     Attributes:
-        count: entries, the scratch entry among them: the host engine's numbers are 0 to count - 1.
+        count: entries, the scratch entry included: the host engine's numbers are 0 to count - 1.
         scratch: the host engine's number of the first scratch entry, 0 for the pools.
     """
 
@@ -47,7 +47,7 @@ class Places:
     scratch: int
 
     def inside(self, numbers: Integers) -> Integers:
-        """Converts the host engine's numbers to the pools'. Takes tensors on any device, and does not wait for it."""
+        """Converts the host engine's numbers to the pools', on any device, without a wait."""
         return (numbers - self.scratch) % self.count
 
     def outside(self, numbers: Integers) -> Integers:
@@ -55,7 +55,8 @@ class Places:
         return (numbers + self.scratch) % self.count
 
     def all(self, name: str, numbers: Array) -> np.ndarray:
-        """`inside` of an array, scratch allowed: [n] int32. PoolError for a number outside the table."""
+        """`inside` of an array, scratch allowed: [n] int32. PoolError for a number outside the
+        table."""
         given = host_integers(name, numbers)
         wrong = given[(given < 0) | (given >= self.count)]
         if len(wrong):
@@ -63,7 +64,7 @@ class Places:
         return self.inside(given)
 
     def real(self, name: str, numbers: Array) -> np.ndarray:
-        """`inside` of an array that names no scratch: [n] int32. PoolError for a number outside the table."""
+        """As `all`, scratch refused."""
         found = self.all(name, numbers)
         if not found.all():
             raise PoolError(f"{name} holds {self.scratch}, which is scratch: padding uses it, no request may")
@@ -93,7 +94,7 @@ class Numbers:
     tokens: Places
 
     @classmethod
-    def of(cls, plan: MemoryPlan, scratch: Scratch) -> "Numbers":
+    def from_plan(cls, plan: MemoryPlan, scratch: Scratch) -> "Numbers":
         """PoolError if a scratch entry is outside its table."""
         pages = _places("page", plan.num_pages, scratch.page)
         tokens = Places(pages.count * plan.page_size, pages.scratch * plan.page_size)
@@ -116,7 +117,8 @@ def host_integers(name: str, values: Array) -> np.ndarray:
     """[n] int32 of a list, a numpy array or a CPU tensor.
 
     Raises:
-        BackendError: it is something else, on a device, has other dimensions, no integers, or larger ones than int32.
+        BackendError: it is something else, on a device, has other dimensions, no integers, or
+            larger ones than int32.
     """
     if isinstance(values, torch.Tensor):
         if values.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Who owns each row, state slot and KV page now, as far as steps tell: checked on the host before anything runs."""
+"""Who owns each row, state slot and KV page: checked on the host before a step runs."""
 
 from dataclasses import dataclass
 
@@ -18,9 +18,10 @@ class StepUse:
 
     Attributes:
         lines: [n] real rows.
-        tenancies: [n] which admission of each row.
+        tenancies: [n] the admission of each row.
         starts, ends: [n] tokens of each request before and after the step.
-        decodes: so many rows at the head decode or verify; `verifies`: some of their tokens may not stay.
+        decodes: rows at the head that decode or verify; `verifies`: some of their tokens may not
+            stay.
         reads: [n - decodes] slots from which the other rows start, 0 for their own.
         writes: the pages of the new tokens.
     """
@@ -36,13 +37,16 @@ class StepUse:
 
 
 class Owners:
-    """A row belongs to the request that was admitted last. A state slot belongs to the row that was admitted with it
-    last, or to none, if a snapshot was put there since. A row that has lost its slot cannot run. What a step names that
-    is prepared and has not run cannot change hands.
+    """Owners by the steps that name them.
+
+    A row belongs to the request that was admitted last. A state slot belongs to the row that was
+    admitted with it last; to none after a snapshot to it. A row that lost its slot cannot run.
+    Nothing changes hands that a prepared step names until the step has run.
 
     Attributes:
-        slot_of: [R + 1] the state slot of each row, 0 in a model without recurrent layers; NOT_ADMITTED.
-        pages: who owns KV pages.
+        slot_of: [R + 1] the state slot of each row, 0 in a model without recurrent layers;
+            NOT_ADMITTED.
+        pages: owners of KV pages.
     """
 
     def __init__(self, rows: int, slots: int, pages: PageOwners, numbers: Numbers) -> None:
@@ -55,7 +59,7 @@ class Owners:
     # -- memory -------------------------------------------------------------------------------------------------
 
     def check_free(self, lines: np.ndarray, slots: np.ndarray) -> None:
-        """PoolError if a step ahead names one of these rows, or reads or writes one of these slots."""
+        """PoolError if a step ahead names one of these rows or slots."""
         for step in self._ahead:
             row = np.isin(lines, step.lines)
             if row.any():
@@ -64,21 +68,19 @@ class Owners:
             if slot.any():
                 self._refuse_ahead("state slot", self._numbers.state_slots.outside(int(slots[slot.argmax()])))
 
-    def admit(self, lines: np.ndarray, slots: np.ndarray) -> None:
-        """Rows begin new requests, with these slots and without pages."""
+    def admit_rows(self, lines: np.ndarray, slots: np.ndarray) -> None:
         old = self.slot_of[lines]
         self.give(old[self._owner[old] == lines])
         self.slot_of[lines] = slots
         self._owner[slots[slots > 0]] = lines[slots > 0]
         self._tenancy[lines] += 1
-        self.pages.admit(lines)
+        self.pages.forget_rows(lines)
 
     def give(self, slots: np.ndarray) -> None:
-        """Slots belong to no row any more."""
         self._owner[slots[slots > 0]] = 0
 
     def check_rows(self, lines: np.ndarray) -> None:
-        """PoolError for a row that was not admitted, or whose state slot another one has."""
+        """PoolError for a row that was not admitted, or lost its state slot."""
         slots = self.slot_of[lines]
         if len(missing := np.flatnonzero(slots == NOT_ADMITTED)):
             raise PoolError(f"row {self._row(lines[missing[0]])} was not admitted: call admit first")
@@ -96,7 +98,7 @@ class Owners:
         )
 
     def lengths_ahead(self) -> np.ndarray:
-        """[R + 1] tokens of each row at the end of the last step ahead that names it; 0: none does."""
+        """[R + 1] tokens of each row after the last step ahead that names it; 0: none."""
         found = np.zeros(len(self.slot_of), np.int64)
         for step in self._ahead:
             np.maximum.at(found, step.lines, step.ends)
@@ -107,24 +109,23 @@ class Owners:
     def use(
         self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, decodes: int, verifies: bool, reads: np.ndarray
     ) -> StepUse:
-        """What a step of these real rows would name. PoolError as `check`."""
+        """The use of a step of these rows. PoolError as `check_step`."""
         writes = self.pages.writes(lines, starts, ends)
         real = reads[: max(len(lines) - decodes, 0)]
         step = StepUse(lines, self._tenancy[lines], starts, ends, min(decodes, len(lines)), verifies, real, writes)
-        self.check(step)
+        self.check_step(step)
         return step
 
     def note(self, batch: ForwardBatch, step: StepUse) -> None:
-        """Keeps with a batch what it names."""
         batch.metadata[self] = step
 
-    def of(self, batch: ForwardBatch) -> StepUse | None:
-        """What was noted of a batch; None if another program has made it."""
+    def use_of_batch(self, batch: ForwardBatch) -> StepUse | None:
+        """The use of a batch; None if another program has made the batch."""
         step: StepUse | None = batch.metadata.get(self)
         return step
 
-    def check(self, step: StepUse | None) -> None:
-        """PoolError unless rows, slots and pages belong to the step's rows, as they did when the step was made."""
+    def check_step(self, step: StepUse | None) -> None:
+        """PoolError if rows, slots or pages changed owners since the step was made."""
         if step is None or step in self._ahead:
             return
         again = self._tenancy[step.lines] != step.tenancies
@@ -134,7 +135,7 @@ class Owners:
         self.check_rows(step.lines)
         self._check_reads(step)
         if self.pages.known:
-            self.pages.check(step.lines, step.ends, step.writes)
+            self.pages.check_pages(step.lines, step.ends, step.writes)
 
     def check_none_ahead(self) -> None:
         """BackendError if a step is ahead: the next one would run before it."""
@@ -142,15 +143,15 @@ class Owners:
             raise BackendError("replay while a prepared step has not run: run and commit it first, or drop() it")
 
     def prepared(self, step: StepUse | None) -> None:
-        """A step that `check` has passed will run, after those before it: it takes the pages that it writes."""
+        """A checked step will run after those before it: its rows write its pages from now on."""
         if step is None or step in self._ahead:
             return
         self._ahead.append(step)
         if self.pages.known:
-            self.pages.take(step.lines, step.starts, step.ends, step.writes, step.decodes if step.verifies else 0)
+            self.pages.take_pages(step.lines, step.starts, step.ends, step.writes, step.decodes if step.verifies else 0)
 
     def check_next(self, step: StepUse | None) -> None:
-        """BackendError if another step was prepared before this one and has not run."""
+        """BackendError if another step was prepared earlier and has not run."""
         if step in self._ahead[1:]:
             raise BackendError(
                 "forward of a step before one that was prepared earlier: run steps in the order in which they were "
@@ -158,16 +159,13 @@ class Owners:
             )
 
     def ran(self, step: StepUse | None) -> None:
-        """A step has run."""
         if step in self._ahead:
             self._ahead.remove(step)
 
     def drop(self) -> None:
-        """The steps ahead will not run."""
         self._ahead.clear()
 
     def _check_reads(self, step: StepUse) -> None:
-        """PoolError if a row starts from a slot that another row of the step writes."""
         if not step.reads.any():
             return
         owners = self._owner[step.reads]

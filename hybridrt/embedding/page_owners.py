@@ -1,4 +1,4 @@
-"""Which KV pages each row has, and which row writes each page now."""
+"""Which KV pages each row has, and which row writes each page."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ _NONE = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Pages of rows, in the pools' numbers: row `lines[i]` has `pages[i]` at its page index `indices[i]`; 0: no page
-    there. [m] each; each place once."""
+    """Row `lines[i]` has `pages[i]` at its page index `indices[i]`; 0: no page. [m] each; each
+    place once."""
 
     lines: np.ndarray
     indices: np.ndarray
@@ -22,15 +22,19 @@ class Places:
 
 
 class PageOwners:
-    """A page may be read by several rows, and written by one: the last one that a step of its own gave it to. If that
-    takes it from a row that has used it, the other row has lost it: no step may name that row until it is admitted
-    again. Host engines do not say when a request ends, so a row that has ended loses its pages in the same way.
+    """Owners of pages.
 
-    Everything here is bookkeeping in arrays: what a step costs grows with its own pages, not with those of the pool.
+    Several rows may read a page. One may write it: the last one that was given it and ran a step. A
+    row that used the page before has lost it, and no step may name that row until it is admitted
+    again. Rows that have ended lose their pages in the same way, since host engines do not say when
+    a request ends.
+
+    The cost of a step grows with its own pages, not with those of the pool.
 
     Attributes:
         page_of: [R + 1, pages of a row] int32, the page of each place; 0: none.
-        known: False where tables were written on a device that is not looked at. Nothing is checked from then on.
+        known: False after tables were written on a device that is not read; then nothing is
+            checked.
     """
 
     def __init__(self, rows: int, max_pages: int, demand: PageDemand, num_pages: int, numbers: Numbers) -> None:
@@ -44,19 +48,19 @@ class PageOwners:
         self._floor = np.zeros(rows + 1, np.int64)  # the first position at which its next step may begin
         self._lost = np.zeros((rows + 1, 2), np.int32)  # the page that a row has lost, and the row that has it now
 
-    def admit(self, lines: np.ndarray) -> None:
-        """Rows begin without pages."""
+    def forget_rows(self, lines: np.ndarray) -> None:
         for line in lines.tolist():
             self._drop(line)
         self._reach[lines] = self._floor[lines] = 0
         self._lost[lines] = 0
 
     def checked(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray, ahead: np.ndarray) -> Places:
-        """What `map` may enter. `ahead`: [R + 1] tokens of each row, counted to the end of the last step that is
-        prepared and has not run.
+        """Places that `map` may enter. `ahead`: [R + 1] tokens of each row after the last step that
+        is prepared and has not run.
 
         Raises:
-            PoolError: a place gets two pages, a row has the page at another place, or a step ahead uses the place.
+            PoolError: a place gets two pages, a row has the page at another place, or a step ahead
+                uses the place.
         """
         new = self._once(lines, indices, pages)
         held = self.page_of[new.lines, new.indices]
@@ -76,8 +80,8 @@ class PageOwners:
         return new
 
     def map(self, new: Places) -> None:
-        """Rows get pages that `checked` has passed; 0 takes one away. A row does not become the writer of a page
-        before a step of it writes there."""
+        """Enters places that `checked` has passed; 0 takes a page away. A row writes a page only
+        after a step of it writes there."""
         for line, index in self._held_elsewhere(new):  # the row's window has left it
             self._unmap(np.array([line]), np.array([index]))
         self._unmap(new.lines, new.indices)
@@ -87,7 +91,6 @@ class PageOwners:
         np.add.at(self._sum, new.pages[real], new.lines[real])
 
     def _once(self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray) -> Places:
-        """Each place once. PoolError if one gets two pages, or a row gets a page twice."""
         places, first, inverse = np.unique(_pairs(lines, indices), return_index=True, return_inverse=True)
         new = Places(lines[first], indices[first], pages[first])
         if len(places) < len(lines) and (other := new.pages[inverse] != pages).any():
@@ -104,7 +107,7 @@ class PageOwners:
         return new
 
     def _held_elsewhere(self, new: Places) -> list[tuple[int, int]]:
-        """(row, index) of places that keep a page which the same row now gets at another place."""
+        """(row, index) of places whose page the row now gets at another place."""
         users = self._users[new.pages]
         maybe = (users > 1) | ((users == 1) & (self._sum[new.pages] == new.lines))
         found = list[tuple[int, int]]()
@@ -116,7 +119,7 @@ class PageOwners:
         return found
 
     def writes(self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Places:
-        """The pages of a step's new tokens, from position starts[i] to ends[i] of row lines[i]: [n] each."""
+        """The pages of the tokens from starts[i] to ends[i] of row lines[i]: [n] each."""
         if not self.known:
             return Places(*[_NONE] * 3)
         first = starts // self._size
@@ -128,9 +131,9 @@ class PageOwners:
             indices = np.repeat(first - before, counts) + np.arange(len(owners))
         return Places(owners, indices, self.page_of[owners, indices])
 
-    def check(self, lines: np.ndarray, ends: np.ndarray, writes: Places) -> None:
-        """What a step of rows `lines` names is theirs. PoolError: a row has lost a page, its table has changed since
-        `writes` was made, or another row of the step uses a page that this one writes."""
+    def check_pages(self, lines: np.ndarray, ends: np.ndarray, writes: Places) -> None:
+        """PoolError: a row has lost a page, its table has changed since `writes` was made, or
+        another row of the step uses a page that this one writes."""
         lost = self._lost[lines, 0]
         if lost.any():
             self._refuse_lost(int(lines[lost.argmax()]))
@@ -151,9 +154,11 @@ class PageOwners:
                         "another page"
                     )
 
-    def take(self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: Places, rolls_back: int) -> None:
-        """A step that `check` has passed will run: its rows write these pages from now on. Of the first `rolls_back`
-        rows one token stays at least, of the others all."""
+    def take_pages(
+        self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: Places, rolls_back: int
+    ) -> None:
+        """The rows of a checked step write these pages from now on. Of the first `rolls_back` rows
+        at least one token stays, of the others all."""
         for line, page in self._contended(writes):
             for other in self._others(line, page):
                 self._take_from(other, page, line)
@@ -163,7 +168,7 @@ class PageOwners:
         self._floor[lines[:rolls_back]] = starts[:rolls_back] + 1
 
     def _contended(self, writes: Places, among: np.ndarray | None = None) -> list[tuple[int, int]]:
-        """(row, page) of the written pages that other rows have; `among`: which may be one of these."""
+        """(row, page) of the written pages that other rows have; `among`: the only possible ones."""
         shared = np.flatnonzero((self._users[writes.pages] > 1) & (writes.pages > 0))
         if not len(shared):
             return []
@@ -174,7 +179,6 @@ class PageOwners:
         return list(zip(lines.tolist(), pages.tolist()))
 
     def _others(self, line: int, page: int) -> list[int]:
-        """The rows but `line` that have a page."""
         if self._users[page] == 2:
             return [int(self._sum[page]) - line]
         return [] if self._users[page] < 2 else [
@@ -182,8 +186,8 @@ class PageOwners:
         ]  # fmt: skip
 
     def _take_from(self, other: int, page: int, line: int) -> None:
-        """Row `line` writes a page that row `other` has. The other has lost it, unless its window has left it or no
-        step of it has used it."""
+        """Row `line` writes a page of row `other`, which has lost it if a step of it used the page
+        in its window."""
         index = int((self.page_of[other] == page).argmax())
         if index < self._first(other):
             self._unmap(np.array([other]), np.array([index]))
@@ -192,7 +196,6 @@ class PageOwners:
             self._drop(other)
 
     def _drop(self, line: int) -> None:
-        """A row has no pages any more."""
         places = np.flatnonzero(self.page_of[line])
         self._unmap(np.full(len(places), line), places)
 
@@ -207,7 +210,6 @@ class PageOwners:
         self.page_of[lines, indices] = 0
 
     def _first(self, line: int) -> int:
-        """The first page index that later steps of a row read."""
         return self._demand.first_page(int(self._floor[line]))
 
     def _refuse_lost(self, line: int) -> None:

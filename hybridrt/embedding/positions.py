@@ -1,4 +1,4 @@
-"""Where the recurrent states stand: a step must continue exactly there."""
+"""How many tokens each recurrent state includes: a step must continue there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class StepRows:
     Attributes:
         lines: [n] rows.
         starts, ends: [n] tokens of each request before and after the step.
-        decodes: so many rows at the head decode or verify.
+        decodes: rows at the head that decode or verify.
         verifies: they verify drafts, some of which may not stay.
-        reads: slots from which the rows behind them start, 0 for their own; None: all from their own.
+        reads: slots from which the other rows start, 0 for their own; None: all from their own.
     """
 
     lines: list[int]
@@ -32,9 +32,11 @@ class StepRows:
 
 
 class Positions:
-    """How many tokens the state of each row will include once all prepared steps have run, and those of the slots that
-    `snapshot` has filled. Where nothing is known, a step may begin anywhere: behind drafts, before the host says how
-    many of them stay, and in slots that the host engine has filled by other means.
+    """Tokens in the state of each row after all prepared steps, and in the slots that `snapshot`
+    filled.
+
+    Unknown are states after drafts until the host says how many stay, and slots that the host
+    engine filled itself. A step may begin anywhere there.
 
     Args:
         rows: the host engine's numbers of rows, for errors.
@@ -46,13 +48,11 @@ class Positions:
         self._of_slot: dict[int, int] = {}
         self._ahead: list[StepRows] = []  # prepared, and not run
 
-    def admit(self, lines: Sequence[int], slots: Sequence[int]) -> None:
-        """Rows begin with zeroed slots."""
+    def admit_rows(self, lines: Sequence[int], slots: Sequence[int]) -> None:
         self._of_row |= dict.fromkeys(lines, 0)
         self._forget(self._of_slot, slots)
 
     def snapshot(self, lines: Sequence[int], slots: Sequence[int]) -> None:
-        """Slots get the states of rows."""
         self._forget(self._of_slot, slots)
         ahead = {line for step in self._ahead for line in step.lines}
         for line, slot in zip(lines, slots):
@@ -60,26 +60,24 @@ class Positions:
                 self._of_slot[slot] = held
 
     def restore(self, slots: Sequence[int], lines: Sequence[int]) -> None:
-        """Rows get the states in slots."""
         self._forget(self._of_row, lines)
         self._of_row |= {line: self._of_slot[slot] for line, slot in zip(lines, slots) if slot in self._of_slot}
 
     def note(
         self, batch: ForwardBatch, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, reads: np.ndarray | None
     ) -> None:
-        """Keeps with a batch which rows it has. All arrays are as in `StepRows`, with padding rows behind the real
-        ones."""
+        """Keeps the rows of a batch. Arrays as in `StepRows`, followed by padding rows."""
         own, first, last = (values[: batch.num_real].tolist() for values in (lines, starts, ends))
         slots = None if reads is None else reads.tolist()
         batch.metadata[self] = StepRows(own, first, last, batch.num_decode_rows, batch.spec_info is not None, slots)
 
-    def of(self, batch: ForwardBatch) -> StepRows | None:
+    def step_of_batch(self, batch: ForwardBatch) -> StepRows | None:
         """What was noted of a batch; None if nothing was."""
         step: StepRows | None = batch.metadata.get(self)
         return step
 
-    def check(self, step: StepRows | None) -> None:
-        """BackendError unless each row continues where the state stands that it starts from. None: not known."""
+    def check_step(self, step: StepRows | None) -> None:
+        """BackendError if a row does not continue at the end of its state. None: not known."""
         if step is None or step in self._ahead:
             return
         for i, (line, start) in enumerate(zip(step.lines, step.starts)):
@@ -92,7 +90,6 @@ class Positions:
                 )
 
     def prepared(self, step: StepRows | None) -> None:
-        """A step was prepared: it will run."""
         if step is not None and step not in self._ahead:
             self._ahead.append(step)
             self._of_row |= zip(step.lines, step.ends)
@@ -100,12 +97,11 @@ class Positions:
                 self._of_row |= dict.fromkeys(step.lines[: step.decodes], step)
 
     def ran(self, step: StepRows | None) -> None:
-        """`forward` has run a step."""
         if step in self._ahead:
             self._ahead.remove(step)
 
     def accepted(self, step: StepRows | None, accepted: Array) -> None:
-        """So many tokens of each row of a verify step stay. What is on a GPU is not read."""
+        """So many tokens of each verify row stay. Values on a GPU are not read."""
         if step is None or (isinstance(accepted, torch.Tensor) and accepted.device.type != "cpu"):
             return
         for line, start, kept in zip(step.lines, step.starts, host_integers("accepted", accepted).tolist()):

@@ -1,4 +1,4 @@
-"""`EmbeddedRuntime`: a model with its pools and backends, whose steps a host engine plans."""
+"""`EmbeddedRuntime`: a model with its pools and backends that runs a host engine's steps."""
 
 from collections.abc import Sequence
 
@@ -23,14 +23,14 @@ from hybridrt.runtime.step.plan import DecodeRows
 class EmbeddedRuntime:
     """Runs the steps that a host engine plans; `hybridrt.embedding.build` makes it.
 
-    Rows, state slots and pages are the host engine's own numbers everywhere; `numbers` translates them. An Array is a
-    list, a numpy array or a CPU tensor of integers, [n]. Methods queue work on the device and do not wait for it. Each
-    checks all its arguments before it changes anything. Not thread-safe: call from one thread at a time.
+    Rows, state slots and pages are the host engine's own numbers. An Array is a list, a numpy array
+    or a CPU tensor of integers, [n]. Methods queue work on the device and do not wait for it. Each
+    checks all arguments before it changes anything. Not thread-safe.
 
     Attributes:
         plan: rows, slots and pages that the host engine may hand out.
-        numbers: how the host engine counts.
-        model, pools, backend: the parts that it uses. They number the scratch row, slot and page 0.
+        numbers: translates the host engine's numbers.
+        model, pools, backend: the parts, where scratch entries are 0.
     """
 
     def __init__(self, runtime: Runtime, numbers: Numbers) -> None:
@@ -46,38 +46,39 @@ class EmbeddedRuntime:
     @in_undisturbed
     @torch.inference_mode()
     def admit(self, rows: Array, state_slots: Array | None = None) -> None:
-        """Each of `rows` begins a request. It owns its state slot from now on, which is zeroed, and has no pages.
+        """Each of `rows` begins a request. It owns its state slot, which is zeroed, and has no
+        pages.
 
         Args:
             state_slots: one for each row; None for a model without recurrent layers.
 
         Raises:
-            PoolError: a number is scratch, outside its table or there twice; slots are missing; a step waits for its
-                commit, or names the row or the slot and has not run.
+            PoolError: a number is scratch, outside its table or there twice; slots are missing; a
+                step waits for its commit, or names the row or the slot and has not run.
         """
         self._require_commit("admit")
         lines = self.numbers.rows.own("rows", rows)
         if self.pools.req_to_token.mamba_pool is None:
             self._owners.check_free(lines, np.zeros_like(lines))
-            self._batches.admit(lines, np.zeros_like(lines))
+            self._batches.admit_rows(lines, np.zeros_like(lines))
             return
         if state_slots is None:
             raise PoolError("the model has recurrent layers: admit needs a state slot for each row")
         places = self.numbers.state_slots.own("state_slots", state_slots)
         check_equal("rows", lines, "state_slots", places)
         self._owners.check_free(lines, places)
-        self._batches.admit(lines, places)
+        self._batches.admit_rows(lines, places)
         self.pools.req_to_token.admit(*self._batches.staging.upload((lines, places)))
 
     @in_undisturbed
     @torch.inference_mode()
     def write_pages(self, rows: Array, page_indices: Array, pages: Array) -> None:
-        """KV page `pages[i]` holds the page_size tokens of row `rows[i]` from page_indices[i] * page_size on. Does
-        nothing in a model without attention layers, which has no pages.
+        """KV page `pages[i]` holds the tokens of row `rows[i]` from page_indices[i] * page_size on.
+        Does nothing without attention layers.
 
         Raises:
-            PoolError: a row or page is scratch or outside its table; a row would have a page at two places; a step that
-                has not run uses the page that the place has.
+            PoolError: a row or page is scratch or outside its table; a row would have a page at two
+                places; a step that has not run uses the page that the place has.
             BackendError: a page index is outside the row's table, or the arrays differ in length.
         """
         table = self.pools.req_to_token
@@ -95,17 +96,17 @@ class EmbeddedRuntime:
     @in_undisturbed
     @torch.inference_mode()
     def write_tokens(self, rows: torch.Tensor, positions: torch.Tensor, places: torch.Tensor) -> None:
-        """Token `positions[i]` of row `rows[i]` is written to KV place `places[i]`, which is page * page_size + offset:
-        for engines that compute their table on the device. The tokens of a page lie side by side, from offset 0 on.
-        Does nothing in a model without attention layers.
+        """Token `positions[i]` of row `rows[i]` has KV place `places[i]`, page * page_size +
+        offset: for engines that compute their table on the device. A page has its tokens in order,
+        from offset 0 on. Does nothing without attention layers.
 
         Args:
-            rows, positions, places: [n] int32 or int64 on the runtime's device. Their values are checked on a CPU, and
-                elsewhere with HYBRIDRT_DEBUG=1.
+            rows, positions, places: [n] int32 or int64 on the runtime's device. Values are checked
+                on a CPU, and elsewhere with HYBRIDRT_DEBUG=1.
 
         Raises:
-            BackendError: shapes, dtypes or devices are wrong. PoolError: a number is outside its table, or as for
-                `write_pages`; or a token does not lie at its offset in a page.
+            BackendError: shapes, dtypes or devices are wrong.
+            PoolError: as for `write_pages`; or a token is at another offset in its page.
         """
         table, numbers = self.pools.req_to_token, self.numbers
         if not table.max_context:
@@ -124,16 +125,15 @@ class EmbeddedRuntime:
     @in_undisturbed
     @torch.inference_mode()
     def snapshot(self, rows: Array, state_slots: Array) -> None:
-        """Copies the recurrent state of `rows` into `state_slots`, which no running request owns: a row that had one
-        has lost it. The rows keep their state.
+        """Copies the recurrent state of `rows` into `state_slots`. A row that owned such a slot has
+        lost it. KV is not copied.
 
-        A request that uses the snapshot must continue at exactly the row's next position. KV is not copied: it stays in
-        its pages.
+        A request that uses the snapshot must continue at exactly the row's next position.
 
         Raises:
-            PoolError: a number is scratch, outside its table or there twice; a row was not admitted, or has lost its
-                slot, or the slot is its own; the model keeps no state; a step waits for its commit, or names the slot
-                and has not run.
+            PoolError: a number is scratch, outside its table or there twice; a row was not
+                admitted, or has lost its slot, or the slot is its own; the model keeps no state; a
+                step waits for its commit, or names the slot and has not run.
         """
         pool, lines, places = self._state_move("snapshot", rows, state_slots)
         pool.snapshot(*self._batches.staging.upload((lines, places)))
@@ -143,8 +143,8 @@ class EmbeddedRuntime:
     @in_undisturbed
     @torch.inference_mode()
     def restore(self, state_slots: Array, rows: Array) -> None:
-        """Copies the states in `state_slots` into the slots that `rows` own. PoolError as in `snapshot`, and if a step
-        that has not run names a row."""
+        """Copies the states in `state_slots` into the slots of `rows`. PoolError as in `snapshot`,
+        and if a step that has not run names a row."""
         pool, lines, places = self._state_move("restore", rows, state_slots)
         pool.restore(*self._batches.staging.upload((places, lines)))
         self._positions.restore(places.tolist(), lines.tolist())
@@ -164,41 +164,43 @@ class EmbeddedRuntime:
         read_state_slots: Array | None = None,
         spec_info: SpecInfo | None = None,
     ) -> ForwardBatch:
-        """A step of B rows and N tokens: decode rows first, padding rows last. The pages of its tokens have been
-        written. One copy to the device.
+        """A step of B rows and N tokens: decode rows first, padding rows last. Write the pages of
+        its tokens before.
 
         Args:
-            input_ids: [N] tokens, row after row. An int32 tensor on the runtime's device is used without a copy, and
-                may be filled until `forward`.
+            input_ids: [N] tokens, row after row. An int32 tensor on the runtime's device is used
+                without a copy, and may be filled until `forward`.
             rows: [B]; the scratch row is a padding row.
             seq_lens: [B] tokens of each request after this step.
             query_lens: [B] tokens of each row in this step; None: all are decode rows.
-            num_decode_rows: rows at the head of the batch that decode or verify, with one token each, or
-                spec_info.tokens_per_row.
-            read_state_slots: [B - num_decode_rows] from which the other rows start; the scratch slot stands for the
-                row's own. A row leaves its state in its own slot in any case.
+            num_decode_rows: first rows, which decode one token or verify spec_info.tokens_per_row.
+            read_state_slots: [B - num_decode_rows] from which the other rows start; scratch: the
+                row's own. A row always leaves its state in its own slot.
             spec_info: drafts of the decode rows, tensors on the runtime's device.
 
         Raises:
-            BackendError: an array of the wrong kind, dtype or length; lengths or tokens out of range.
-            PoolError: a number outside its table; a row that was not admitted, is there twice, lacks a page, or has
-                lost its slot or a page to another row; a page that one row of the step writes and another one has.
+            BackendError: an array of the wrong kind, dtype or length; lengths or tokens out of
+                range.
+            PoolError: a number outside its table; a row that was not admitted, is there twice,
+                lacks a page, or has lost its slot or a page to another row; a page that one row of
+                the step writes and another one has.
         """
         return self._batches.make(input_ids, rows, seq_lens, query_lens, num_decode_rows, read_state_slots, spec_info)
 
     @in_undisturbed
     @torch.inference_mode()
     def prepare(self, batch: ForwardBatch) -> None:
-        """Makes the metadata of a step: host work and copies. Call it once a step, before `forward`. Earlier steps may
-        not have run yet; run the steps in the order in which they were prepared.
+        """Makes the metadata of a step: host work and copies. Call it once a step, before
+        `forward`. Several steps may be prepared; run them in the same order.
 
         Raises:
-            BackendError: the batch contradicts itself or the pools, or a row does not continue where its state stands.
+            BackendError: the batch contradicts itself or the pools, or a row does not continue at
+                the end of its state.
             PoolError: rows, slots or pages have changed hands since the batch was made.
         """
-        step, use = self._positions.of(batch), self._owners.of(batch)
-        self._positions.check(step)
-        self._owners.check(use)
+        step, use = self._positions.step_of_batch(batch), self._owners.use_of_batch(batch)
+        self._positions.check_step(step)
+        self._owners.check_step(use)
         self.backend.prepare(batch)
         self._positions.prepared(step)
         self._owners.prepared(use)
@@ -206,20 +208,22 @@ class EmbeddedRuntime:
     @in_undisturbed
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Runs the layers of a prepared step. Writes KV, and the states of the rows that do not decode.
+        """Runs the layers of a prepared step. Writes KV, and the states of the rows that do not
+        decode.
 
         Returns:
             [N, hidden] in the model's dtype.
 
         Raises:
-            BackendError: the step was not prepared, or the step before has not run or waits for its commit.
+            BackendError: the step was not prepared, or the step before has not run or waits for its
+                commit.
         """
         self._require_commit("forward", BackendError)
-        self._owners.check_next(self._owners.of(batch))
+        self._owners.check_next(self._owners.use_of_batch(batch))
         check_range("input_ids", batch.input_ids, self._batches.vocab_size, BackendError)  # they may be filled late
         hidden: torch.Tensor = self.model(batch)
-        self._positions.ran(self._positions.of(batch))
-        self._owners.ran(self._owners.of(batch))
+        self._positions.ran(self._positions.step_of_batch(batch))
+        self._owners.ran(self._owners.use_of_batch(batch))
         self._open = batch if batch.num_decode_rows else None
         return hidden
 
@@ -232,12 +236,12 @@ class EmbeddedRuntime:
     @in_undisturbed
     @torch.inference_mode()
     def commit(self, batch: ForwardBatch, accepted: Array | None = None, path: torch.Tensor | None = None) -> None:
-        """Makes the accepted tokens of the decode rows part of their states. Call it after `forward` of each step with
-        decode rows, in every state mode.
+        """Makes the accepted tokens of decode rows part of their states. Call it after `forward` of
+        each step with decode rows, in every state mode.
 
         Args:
-            accepted: [n] tokens that stay of each of the first n verify rows, the root among them: 1 to T, 0 for
-                padding rows. It may be an integer tensor on the runtime's device. None for plain decode.
+            accepted: [n] tokens that stay of the first n verify rows, the root included: 1 to T, 0
+                for padding rows. It may be an integer tensor on the device. None for plain decode.
             path: [n, T] int64 accepted nodes of a draft tree; None for a chain.
 
         Raises:
@@ -247,15 +251,15 @@ class EmbeddedRuntime:
             raise BackendError("commit is for the batch that forward ran last, once, if it has decode rows")
         self.backend.commit(batch, self._accepted(batch, accepted), path)
         if accepted is not None:
-            self._positions.accepted(self._positions.of(batch), accepted)
+            self._positions.accepted(self._positions.step_of_batch(batch), accepted)
         self._open = None
 
     @in_undisturbed
     def drop(self) -> None:
-        """Discards all steps that were prepared and not committed, after a failure. The states and the KV of their rows
-        are unknown: admit their requests again."""
+        """Discards all prepared steps after a failure. States and KV of their rows are unknown:
+        admit their requests again."""
         self.backend.drop_step()
-        self._positions.drop(self._positions.of(self._open) if self._open else None)
+        self._positions.drop(self._positions.step_of_batch(self._open) if self._open else None)
         self._owners.drop()
         self._open = None
 
@@ -265,7 +269,7 @@ class EmbeddedRuntime:
 
         Args:
             max_rows: of the largest graph; None: all rows of the plan.
-            sizes: the batch sizes that get a graph; () for a default choice, denser where they are small.
+            sizes: of the graphs' batches; (): a default choice.
 
         Raises:
             ConfigError: max_rows is below 1. PoolError: a step waits for its commit.
@@ -317,9 +321,9 @@ class EmbeddedRuntime:
 
 
 class DecodeGraphs:
-    """Decode steps of one token a row, recorded once, and replayed for any rows; `EmbeddedRuntime.capture` makes it.
+    """Recorded decode steps of one token a row; `EmbeddedRuntime.capture` makes them.
 
-    On CUDA they are CUDA graphs. On a CPU a replay calls the same function again, over the same buffers.
+    CUDA graphs on CUDA. On a CPU a replay calls the same function again, over the same buffers.
     """
 
     def __init__(self, runtime: EmbeddedRuntime, batches: Batches, max_rows: int, sizes: Sequence[int]) -> None:
@@ -335,13 +339,13 @@ class DecodeGraphs:
         self._graphs.capture(sizes=sizes)
 
     def fits(self, rows: int) -> bool:
-        """Whether a graph holds a step of so many rows. Other steps run eagerly."""
+        """Whether a graph holds so many rows. Other steps run eagerly."""
         return rows > 0 and self._graphs.bucket(rows) is not None
 
     @in_undisturbed
     @torch.inference_mode()
     def replay(self, *, input_ids: Array, rows: Array, seq_lens: Array) -> torch.Tensor:
-        """Runs and commits a decode step. It needs no prepare, forward or commit.
+        """Runs and commits a decode step, without prepare, forward or commit.
 
         Args:
             input_ids, rows, seq_lens: [n], as for `EmbeddedRuntime.batch`; no padding rows.
@@ -366,7 +370,7 @@ class DecodeGraphs:
         step = None
         if batches.table.mamba_pool is not None:
             step = StepRows(lines.tolist(), (lens - ones).tolist(), lens.tolist(), len(lines))
-        batches.positions.check(step)
+        batches.positions.check_step(step)
         index, copied = batches.staging.upload((lines, ids))
         self._last_tokens.index_copy_(0, index.long(), copied if given is None else given)
         nothing = np.zeros_like(lines)

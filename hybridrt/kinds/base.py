@@ -1,4 +1,4 @@
-"""What the runtime must know of one kind of recurrent layer, and the state that such a layer keeps."""
+"""A kind of recurrent layer, and the shape of its state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,13 +17,14 @@ class StateShape:
 
     Attributes:
         kind: name of the LinearKind.
-        segments: the sub-projections that the causal conv runs over, in order, with their widths: x (Mamba-1), x, B, C
-            (Mamba-2) or q, k, v (GDN). A slice of the conv state must respect them. Empty for a layer without a conv.
-        conv_kernel: K, taps of the conv; 1 for a layer without a conv.
-        temporal: shape of the recurrent state: [I, N] (Mamba-1), [H, P, N] (Mamba-2), [Hv, V, K] (GDN); [0] for a layer
-            that keeps a conv window alone.
-        groups: G groups of B and C, or Hk key heads, on this rank: rows of a state ring's keys. 1 for Mamba-1, whose
-            channels share B and C.
+        segments: (name, width) of the causal conv's sub-projections in order, which slices of the
+            conv state must respect: x (Mamba-1), x, B, C (Mamba-2) or q, k, v (GDN). Empty without
+            a conv.
+        conv_kernel: K, taps of the conv; 1 without a conv.
+        temporal: shape of the recurrent state: [I, N] (Mamba-1), [H, P, N] (Mamba-2), [Hv, V, K]
+            (GDN); [0] if the layer keeps only a conv window.
+        groups: groups G of B and C, or key heads Hk, on this rank: rows of a state ring's keys. 1
+            for Mamba-1.
     """
 
     kind: str
@@ -37,7 +38,8 @@ class StateShape:
         return sum(width for _, width in self.segments)
 
     def conv_width(self, tokens: int) -> int:
-        """Wc: columns of the conv ring for steps of `tokens` tokens: the next power of two >= K - 1 + tokens."""
+        """Wc: columns of the conv ring for steps of `tokens` tokens, a power of two >= K - 1 +
+        tokens."""
         return next_power_of_two(self.conv_kernel - 1 + tokens)
 
     @property
@@ -47,26 +49,31 @@ class StateShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearKind:
-    """One kind of recurrent layer: all that pools, memory plan, backends, transfer and `inspect` ask.
+    """One kind of recurrent layer, for pools, memory plan, backends, transfer and `inspect`.
 
     Attributes:
         title: name for people. letter: the layer's symbol in `hybridrt inspect`.
-        config: class of its configuration, whose `kind` is the kind's name; mixer and backend have the same `kind`.
-        shape: (configuration, ranks) to the state on one rank. ConfigError where ranks cannot share the layer.
-        backend, mixer: "module:class" of its backend (a MambaAttnBackendBase) and of its layer. A mixer has `kind`,
-            `layer_id`, `config`, `width` (the channels of what its backend returns) and `targets(key)` (where the
-            checkpoint's tensors go); with a conv also `conv_weight` and `conv_bias`.
-        conv_parts: segments of the conv by name; True for those that are cut by group, so that ranks hold copies where
-            they are more than the groups. The others are as wide as the state: prod(temporal[:-1]).
-        temporal_dims: names of the recurrent state's dimensions; none for a kind that keeps a conv window alone.
-        cut_state: ranks share the recurrent state along its first dimension; False where each keeps all of it.
+        config: class of its configuration. Its `kind` is the kind's name, also of mixer and
+            backend.
+        shape: (configuration, ranks) to the state on one rank. ConfigError if ranks cannot share
+            the layer.
+        backend, mixer: "module:class" of its backend (a MambaAttnBackendBase) and layer. A mixer
+            has `kind`, `layer_id`, `config`, `width` (channels of its backend's result) and
+            `targets(key)` (targets of checkpoint tensors); with a conv also `conv_weight` and
+            `conv_bias`.
+        conv_parts: name -> sharded by group? If True and ranks > groups, ranks replicate. If False,
+            the width is prod(temporal[:-1]) and is sharded with the state.
+        temporal_dims: names of the recurrent state's dimensions; empty if only a conv window is
+            kept.
+        cut_state: whether ranks shard the recurrent state's first dimension, or each keeps all of
+            it.
         state_dtype: of the recurrent state; None for `EngineConfig.mamba_ssm_dtype`.
-        ring_shapes: (state, W) to the shapes of `ring_values`, `ring_keys` and `ring_gates` of a row, the last in
-            float32 and the others in the activations' dtype; None where state mode "replay" does not exist. `fold_ring`
-            folds them: S = decay * S + value * key^T, one gate a head, or one for each channel of a key. Another
-            recurrence needs its own fold. A kind that keeps a conv window alone has no such tensors. If ring gates are
-            not logs of decays, the backend overrides `ring_decay`.
-        replay_pays: whether a run without `state_mode` takes "replay" on a GPU, where it exists.
+        ring_shapes: (state, W) to the shapes of a row's `ring_values`, `ring_keys` (activations'
+            dtype) and `ring_gates` (float32); empty if only a conv window is kept, None without
+            state mode "replay". `fold_ring` folds S = decay * S + value * key^T, with one gate a
+            head or a key channel; another recurrence needs its own fold. If gates are not logs of
+            decays, the backend overrides `ring_decay`.
+        replay_pays: whether "replay" is the default state mode on a GPU.
     """
 
     title: str
@@ -84,7 +91,7 @@ class LinearKind:
 
 
 def gated_ring(shape: StateShape, width: int) -> dict[str, tuple[int, ...]]:
-    """The ring of a state [H, P, N] that takes value x key of each token, decayed by one gate a head."""
+    """The ring of a state [H, P, N] with one gate a head."""
     heads, values, keys = shape.temporal
     return {
         "ring_values": (heads, width, values),
@@ -99,7 +106,7 @@ def next_power_of_two(n: int) -> int:
 
 
 def split_over(what: str, count: int, ranks: int) -> int:
-    """A rank's share of `count`; ConfigError if it does not come out even."""
+    """A rank's share of `count`; ConfigError if ranks do not divide it."""
     if count % ranks:
         raise ConfigError(f"{count} {what} cannot be split over tp_size={ranks}; use a divisor of {count}")
     return count // ranks

@@ -1,4 +1,5 @@
-"""Gated Delta Net (Yang et al. 2025): a state of values by keys in each value head, key heads that several share."""
+"""Gated Delta Net (Yang et al. 2025): value heads with a [V, K] state each, in groups that share a
+key head."""
 
 from dataclasses import dataclass
 

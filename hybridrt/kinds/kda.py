@@ -1,4 +1,5 @@
-"""Kimi Delta Attention (Moonshot AI 2025): a Gated Delta Net whose keys' channels each decay by a gate of their own."""
+"""Kimi Delta Attention (Moonshot AI 2025): a Gated Delta Net with one decay gate per key
+channel."""
 
 from dataclasses import dataclass
 
@@ -9,11 +10,12 @@ from hybridrt.kinds.base import LinearKind, StateShape, gated_ring, split_over
 
 @dataclass(frozen=True)
 class KDAConfig(LinearConfig):
-    """Kimi Delta Attention mixer, before sharding: H heads of q, k and v, each of `head_dim` channels.
+    """Kimi Delta Attention mixer, before sharding: H heads of q, k and v, each of `head_dim`
+    channels.
 
     Attributes:
-        gate_rank: rank of the projections of the decay and of the output's gate; None where they are of full rank.
-        lower_bound: of the log of the decay, as in hybridrt.kernels.core.records.GateWeights.
+        gate_rank: rank of the projections of decay and output gate; None for full rank.
+        lower_bound: of the log decay, as in hybridrt.kernels.core.records.GateWeights.
     """
 
     kind = "kda"
@@ -39,7 +41,7 @@ def _shape(config: KDAConfig, tp_size: int) -> StateShape:
 
 
 def _ring(shape: StateShape, width: int) -> dict[str, tuple[int, ...]]:
-    """A gate for each channel of a key: in float32 twice the bytes of the keys."""
+    """A gate for each key channel: in float32 twice the bytes of the keys."""
     return gated_ring(shape, width) | {"ring_gates": (shape.groups, width, shape.temporal[2])}
 
 

@@ -1,4 +1,5 @@
-"""Lightning attention (Qin et al. 2024): linear attention with a fixed decay for each head, without a conv."""
+"""Lightning attention (Qin et al. 2024): linear attention with a fixed decay per head and no
+conv."""
 
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from hybridrt.kinds.base import LinearKind, StateShape, gated_ring, split_over
 
 @dataclass(frozen=True)
 class LightningConfig(LinearConfig):
-    """Lightning attention, before sharding: H heads, whose queries, keys and values have `head_dim` channels."""
+    """Lightning attention, before sharding: H heads of `head_dim` channels."""
 
     kind = "lightning"
     num_heads: int

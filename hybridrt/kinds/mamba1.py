@@ -1,4 +1,4 @@
-"""Mamba-1 (Gu & Dao 2023): channels with a state each, whose decays differ from state to state."""
+"""Mamba-1 (Gu & Dao 2023): N states per channel, each with its own decay."""
 
 from dataclasses import dataclass
 

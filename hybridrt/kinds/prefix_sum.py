@@ -1,4 +1,5 @@
-"""A running sum of the hidden states, the simplest recurrence: a lost state or a wrong slot is plain to see."""
+"""A running sum of hidden states, the simplest recurrence: it makes a lost state or wrong slot
+obvious."""
 
 from dataclasses import dataclass
 

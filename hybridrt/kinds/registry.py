@@ -1,4 +1,4 @@
-"""Names to kinds of recurrent layer: a module of this package each, or what other packages name in an entry point."""
+"""Finds kinds of recurrent layer by name: modules of this package and entry points of others."""
 
 from collections.abc import Iterable
 from functools import cache
@@ -12,9 +12,9 @@ from hybridrt.base.errors import BackendError, ConfigError, UnsupportedLayerErro
 from hybridrt.base.plugins import Plugins
 from hybridrt.kinds.base import LinearKind, StateShape
 
-# The other modules of this package each hold the KIND of their name.
+# Each other module of this package holds the KIND of its name.
 _NAMES = {module.name for module in iter_modules(kinds.__path__)} - {"base", "registry"}
-# Packages add kinds: an entry point of this group names a LinearKind, "name = module:object".
+# Other packages add kinds by entry points of this group, "name = module:object" of a LinearKind.
 _PLACES = {name: f"hybridrt.kinds.{name}:KIND" for name in _NAMES}
 _KINDS = Plugins("hybridrt.kinds", _PLACES, "kind of recurrent layer", LinearKind, UnsupportedLayerError)
 
@@ -30,7 +30,7 @@ def linear_kind(name: str) -> LinearKind:
 
     Raises:
         UnsupportedLayerError: there is none of that name.
-        BackendError: the package that should bring it cannot be imported, or brings something else.
+        BackendError: its package cannot be imported, or brings something else.
     """
     kind: LinearKind = _KINDS.load(name)
     if kind.config.kind != name:
@@ -41,12 +41,12 @@ def linear_kind(name: str) -> LinearKind:
 def state_shape(config: LinearConfig, tp_size: int = 1) -> StateShape:
     """The state that one layer keeps for one request on one of `tp_size` ranks.
 
-    Heads (channels of Mamba-1) are split; groups (key heads) are split where they divide, and replicated where there
-    is only one.
+    Heads (channels of Mamba-1) are split. Groups (key heads) are split too; a single one is
+    replicated.
 
     Raises:
-        ConfigError: the heads, channels or groups cannot be split over `tp_size` ranks, or the configuration is not
-            one of its kind.
+        ConfigError: ranks do not divide heads, channels or groups, or the configuration is not one
+            of its kind.
     """
     kind = linear_kind(config.kind)
     if not isinstance(config, kind.config):
@@ -55,7 +55,7 @@ def state_shape(config: LinearConfig, tp_size: int = 1) -> StateShape:
 
 
 def state_dtype(shape: StateShape, asked: torch.dtype) -> torch.dtype:
-    """dtype of a layer's recurrent state where the run's is `asked`."""
+    """dtype of a layer's recurrent state if the run's is `asked`."""
     return linear_kind(shape.kind).state_dtype or asked
 
 
@@ -74,5 +74,5 @@ def can_replay(names: Iterable[str]) -> bool:
 
 
 def replay_pays(names: Iterable[str]) -> bool:
-    """Whether state mode "replay" exists for all of these kinds and is the faster one on a GPU."""
+    """Whether state mode "replay" exists for all of these kinds and is faster on a GPU."""
     return can_replay(names) and all(linear_kind(name).replay_pays for name in names)

@@ -1,4 +1,5 @@
-"""Gated short convolution (Liquid AI 2025): a causal conv between two gates, whose window is all that it keeps."""
+"""Gated short convolution (Liquid AI 2025): a causal conv between two gates, with no other
+state."""
 
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ def _shape(config: ShortConvConfig, tp_size: int) -> StateShape:
 
 
 def _ring(shape: StateShape, width: int) -> dict[str, tuple[int, ...]]:
-    """Nothing: the conv's own ring has the inputs by position, so a cursor rolls them back."""
+    """Nothing: the conv's ring has inputs by position, so a cursor rolls them back."""
     return {}
 
 
@@ -36,5 +37,5 @@ KIND = LinearKind(
     conv_parts={"x": False},
     temporal_dims=(),
     ring_shapes=_ring,
-    replay_pays=False,  # there is no recurrent state whose writes could be saved
+    replay_pays=False,  # there are no recurrent states to write
 )

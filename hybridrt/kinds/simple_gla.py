@@ -1,4 +1,4 @@
-"""Simple gated linear attention with a fixed decay for each head: lightning attention whose heads are rotated."""
+"""Simple gated linear attention: lightning attention with rotary embedding."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from hybridrt.kinds.base import LinearKind, StateShape, split_over
 
 @dataclass(frozen=True)
 class SimpleGLAConfig(LinearConfig):
-    """Simple GLA, before sharding: H heads, whose queries, keys and values have `head_dim` channels."""
+    """Simple GLA, before sharding: H heads of `head_dim` channels."""
 
     kind = "simple_gla"
     num_heads: int
@@ -21,7 +21,8 @@ def _shape(config: SimpleGLAConfig, tp_size: int) -> StateShape:
     return StateShape(config.kind, (), 1, (heads, config.head_dim, config.head_dim), heads)
 
 
-# No state ring: the operation that reads one applies SiLU to its inputs, and rotated heads have none.
+# No state ring: the operation that reads one applies SiLU to its inputs, and rotated heads have
+# none.
 KIND = LinearKind(
     title="simple gated linear attention",
     letter="L",

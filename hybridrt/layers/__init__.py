@@ -1,4 +1,4 @@
-"""Layers; the adapter of a history branch, which is part of a model, is found here, too."""
+"""Layers of models, and `HybridSSMAdapter`, the history branch."""
 
 from hybridrt.base.lazy_names import lazy_names
 

@@ -1,4 +1,4 @@
-"""Softmax attention: what a backend reads of a layer, and the layer with its projections."""
+"""Softmax attention with its projections, and what a backend reads of it."""
 
 import torch
 from torch import nn
@@ -15,7 +15,8 @@ from hybridrt.layers.weights import Build, CheckpointTarget, unchanged
 
 
 def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> AttentionSpec:
-    """The attention of one rank, with a KV cache of `dtype`. Ranks share KV heads where there are fewer than ranks.
+    """The attention of one rank, with a KV cache of `dtype`. Ranks share KV heads if there are
+    fewer.
 
     Raises:
         ConfigError: the heads or the KV heads cannot be split over the ranks.
@@ -33,8 +34,8 @@ def attention_spec(config: AttentionConfig, tp: TPGroup, dtype: torch.dtype) -> 
 
 
 class AttentionLayer:
-    """Attention of one layer on one rank, as `backend.forward(q, k, v, layer, batch)` takes its layer; keys and values
-    live in the backend's KV pool, under `layer_id`.
+    """What `backend.forward` needs as its layer. Keys and values are in the KV pool, under
+    `layer_id`.
 
     Raises:
         ConfigError: the heads or the KV heads cannot be split over the ranks.
@@ -46,7 +47,7 @@ class AttentionLayer:
 
 
 def qkv_segments(config: AttentionConfig, tp: TPGroup, bias: bool = False) -> list[Segment]:
-    """Output segments q, k, v of a merged projection; KV heads are shared by ranks where there are fewer."""
+    """Output segments q, k, v of a merged projection. Ranks share KV heads if there are fewer."""
     kv_shards = min(config.num_kv_heads, tp.size)
     kv_size = config.num_kv_heads * config.head_dim
     q_size = config.num_heads * config.head_dim
@@ -58,13 +59,13 @@ class Attention(nn.Module):
     """Grouped-query attention with its projections.
 
     Args:
-        cos_sin: the table of rotary embeddings (hybridrt.layers.rotary); None rotates nothing.
+        cos_sin: rotary table (hybridrt.layers.rotary); None rotates nothing.
         bias: of all projections.
-        qk_norm: (epsilon, whether the weights are zero-centred) of RMS norms of each head of q and k; None for none.
-            They go with `cos_sin`.
-        gated: the output is multiplied by the sigmoid of a fourth projection, whose rows are in the checkpoint behind
-            those of q, head by head (Qwen3-Next).
-        out_scale: multiplier of the output; the weights of its projection are multiplied by it.
+        qk_norm: (epsilon, zero-centred) of RMS norms of each head of q and k; None: no norms. Needs
+            `cos_sin`.
+        gated: the sigmoid of a fourth projection multiplies the output. Its rows follow those of q,
+            head by head, in the checkpoint (Qwen3-Next).
+        out_scale: multiplier of the output, applied to its weights.
     """
 
     def __init__(
@@ -92,25 +93,22 @@ class Attention(nn.Module):
                 self.rope = Rope(self.rope.cos_sin, self.q_norm.weight, self.k_norm.weight, eps)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Attention over norm(x + residual), and x + residual."""
         projected, residual = self.qkv.method.apply_normed(norm, x, residual, self.qkv.bias)
         return self.o_proj.onto(residual, self._attend(projected, batch))
 
     def summand(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Attention over hidden states as they are: [T, hidden] to [T, hidden]."""
+        """Attention without a norm: [T, hidden] to [T, hidden]."""
         return self.o_proj(self._attend(self.qkv(x), batch))
 
     def _attend(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The heads' results, gated if the layer is."""
         q, k, v, *gate = projected.split_with_sizes(self.sizes, dim=-1)
         out = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, v, rope=self.rope))
         return sigmoid_mul(out, *gate) if gate else out
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of the projections and norms under `key`."""
         shape = (self.config.num_heads, 2, self.config.head_dim)
         names, rearrange = ["q"], unchanged
-        if self.gated:  # q_proj holds, head by head, the query and then its gate
+        if self.gated:  # q_proj holds each head's query, then its gate
             names, rearrange = ["q", "gate"], lambda t: t.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
         found = self.qkv.targets(f"{key}.q_proj", names, rearrange=rearrange)
         for name in ("k", "v"):

@@ -1,4 +1,4 @@
-"""Token embedding and output head, cut over the vocabulary."""
+"""Token embedding and output head, sharded over the vocabulary."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,10 @@ from hybridrt.layers.weights import Build, CheckpointTarget, whole
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the vocabulary, as many on each rank; the last rank's are padded with zeros.
+    """Equal shards of the vocabulary's rows, the last one padded with zeros.
 
-    `multiplier` scales the output at run time: with tied embeddings the same weight serves the head unscaled.
+    `multiplier` scales the embedding at run time, because a tied head needs the same weight
+    unscaled.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class VocabParallelEmbedding(nn.Module):
         return x if self.multiplier == 1.0 else x * self.multiplier
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] to [n, vocab]: the head, or the embedding where the model ties them."""
+        """[n, hidden] to [n, vocab]."""
         return self.tp.all_gather_last(self.method.apply(x, None))[:, : self.vocab_size]
 
     def logits_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """The same into `out` [n, vocab], contiguous: without a copy where one rank has the whole vocabulary."""
+        """`logits` into a contiguous `out` [n, vocab]; without a copy on a single rank."""
         if self.tp.size == 1:
             self.method.apply_into(out, x, None)
         else:

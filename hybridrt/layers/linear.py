@@ -1,7 +1,7 @@
-"""Linear layers made of named segments, sharded over tensor-parallel ranks.
+"""Linear layers of named segments, sharded over tensor-parallel ranks.
 
-A merged weight is several checkpoint matrices with one input (ColumnLinear: q, k, v; z, x, B, C, dt; gate, up) or one
-output (RowLinear: attention and SSM). Merging makes one GEMM of several; naming keeps each loadable and foldable.
+A merged weight holds several checkpoint matrices with one input (ColumnLinear) or one output
+(RowLinear). It needs fewer GEMMs; names keep each matrix loadable and scalable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from hybridrt.kernels.dense.skinny_linear import Activation
 from hybridrt.layers.methods import Part, make_linear
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter, unchanged
 
-# What a block adds and what it is to be added to, [T, hidden] each; None where the first has been added already.
+# What a block adds, and the residual to add it to, [T, hidden] each. None: already added.
 Summands = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """`size` whole rows (columns of a RowLinear) named `name`, cut over `shards` ranks: None for all of them, fewer
-    where ranks share a copy (KV heads or groups fewer than ranks). `bias`: its checkpoint's matrix has one."""
+    """`size` rows (columns of a RowLinear), sharded over `shards` ranks. None: all ranks. Fewer:
+    ranks share a copy (KV heads or groups). `bias`: the checkpoint's matrix has one."""
 
     name: str
     size: int
@@ -31,15 +31,15 @@ class Segment:
     bias: bool = False
 
     def local(self, tp: TPGroup) -> int:
-        """Rows on one rank; ConfigError if they cannot be cut."""
+        """Rows on one rank. ConfigError if they cannot be split."""
         return tp.divide(f"channels of {self.name!r}", self.size, self.shards)
 
 
 class _SegmentedLinear(nn.Module):
-    """A merged weight whose segments stand side by side along `dim`, and its bias if a segment has one.
+    """A merged weight with its segments along `dim`.
 
     Args:
-        name: prefix of the piece names, unique in the model.
+        name: prefix of piece names, unique in the model.
         width: of the other dimension.
     """
 
@@ -62,11 +62,10 @@ class _SegmentedLinear(nn.Module):
             self.bias.data.zero_()
 
     def _part(self, names: Sequence[str], name: str, scale: float, rearrange: Transform = unchanged) -> Part:
-        """Segment `name` of a checkpoint tensor that holds `names` side by side."""
         sizes, shards = {n: self.segments[n].size for n in names}, self.segments[name].shards
 
         def select(t: torch.Tensor) -> torch.Tensor:
-            # split, not narrow: it raises unless the sizes add up to the whole tensor.
+            # split, unlike narrow, raises unless the sizes add up to the whole tensor.
             parts = dict(zip(sizes, rearrange(t).split([*sizes.values()], self.dim)))
             return self.tp.shard(parts[name], self.dim, shards)
 
@@ -74,8 +73,8 @@ class _SegmentedLinear(nn.Module):
 
 
 class ColumnLinear(_SegmentedLinear):
-    """y = x W^T + b with the output cut over ranks. x [T, in], y [T, sum of local segments]. Where some segments have a
-    bias, it is zero for the others."""
+    """y = x W^T + b with a sharded output: x [T, in], y [T, sum of local segments]. Segments
+    without a bias get zeros."""
 
     dim = 0
 
@@ -94,11 +93,12 @@ class ColumnLinear(_SegmentedLinear):
         bias_scale: Mapping[str, float] | None = None,
         rearrange: Transform = unchanged,
     ) -> CheckpointMap:
-        """Targets of `key`.weight (and .bias), whose rows are the segments `names` one after the other.
+        """Targets of `key`.weight (and .bias), whose rows are the segments `names` in order.
 
         Args:
-            scale, bias_scale: multipliers by segment name; they differ where a multiplier acts on the input.
-            rearrange: brings the checkpoint's row order into that of `names` first.
+            scale, bias_scale: multipliers by segment. They differ if a multiplier acts on the
+                input.
+            rearrange: brings the checkpoint's rows into the order of `names` first.
         """
 
         def parts(scales: Mapping[str, float] | None) -> list[Part]:
@@ -114,22 +114,23 @@ class ColumnLinear(_SegmentedLinear):
 
 
 class RowLinear(_SegmentedLinear):
-    """y = sum over ranks of x W^T, + b. The input is cut over ranks: x [T, sum of local segments], y [T, out]."""
+    """y = sum over ranks of x W^T, + b, with a sharded input: x [T, sum of local segments], y [T,
+    out]."""
 
     dim = 1
 
     def forward(self, x: torch.Tensor, tail: torch.Tensor | None = None, reduce: bool = True) -> torch.Tensor:
-        """y of x, or of x and `tail` side by side: what two branches made need not be copied into one tensor.
-        With `reduce` False this rank's summand alone, for a caller that adds more before it sums over ranks."""
-        # One rank adds the bias: the sum over ranks must hold it once.
+        """y of x, or of [x, tail], which then need no common tensor. `reduce` False: this rank's
+        summand, for a caller with a sum over ranks of its own."""
+        # One rank adds the bias, so that the sum over ranks has it once.
         bias = self.bias if self.tp.rank == 0 else None
         y = self.method.apply(x, bias, tail=tail)
         return self.tp.all_reduce(y) if reduce and self.tp.size > 1 else y
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
-        """`forward` and the residual that it is to be added to: how a block ends. May overwrite `residual`."""
+        """`forward`, and the residual to add it to. May overwrite `residual`."""
         adds = self.bias is None and x.shape[0] >= self.method.adds_from and residual.dtype == x.dtype
-        # One rank adds the residual, or the bias: the sum over ranks must hold it once.
+        # One rank adds the residual or the bias, so that the sum over ranks has it once.
         if adds and self.tp.rank == 0:
             y = self.method.apply_onto(residual, x, tail)
         else:
@@ -137,12 +138,12 @@ class RowLinear(_SegmentedLinear):
         return y if self.tp.size == 1 else self.tp.all_reduce(y), None if adds else residual
 
     def places(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """[T, size] for each segment, T and dtype as `like`: neighbouring columns of one tensor. What branches leave
-        there need not be copied together."""
+        """[T, size] for each segment, T and dtype as `like`: columns of one tensor. Results that
+        branches write there need no copy."""
         return list(like.new_empty(like.shape[0], sum(self.sizes)).split_with_sizes(self.sizes, dim=-1))
 
     def targets(self, key: str, name: str, *, scale: float = 1.0) -> CheckpointMap:
-        """Targets of `key`.weight (and .bias), the matrix that reads segment `name`. `scale` scales its output."""
+        """Targets of `key`.weight (and .bias), which reads segment `name`. `scale`: of its output."""
         found = self.method.targets(key, [self._part([name], name, scale)])
         if self.bias is not None and self.segments[name].bias:
             piece = Piece(f"{self.name}.{name}.bias", self.bias.data, unchanged, scale, accumulate=True)

@@ -1,7 +1,7 @@
-"""How a linear layer or a stack of experts stores its weights and computes with them: the protocol, and dense weights.
+"""How linear layers and experts store weights and compute: the protocol, and dense weights.
 
-A method owns its parameters and says which tensors of a checkpoint fill them. Packages add methods by entry points of
-the group `hybridrt.linear_methods`, "name = module:class".
+A method owns its parameters and names the checkpoint tensors that fill them. Packages add methods
+by entry points of the group `hybridrt.linear_methods`, "name = module:class".
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from torch import nn
 
 from hybridrt.base.errors import BackendError
 from hybridrt.base.plugins import Plugins
-from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear, stands_by_columns
+from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear, stored_by_columns
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter
@@ -25,17 +25,19 @@ from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, para
 if TYPE_CHECKING:
     from hybridrt.layers.norm import RMSNorm
 
+SKINNY_ON = ("cuda",)  # kinds of device that have the kernel for few tokens
+
 
 @dataclass(frozen=True)
 class Part:
-    """What a segment takes of the matrix under a checkpoint key, and where it goes.
+    """The part of a checkpoint matrix that fills a segment.
 
     Attributes:
-        name: prefix of the names of the pieces that it fills; unique in the model.
-        dim: along which the weight is made of segments: 0 for rows (outputs), 1 for columns (inputs).
-        start, size: of the segment in the method's weight, along `dim`.
-        select: from a tensor of the checkpoint that has the matrix's rows (columns) at `dim` to this rank's.
-        scale: multiplier of the matrix; the method decides which of its numbers take it.
+        name: prefix of piece names, unique in the model.
+        dim: the weight's segments are rows (0, outputs) or columns (1, inputs).
+        start, size: of the segment in the weight, along `dim`.
+        select: takes a checkpoint tensor with the matrix's rows (columns) at `dim` to this rank's.
+        scale: multiplier of the matrix. The method chooses the numbers to multiply.
     """
 
     name: str
@@ -48,10 +50,10 @@ class Part:
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """The same for experts: `matrix` of experts `first` to `first + count`, of "up" the rows `start` to `start + size`.
+    """`matrix` of experts `first` to `first + count`; of "up" the rows `start` to `start + size`.
 
     Attributes:
-        select: from the checkpoint's matrix to [count, ...] of this rank, as the method's stack holds it.
+        select: takes the checkpoint's matrix to this rank's [count, ...], as in the stack.
         scale: multiplier.
     """
 
@@ -66,7 +68,7 @@ class ExpertPart:
 
 
 class Method:
-    """What owns parameters. They are attributes; the layer that uses the method registers them under their names."""
+    """Owns parameters as attributes. Its layer registers them under their names."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: value for name, value in vars(self).items() if isinstance(value, nn.Parameter)}
@@ -76,7 +78,7 @@ class ExpertsMethod(Method, ABC):
     """A stack of experts: up [E, rows, in], down [E, in, size].
 
     Args:
-        count: E. rows: of up: `size`, or twice as many with the rows of a gate before it.
+        count: E. rows: of up: `size`, or twice as many, with the gate first.
     """
 
     @abstractmethod
@@ -84,26 +86,27 @@ class ExpertsMethod(Method, ABC):
 
     @abstractmethod
     def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
-        """What the tensors under `key` (`key`.weight, scales, ...) fill."""
+        """Targets of the tensors under `key` (`key`.weight, scales, ...)."""
 
     @abstractmethod
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
         limit: float | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """[T, in] to this rank's part of [T, in]; weights and ids [T, k] as `fused_experts` takes them, the others
-        as in ExpertStack."""
+        """[T, in] to this rank's part of [T, in]. weights, ids [T, k] as in `fused_experts`, the
+        others as in ExpertStack."""
 
 
 class LinearMethod(Method, ABC):
-    """A weight [out, in] and the products with it. What a method does not fuse has a default. On a CPU, products
-    that are no operations of torch, and what reads numbers of a step, are within `kernels.core.recording.live`.
+    """A weight [out, in] and its products. Products that a method does not fuse have defaults. On a
+    CPU, wrap non-torch kernels and host reads of step values in `kernels.core.recording.live`:
+    recordings call these anew.
 
     Attributes:
-        experts: the class for stacks of experts, None if there is none.
-        merges_inputs: whether one weight may hold several matrices of the checkpoint side by side along its input. Not
-            where a scale serves a whole row: each matrix has scales of its own.
-        adds_from: tokens from which a product ends with the addition of a residual of its dtype (`apply_onto`).
+        experts: class for stacks of experts, or None.
+        merges_inputs: one weight may hold several matrices along the input. False if a scale serves
+            a whole row, because each matrix has its own.
+        adds_from: tokens from which to add a residual of x's dtype in the product (`apply_onto`).
     """
 
     experts: ClassVar[type[ExpertsMethod] | None] = None
@@ -115,39 +118,37 @@ class LinearMethod(Method, ABC):
 
     @abstractmethod
     def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
-        """What the tensors under `key` (`key`.weight, scales, ...) fill."""
+        """Targets of the tensors under `key` (`key`.weight, scales, ...)."""
 
     @abstractmethod
     def apply(
         self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None,
         tail: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """act(x W^T + b) for x [T, in], whose last columns may come in `tail`."""
+        """act(x W^T + b), [T, in]; the last columns of x may be in `tail`."""
 
     def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """x W^T + b into `out` [T, out], which may be columns of a wider tensor."""
+        """x W^T + b into `out` [T, out], maybe columns of a wider tensor."""
         out.copy_(self.apply(x, bias))
 
     def apply_onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T + residual, in the place of `residual`."""
+        """x W^T + residual, written to `residual`."""
         return residual.add_(self.apply(x, None, tail=tail))
 
     def apply_normed(
         self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(act(norm(x + residual) W^T + b), x + residual), as `norm` counts a missing residual."""
+        """(act(norm(x + residual) W^T + b), x + residual), without a residual as in `norm`."""
         h, residual = norm(x, residual)
         return self.apply(h, bias, activation), residual
 
     def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Products [T, out / n] of n inputs [T, in], the i-th with the i-th of n equal parts of the rows."""
+        """Products [T, out / n] of n inputs [T, in] with n equal parts of the rows."""
         return [self.apply(x, None).chunk(len(inputs), -1)[i] for i, x in enumerate(inputs)]
 
 
 class DenseExperts(ExpertsMethod):
-    """Experts in the model's dtype."""
-
     def __init__(self, count: int, rows: int, in_features: int, size: int, build: Build) -> None:
         self.up = parameter(count, rows, in_features, dtype=build.dtype, device=build.device)
         self.down = parameter(count, in_features, size, dtype=build.dtype, device=build.device)
@@ -167,16 +168,17 @@ class DenseExperts(ExpertsMethod):
 class DenseMethod(LinearMethod):
     """A weight in the model's dtype.
 
-    A step of few tokens on a GPU takes one kernel for the product with the norm before it and the activation behind it.
+    On a GPU, a step of few tokens runs norm, product and activation as one kernel.
     """
 
     experts = DenseExperts
     merges_inputs = True
-    adds_from = 1024  # the norm behind it then moves half the bytes; of fewer tokens, this is not seen in a step
+    adds_from = 1024  # the next norm then moves half the bytes; with fewer tokens, this makes no difference
 
     def __init__(self, out_features: int, in_features: int, build: Build) -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
-        if stands_by_columns(self.weight):
+        self.skinny = build.device.type in SKINNY_ON
+        if stored_by_columns(self.weight):
             self.weight.data = torch.empty(in_features, out_features, dtype=build.dtype, device=build.device).t()
 
     def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
@@ -191,7 +193,7 @@ class DenseMethod(LinearMethod):
         self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None,
         tail: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        if x.is_cuda and is_skinny(x, self.weight, activation):
+        if self.skinny and is_skinny(x, self.weight, activation):
             return skinny_linear(x, self.weight, bias, tail=tail, activation=activation)[0]
         x = x if tail is None else side_by_side(x, tail)
         multiply = linear if x.shape[0] * self.weight.numel() >= ONEDNN_FROM else F.linear
@@ -212,7 +214,7 @@ class DenseMethod(LinearMethod):
         self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        if not x.is_cuda or not is_skinny(x, self.weight, activation):
+        if not self.skinny or not is_skinny(x, self.weight, activation):
             h, residual = norm(x, residual)
             return self.apply(h, bias, activation), residual
         before = InputNorm(norm.weight, norm.eps, residual)
@@ -228,15 +230,15 @@ class DenseMethod(LinearMethod):
 
 
 class MixedMethod(LinearMethod):
-    """A merged weight whose segments have several schemes: one method for each run of equal ones.
+    """A merged weight with one method for each run of segments of equal schemes.
 
     Args:
-        runs: (method, its length along `dim`), in the order of the weight.
-        dim: 0: the runs write neighbouring columns of one output; 1: they read neighbouring columns of one input, and
-            their products are added.
+        runs: (method, length along `dim`), in order.
+        dim: 0: runs write neighbouring columns of one output. 1: runs read neighbouring columns of
+            one input, and their products are added.
     """
 
-    def __init__(self, runs: Sequence[tuple[LinearMethod, int]], dim: int) -> None:  # made of methods that were made
+    def __init__(self, runs: Sequence[tuple[LinearMethod, int]], dim: int) -> None:  # wraps existing methods
         self.runs, self.sizes, self.dim = [method for method, _ in runs], [size for _, size in runs], dim
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -275,7 +277,7 @@ _METHODS = Plugins("hybridrt.linear_methods", _DENSE, "method of linear layers",
 
 @cache
 def linear_method(name: str) -> type[LinearMethod]:
-    """The method of a name.
+    """A method class by name.
 
     Raises:
         BackendError: there is none, its package cannot be imported, or it brings something else.
@@ -284,7 +286,7 @@ def linear_method(name: str) -> type[LinearMethod]:
 
 
 def experts_method(name: str) -> type[ExpertsMethod]:
-    """The method of a name for stacks of experts. Raises BackendError as `linear_method`, and where it has none."""
+    """The class for experts. BackendError as `linear_method`, or if it has none."""
     experts = linear_method(name).experts
     if experts is None:
         raise BackendError(f"method {name!r} serves no stacks of experts; leave the experts dense")
@@ -292,11 +294,10 @@ def experts_method(name: str) -> type[ExpertsMethod]:
 
 
 def make_linear(build: Build, name: str, segments: Mapping[str, int], width: int, dim: int) -> LinearMethod:
-    """The method of layer `name`, with a merged weight of `segments` (their sizes by name).
+    """The method of layer `name`, with a merged weight of `segments` (sizes by name).
 
     Args:
-        dim: along which the segments follow each other: 0 for a weight [sum of sizes, width], 1 for [width, sum of
-            sizes].
+        dim: 0 for a weight [sum of sizes, width], 1 for [width, sum of sizes].
     """
     runs: list[tuple[type[LinearMethod], int]] = []
     for segment, size in segments.items():
@@ -309,9 +310,9 @@ def make_linear(build: Build, name: str, segments: Mapping[str, int], width: int
 
 
 def side_by_side(x: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-    """x [T, a] and tail [T, b] as [T, a + b]: a view if they are neighbouring columns of one tensor, else a copy."""
+    """x [T, a] and tail [T, b] as [T, a + b]: a view of neighbouring columns, else a copy."""
     rows, width = x.shape[0], x.shape[1] + tail.shape[1]
-    row_stride = width if rows == 1 else x.stride(0)  # a single row has none that counts
+    row_stride = width if rows == 1 else x.stride(0)  # a single row's stride means nothing
     alike = x.stride(1) == tail.stride(1) == 1 and (rows == 1 or tail.stride(0) == row_stride)
     neighbours = alike and tail.data_ptr() == x.data_ptr() + x.shape[1] * x.element_size()
     if neighbours and x.untyped_storage().data_ptr() == tail.untyped_storage().data_ptr():

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, section 2.1): the layer with its projections."""
+"""Multi-head latent attention (DeepSeek-AI 2024, section 2.1) with its projections."""
 
 import torch
 from torch import nn
@@ -12,11 +12,11 @@ from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter
 
-NORM_EPS = 1e-6  # of the norms of latent vectors and compressed queries; the model's rms_norm_eps is for other norms
+NORM_EPS = 1e-6  # of latent vectors and compressed queries; rms_norm_eps is for other norms
 
 
 class LatentAttentionLayer:
-    """What a backend reads of a layer: its id, its spec on this rank and its weights."""
+    """What a backend reads of a layer."""
 
     def __init__(self, config: AttentionConfig, layer_id: int, weights: LatentWeights, build: Build) -> None:
         self.layer_id, self.weights = layer_id, weights
@@ -24,14 +24,14 @@ class LatentAttentionLayer:
 
 
 class LatentAttention(nn.Module):
-    """Attention over latent vectors, of which each rank keeps all; query heads are cut over the ranks.
+    """Attention over latent vectors, whole on each rank. Query heads are sharded.
 
     Args:
         config: with `latent`.
-        cos_sin: the table of rotary embeddings; None rotates nothing. In checkpoints a rotated pair is two neighbours,
-            in our kernels an entry of each half: the rows of the projections are sorted when they are loaded.
+        cos_sin: rotary table; None rotates nothing. Rotated pairs are neighbours in checkpoints and
+            half a head apart in our kernels: loading sorts the rows.
         bias: of the projections to latent vectors and compressed queries, and of the output.
-        gated: each head's output is multiplied by the sigmoid of one number, which a projection gives (Ling 3).
+        gated: the sigmoid of one projected number multiplies each head's output (Ling 3).
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class LatentAttention(nn.Module):
         self.attn = LatentAttentionLayer(config, layer_id, weights, build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Attention over norm(x + residual) [T, hidden], and x + residual."""
         projected, residual = self.into.method.apply_normed(norm, x, residual, self.into.bias)
         q, k, *gate = projected.split(self.sizes, dim=-1)
         if self.q_norm is not None and self.q_up is not None:
@@ -75,7 +74,6 @@ class LatentAttention(nn.Module):
         return self.o_proj.onto(residual, out)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of the projections and norms under `key`."""
         sort, dims = neighbours_to_halves if self.rope else (lambda t: t), self.dims
         heads_sorted: Transform = lambda t: sort_tails(t, self.heads, dims, sort)  # noqa: E731
         found: dict[str, CheckpointTarget] = {}
@@ -100,14 +98,15 @@ class LatentAttention(nn.Module):
         return found | self.o_proj.targets(f"{key}.o_proj", "x")
 
     def _heads_of(self, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """This rank's heads of kv_b_proj [heads * (nope + value), rank]: [H, nope, rank] and [H, value, rank]."""
+        """This rank's heads of kv_b_proj [heads * (nope + value), rank]: [H, nope, rank] and [H,
+        value, rank]."""
         sizes = (self.dims.nope_dim, self.dims.value_dim)
         heads = t.unflatten(0, (self.heads, -1))
         return self.tp.shard(heads, 0).split(sizes, dim=1)
 
 
 def neighbours_to_halves(t: torch.Tensor) -> torch.Tensor:
-    """[rope, ...] whose rotated pairs are neighbours to one whose pairs are rope / 2 apart."""
+    """[rope, ...]: rotated pairs from neighbours to rope / 2 apart."""
     return torch.cat((t[0::2], t[1::2]))
 
 

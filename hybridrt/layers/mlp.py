@@ -12,12 +12,13 @@ from hybridrt.layers.weights import Build, CheckpointTarget
 
 
 class MLP(nn.Module):
-    """down(silu(gate x) * up x), gate and up in one GEMM (Shazeer 2020); or down(relu(up x)^2) (So et al. 2021).
+    """down(silu(gate x) * up x), gate and up in one GEMM (Shazeer 2020); or down(relu(up x)^2) (So
+    et al. 2021).
 
     Args:
         activation: "silu_and_mul" for the first, "relu2" for the second.
         scales: multipliers of gate and down.
-        limit: of the first, whose two factors are clamped (`clamped_silu_and_mul`); None for none.
+        limit: clamps both factors of the first (`clamped_silu_and_mul`); None: no clamp.
     """
 
     def __init__(
@@ -27,18 +28,18 @@ class MLP(nn.Module):
         super().__init__()
         self.scales, self.limit = scales, limit
         parts = ["gate", "up"] if activation == "silu_and_mul" else ["up"]
-        self.activation = activation if limit is None else None  # no product ends in the clamped one
+        self.activation = activation if limit is None else None  # products do not fuse the clamp
         into = [Segment(part, intermediate_size, bias=bias) for part in parts]
         self.up = ColumnLinear(f"{name}.{'_'.join(parts)}", hidden_size, into, build=build)
         self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size, bias=bias)], hidden_size, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """MLP of norm(x + residual), and x + residual. Only experts use the batch."""
+        """MLP of norm(x + residual), and x + residual. `batch` is only for experts."""
         h, residual = self.up.method.apply_normed(norm, x, residual, self.up.bias, self.activation)
         return self.down.onto(residual, h if self.limit is None else clamped_silu_and_mul(h, self.limit))
 
     def summand(self, x: torch.Tensor, reduce: bool = False) -> torch.Tensor:
-        """MLP of x, [T, hidden] to [T, hidden]; `reduce` as in RowLinear."""
+        """MLP of x, [T, hidden] to [T, hidden]. `reduce` as in RowLinear."""
         h = self.up(x, self.activation)
         return self.down(h if self.limit is None else clamped_silu_and_mul(h, self.limit), reduce=reduce)
 

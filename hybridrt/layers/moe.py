@@ -1,4 +1,4 @@
-"""Mixture of experts: routers, and experts as stacked matrices, those that every token passes among them."""
+"""Mixture of experts: routers, and stacked experts, shared ones included."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -21,15 +21,15 @@ from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, TensorPart, Transform, parameter, whole
 
-SHARED_WEIGHT = 0.5  # sigmoid(0): what shared experts without a gate of their own are multiplied by
+SHARED_WEIGHT = 0.5  # sigmoid(0): weight of shared experts without a gate
 
 
 class SoftmaxRouter(nn.Module):
     """The top k of a softmax over experts (Qwen, Jamba).
 
     Args:
-        shared_experts: how many experts after the routed ones every token passes; the sigmoid of one more row of the
-            product weighs them. Where a checkpoint has no such row it stays zero, so that they weigh SHARED_WEIGHT.
+        shared_experts: experts for every token, after the routed ones. The sigmoid of one more row
+            weighs them: SHARED_WEIGHT if the checkpoint has no such row.
     """
 
     def __init__(
@@ -39,13 +39,15 @@ class SoftmaxRouter(nn.Module):
         super().__init__()
         self.name, self.num_experts, self.shared_experts = name, num_experts, shared_experts
         self.choice = SoftmaxChoice(top_k, renormalize, shared_experts)
-        # Eight rows for one gate: logits of a token then begin where a 16-byte access may. Routers are never quantised.
+        # Eight rows for one gate, so that 16-byte accesses to a token's logits are aligned. Routers
+        # are never quantised.
         self.method = DenseMethod(num_experts + (8 if shared_experts else 0), hidden_size, build)
         self.weight = self.method.weight
         self.weight.data[num_experts:].zero_()
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32; no expert for padding."""
+        """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32. Padding has
+        no expert."""
         logits = self.method.apply(x, None)
         gate = logits[:, self.num_experts] if self.shared_experts else None
         return router_softmax(logits[:, : self.num_experts], self.choice, gate, batch.padded_rows)
@@ -59,11 +61,12 @@ class SoftmaxRouter(nn.Module):
 
 
 class SigmoidGroupRouter(nn.Module):
-    """The top k of sigmoid scores within the best groups, with a correction bias (DeepSeek-V3, Nemotron-H).
+    """The top k of sigmoid scores within the best groups, with a correction bias (DeepSeek-V3,
+    Nemotron-H).
 
     Args:
-        corrected: False where the bias is zero and in no checkpoint.
-        shared_experts: how many experts after the routed ones every token passes, with weight 1.
+        corrected: False if the bias is zero and in no checkpoint.
+        shared_experts: experts for every token, after the routed ones, with weight 1.
     """
 
     correction: torch.Tensor
@@ -82,7 +85,6 @@ class SigmoidGroupRouter(nn.Module):
             self.register_buffer("correction", torch.zeros(num_experts, dtype=torch.float32, device=build.device))
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden] to weights [T, k + shared experts] float32 and expert ids, int32; no expert for padding."""
         logits = router_product(x, self.weight)
         return router_sigmoid_grouped(logits, self.correction, self.choice, batch.padded_rows)
 
@@ -94,13 +96,13 @@ class SigmoidGroupRouter(nn.Module):
 
 
 class Experts(nn.Module):
-    """E experts of intermediate size I, stacked; I is cut over ranks.
+    """E stacked experts of intermediate size I, which is sharded.
 
     Args:
-        activation: "silu" for SwiGLU, whose gate and up stand one above the other; "relu2" for squared ReLU.
-        shared_size: intermediate size of an MLP that every token passes. It is the sum of `num_shared` MLPs of size I,
-            the last filled up with zeros, and they follow the others as experts E, E + 1, ...
-        scales: multipliers of the output of experts and of that MLP; the matrices are multiplied by them.
+        activation: "silu": SwiGLU, with the gate's rows before those of up. "relu2": squared ReLU.
+        shared_size: intermediate size of an MLP for every token. It is stored as `num_shared`
+            experts E, E + 1, ... of size I, the last one padded with zeros.
+        scales: multipliers of the outputs of experts and of that MLP, applied to weights.
         limit: of SwiGLU, as in ExpertStack.
     """
 
@@ -121,13 +123,13 @@ class Experts(nn.Module):
             self.register_parameter(each, param)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """[T, in] to this rank's part of [T, in]; the caller sums over ranks."""
+        """[T, in] to this rank's summand of [T, in]."""
         return self.method.apply(x, weights, ids, activation=self.activation, limit=self.limit)
 
     def _targets(
         self, key: str, name: str, first: int, count: int, up: Transform, down: Transform
     ) -> dict[str, CheckpointTarget]:
-        """Targets of `key`.{gate,up,down}_proj.weight, which hold `count` experts from number `first` on."""
+        """Targets of `key`.{gate,up,down}_proj.weight: `count` experts from `first` on."""
         found: dict[str, CheckpointTarget] = {}
         for i, matrix in enumerate(self.matrices):
             part = ExpertPart(f"{name}.{matrix}", "up", first, count, i * self.local, self.local, up)
@@ -137,7 +139,6 @@ class Experts(nn.Module):
         return found | self.method.targets(f"{key}.down_proj", part)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of `key`.{expert}.{gate,up,down}_proj.weight."""
         found: dict[str, CheckpointTarget] = {}
         for e in range(self.num_experts):
             up, down = (lambda t: self.tp.shard(t, 0)[None]), (lambda t: self.tp.shard(t, 1)[None])
@@ -145,12 +146,11 @@ class Experts(nn.Module):
         return found
 
     def shared_targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of `key`.{gate,up,down}_proj.weight."""
         size = self.local * self.tp.size
 
         def by_expert(t: torch.Tensor) -> torch.Tensor:
             """[shared_size, in] to [num_shared, this rank's part of I, in]."""
-            whole_rows = t.split([self.shared_size])[0]  # split: it raises if there are more or fewer
+            whole_rows = t.split([self.shared_size])[0]  # split raises if there are more or fewer
             padded = F.pad(whole_rows, (0, 0, 0, self.num_shared * size - self.shared_size))
             return self.tp.shard(padded.unflatten(0, (self.num_shared, size)), 1)
 
@@ -158,7 +158,7 @@ class Experts(nn.Module):
         return self._targets(key, name, self.num_experts, self.num_shared, by_expert, down)
 
 
-# Ends of the keys of tensors that hold all experts, as newer versions of transformers write them.
+# Key suffixes of tensors with all experts, in newer transformers.
 STACKS = {
     ".experts.gate_up_proj": ("gate", "up"),
     ".experts.up_proj": ("up",),
@@ -167,8 +167,8 @@ STACKS = {
 
 
 def stacked_experts(key: str, matrices: Sequence[str], count: int) -> list[TensorPart]:
-    """The parts of a tensor that holds these matrices of all experts, [E, rows of one above rows of the next, in], by
-    the names that tensors of single experts would have: `key`.{expert}.{matrix}_proj.weight."""
+    """Parts of a tensor with these matrices of all experts, [E, rows of all matrices, in], by the
+    keys of single experts: `key`.{expert}.{matrix}_proj.weight."""
 
     def part(e: int, i: int) -> Transform:
         def of(t: torch.Tensor) -> torch.Tensor:
@@ -183,8 +183,8 @@ def stacked_experts(key: str, matrices: Sequence[str], count: int) -> list[Tenso
 
 
 class Latent(nn.Module):
-    """The smaller space in which routed experts work. Every rank needs the whole latent vector, so its two projections
-    are not cut."""
+    """Projections to and from a smaller space for routed experts. Not sharded, because every rank
+    needs the whole latent vector."""
 
     def __init__(self, name: str, hidden_size: int, size: int, *, bias: bool, build: Build) -> None:
         super().__init__()
@@ -200,13 +200,13 @@ class Latent(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts in the place of an MLP.
+    """A mixture of experts instead of an MLP.
 
     Args:
-        shared: an MLP that every token passes and that is not among the experts' stack.
-        latent: where the routed experts work, None for the hidden states themselves.
-        keys: of the checkpoint, below the block's: router, experts, the shared MLP (of the stack or beside it), the
-            shared gate, and the projections into and out of the latent space; those that the block has.
+        shared: an MLP for every token, apart from the stack.
+        latent: the space of routed experts; None: hidden states.
+        keys: the checkpoint's, below the block's: router, experts, the shared MLP, its gate, and
+            the latent projections.
     """
 
     def __init__(
@@ -217,15 +217,13 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared, self.latent, self.keys = router, experts, shared, latent, keys
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Experts of norm(x + residual), and x + residual."""
         h, residual = norm(x, residual)
         return self.summand(h, batch), residual
 
     def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Experts of hidden states as they are: [T, hidden] to [T, hidden]."""
         weights, ids = self.router(h, batch)
         all_reduce = self.experts.tp.all_reduce
-        if self.latent is not None:  # its way back takes whole sums: the routed experts' are reduced before
+        if self.latent is not None:  # the projection back needs whole sums of routed experts
             routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
             return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
         routed = self.experts(h, weights, ids)

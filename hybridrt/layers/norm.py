@@ -1,4 +1,4 @@
-"""RMS norms. Weights are float32: they are tiny, and a zero-centred (1 + w) would lose bits in bfloat16."""
+"""RMS norms. Weights are float32: a zero-centred (1 + w) would lose bits in bfloat16."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ class RMSNorm(nn.Module):
 
     Args:
         zero_centered: the checkpoint stores w - 1 (Qwen3-Next).
-        scale: multiplier of the output; w is multiplied by it.
-        learned: False for w = 1, which is in no checkpoint.
+        scale: multiplier of the output, applied to w.
+        learned: False: w = 1, in no checkpoint.
     """
 
     weight: torch.Tensor
@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
             self.register_buffer("weight", torch.ones(size, dtype=torch.float32, device=device))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); without a residual the second is x itself."""
+        """(norm(x + residual), x + residual); without a residual (norm(x), x)."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
 
 class SharedRMSNorm(RMSNorm):
-    """RMS norm of a vector of `size` numbers that all ranks together hold, each of them on `copies` ranks."""
+    """RMS norm of a vector of `size` numbers over all ranks, each on `copies` ranks."""
 
     def __init__(self, name: str, size: int, eps: float, *, shards: int, build: Build) -> None:
         super().__init__(name, size // shards, eps, device=build.device)
@@ -72,7 +72,7 @@ class GatedRMSNorm(nn.Module):
     """RMS norm in groups with a gate, before or after it (Mamba-2, GDN, KDA).
 
     Args:
-        size: width on this rank; `group_size` divides it, or spans all ranks.
+        size: width on this rank. `group_size` divides it, or is the width over all ranks.
         activation: of the gate.
     """
 
@@ -96,7 +96,7 @@ class GatedRMSNorm(nn.Module):
         )  # fmt: skip
 
     def _across_ranks(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """One group over all ranks: they sum their squares."""
+        """One group over all ranks, which sum their squares."""
         gating = GATE_ACTIVATIONS[self.activation](gate.float())
         h = x.float() if self.norm_before_gate else x.float() * gating
         squares = self.tp.all_reduce(h.square().sum(-1, keepdim=True))

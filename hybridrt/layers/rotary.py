@@ -1,4 +1,4 @@
-"""The cosine and sine table of rotary embeddings; scaled variants come from transformers' own formulas."""
+"""The cosine and sine table of rotary embeddings, scaled by transformers' formulas."""
 
 import math
 from typing import Any
@@ -10,31 +10,29 @@ from hybridrt.base.errors import ConfigError, shown
 
 
 def rotary_table(config: ModelConfig, attention: AttentionConfig, max_len: int, device: torch.device) -> torch.Tensor:
-    """[max_len, rot] float32: rot/2 cosines, then rot/2 sines, of every position (Su et al. 2021, eq. 34).
+    """[max_len, rot] float32: rot/2 cosines, then rot/2 sines (Su et al. 2021, eq. 34).
 
-    `rot` is rotary_dim x partial_rotary_factor, rounded up to an even number; types other than "default" (linear,
-    dynamic, yarn, llama3, ...) take their frequencies from transformers.modeling_rope_utils. On the "meta" device
-    nothing is computed.
-
-    Args:
-        attention: of the layers that the table is for.
+    `rot` is rotary_dim x partial_rotary_factor, rounded up to an even number. Frequencies of types
+    other than "default" are those of transformers.modeling_rope_utils. A "meta" device computes
+    nothing.
 
     Raises:
-        ConfigError: the model's rope_parameters give no frequencies, or max_len is beyond what they serve.
+        ConfigError: the model's rope_parameters give no frequencies, or max_len is beyond what they
+            serve.
     """
     _check_longrope(attention, max_len)
     inv_freq, scaling = _frequencies(config, attention)
     if not inv_freq.isfinite().all() or not math.isfinite(scaling):
         raise ConfigError(f"rope_parameters {shown(dict(attention.rope or {}))} give infinite frequencies")
-    if torch.empty(0, dtype=torch.float32, device=device).is_meta:  # as on a GPU that is not there (pretend_gpu.py)
+    if torch.empty(0, dtype=torch.float32, device=device).is_meta:  # a pretended GPU (pretend_gpu.py)
         return torch.empty(max_len, 2 * len(inv_freq), dtype=torch.float32, device=device)
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inv_freq.float())
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scaling).to(device)
 
 
 def _check_longrope(attention: AttentionConfig, max_len: int) -> None:
-    """longrope turns to other frequencies, for all positions at once, when a request outgrows the pretraining length:
-    one table cannot serve both."""
+    """longrope changes all frequencies when a request outgrows the pretraining length, so one table
+    cannot serve both."""
     rope: Any = attention.rope
     short = rope.get("original_max_position_embeddings") or max_len
     if rope.get("rope_type") == "longrope" and max_len > short:
@@ -50,7 +48,7 @@ def _frequencies(config: ModelConfig, attention: AttentionConfig) -> tuple[torch
 
 
 def _scaled_frequencies(config: ModelConfig, attention: AttentionConfig, rope: Any) -> tuple[torch.Tensor, float]:
-    from transformers import PreTrainedConfig  # slow to import: plain embeddings do without
+    from transformers import PreTrainedConfig  # slow to import, so only if needed
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope_type = rope["rope_type"]
@@ -59,12 +57,12 @@ def _scaled_frequencies(config: ModelConfig, attention: AttentionConfig, rope: A
             f"rope_type is {shown(rope_type)}; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
         )
     try:
-        # The formulas read these fields of a whole configuration.
+        # The formulas read these fields.
         whole = PreTrainedConfig(
             rope_parameters=dict(rope), head_dim=attention.rotary_dim, hidden_size=config.hidden_size,
             num_attention_heads=attention.num_heads, max_position_embeddings=config.max_position_embeddings,
         )  # fmt: skip
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](whole, torch.device("cpu"))
         return inv_freq, float(scaling)
-    except Exception as e:  # the formulas raise whatever a wrong or missing number leads to
+    except Exception as e:  # the formulas raise anything on bad numbers
         raise ConfigError(f"rope_parameters {shown(rope)} do not serve rope_type {rope_type!r}: {e!r}") from e

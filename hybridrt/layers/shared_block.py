@@ -1,4 +1,4 @@
-"""A transformer block whose weights several places of a model share, and the adapters of each place (Zamba2)."""
+"""A transformer block with weights shared by several layers, and each layer's adapters (Zamba2)."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,15 +18,15 @@ from hybridrt.layers.weights import Build, CheckpointMap
 
 
 class Adapter(nn.Module):
-    """What a place adds to a shared projection: for each of the checkpoint's matrices a product of two thin ones.
+    """Low-rank matrices of a place, added to a shared projection.
 
     Args:
-        matrices: the segments of the projection that each matrix of the checkpoint holds.
+        matrices: checkpoint matrix -> its segments of the projection.
     """
 
     def __init__(self, name: str, size: int, rank: int, matrices: dict[str, list[Segment]], *, build: Build) -> None:
         super().__init__()
-        # Every rank needs all of the low-rank vectors, so that they are not cut.
+        # Not sharded: every rank needs the low-rank vectors.
         self.down = ColumnLinear(f"{name}.down", size, [Segment(each, rank) for each in matrices], build=build.uncut)
         self.ups = nn.ModuleDict(
             {each: ColumnLinear(f"{name}.{each}", rank, parts, build=build) for each, parts in matrices.items()}
@@ -37,7 +37,7 @@ class Adapter(nn.Module):
         return torch.cat([up(part) for up, part in zip(self.ups.values(), low, strict=True)], dim=-1)
 
     def targets(self, key: str) -> CheckpointMap:
-        """Under `key`, in which {} is replaced by the name of a matrix."""
+        """Targets under `key`, with {} for the matrix."""
         found: CheckpointMap = {}
         for each, up in self.ups.items():
             assert isinstance(up, ColumnLinear)
@@ -48,12 +48,12 @@ class Adapter(nn.Module):
 
 
 class SharedBlock(nn.Module):
-    """Attention over x | embedding, then an MLP, without a residual: one set of weights for several places, each with
-    a KV cache and adapters of its own.
+    """Attention over x | embedding, then an MLP, without a residual. Several places share its
+    weights; each has its own KV cache and adapters.
 
     Args:
-        places: number of each place among those of all blocks, to its layer id.
-        attention_adapters: whether q, k and v have adapters, as the MLP's first projection always has.
+        places: index of a place among those of all blocks -> layer id.
+        attention_adapters: q, k and v have adapters too.
         bias: of the MLP.
     """
 

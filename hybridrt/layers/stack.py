@@ -1,4 +1,4 @@
-"""The stack of a decoder: parts, each behind a norm of its own, that add to a residual."""
+"""The layers of a decoder: normed parts that add to a residual."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,13 +14,13 @@ from hybridrt.layers.weights import CheckpointMap
 
 @dataclass(frozen=True)
 class ResidualPart:
-    """One norm and what follows it.
+    """One norm and its part.
 
     Attributes:
-        norm_key, key: of the norm and of the part in a checkpoint, below the layer's; "" where the part's keys stand
-            directly below it.
-        part: a module with `forward(norm, x, residual, batch)`, which gives what it adds to x + residual, and that sum;
-            and with `targets(key)`.
+        norm_key, key: of norm and part in a checkpoint, below the layer's; "" if the part's keys
+            are directly below it.
+        part: a module with `targets(key)`, and with `forward(norm, x, residual, batch)`, which
+            returns what it adds to x + residual, and that sum.
     """
 
     norm_key: str
@@ -32,7 +32,7 @@ class ResidualStack(nn.Module):
     """Layers of parts:  x ─ norm ─ part ─ + ─ norm ─ part ─ + ...
 
     Args:
-        layers: the parts of each layer, by the layer's name: a prefix of the names of its pieces.
+        layers: parts by layer name, which prefixes the names of pieces.
         norm: further arguments of the RMS norms: eps, device, zero_centered.
     """
 
@@ -49,7 +49,7 @@ class ResidualStack(nn.Module):
                 self.keys.append((i, each.norm_key, each.key))
 
     def __iter__(self) -> Iterator[tuple[RMSNorm, Any]]:
-        """(norm, part) in their order. A model calls `part(norm, x, residual, batch)` itself: a frame less in each."""
+        """(norm, part) in order. A model calls the part itself, which saves a Python frame each."""
         parts: Any = zip(self.norms, self.parts) if self._short is None else self._short
         return iter(parts) if self._between is None else self._with_calls(parts, *self._between)
 
@@ -62,7 +62,7 @@ class ResidualStack(nn.Module):
 
     @contextmanager
     def calling(self, places: Iterable[int], call: Callable[[], None]) -> Iterator[None]:
-        """Within it, iteration calls `call` before the parts of these numbers."""
+        """In this context, iteration calls `call` before the parts of these indices."""
         self._between = frozenset(places), call
         try:
             yield
@@ -71,11 +71,11 @@ class ResidualStack(nn.Module):
 
     @contextmanager
     def shortened(self, sorts: Sequence[Any]) -> Iterator[None]:
-        """Within it, iteration gives two parts of each sort. They launch the kernels that all parts launch (the first
-        of all may lack a residual).
+        """In this context, iteration gives two parts of each sort, which launch all kernels (the
+        first part may lack a residual).
 
         Args:
-            sorts: of the layers. Parts of layers of equal sorts also have equal types and shapes of their weights.
+            sorts: of layers. Equal sorts have equal part types and weight shapes.
         """
         counts, kept = Counter[str](), []
         parts: Any = zip(self.keys, self.norms, self.parts)
@@ -92,12 +92,10 @@ class ResidualStack(nn.Module):
             self._short = None
 
     def mixers(self) -> dict[int, Any]:
-        """The recurrent mixers by layer id."""
         found: list[Any] = [module for module in self.modules() if hasattr(module, "kind")]
         return {mixer.layer_id: mixer for mixer in found}
 
     def targets(self, key: str) -> CheckpointMap:
-        """Targets of the layers under `key`.0, `key`.1, ..."""
         found: CheckpointMap = {}
         parts: Any = zip(self.keys, self.norms, self.parts, strict=True)
         for (i, norm_key, part_key), norm, part in parts:

@@ -1,4 +1,4 @@
-"""How checkpoint tensors land in parameters: each key has one target, each target fills named pieces exactly once."""
+"""How checkpoint tensors fill parameters: a key has one target, which fills named pieces once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from hybridrt.collectives.groups import TPGroup
 
 @dataclass(frozen=True)
 class Build:
-    """What a layer is made for: its tensor-parallel rank, its numbers and its device.
+    """What layers are built for: rank, dtype and device.
 
     Attributes:
-        scheme: from the names of a layer and of a segment ("experts" for a stack of them) to the name of the method
-            that holds its weight (hybridrt.layers.methods).
+        scheme: (layer name, segment name or "experts") -> name of the weight's method
+            (hybridrt.layers.methods).
     """
 
     tp: TPGroup
@@ -26,7 +26,7 @@ class Build:
 
     @property
     def uncut(self) -> "Build":
-        """The same for a layer that every rank has whole."""
+        """The same without tensor parallelism."""
         return replace(self, tp=TPGroup())
 
 
@@ -34,18 +34,18 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
 def unchanged(t: torch.Tensor) -> torch.Tensor:
-    """The Transform that changes nothing."""
+    """The identity Transform."""
     return t
 
 
-# A part of a checkpoint's tensor: the key that it would have as a tensor of its own, and how it is taken.
+# A part of a tensor: the key that it would have alone, and how to select it.
 TensorPart = tuple[str, Transform]
-# Other numbers, integers or float8, mean nothing without their scales, and nothing here multiplies by these.
+# Integers and float8 are refused: they need scales, which dense weights do not apply.
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str, dummy: str = "normal") -> nn.Parameter:
-    """An uninitialised parameter; `dummy` says how load_format="dummy" fills it (`fill_dummy`)."""
+    """An uninitialised parameter. `dummy`: how load_format="dummy" fills it (`fill_dummy`)."""
     param = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
     param.dummy = dummy  # type: ignore[attr-defined]
     return param
@@ -53,15 +53,15 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str, dummy
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a parameter that one checkpoint tensor (or a slice of it) fills.
+    """A part of a parameter, filled by one checkpoint tensor or a slice of it.
 
     Attributes:
-        name: unique within the model; the loader checks that each piece is filled exactly once.
+        name: unique in the model. The loader checks that each piece is filled exactly once.
         dest: the view to fill.
-        select: takes the whole checkpoint tensor to this rank's part of it, in dest's shape.
-        scale: multiplier (mu-P and the like) applied in float32 before rounding to the parameter's dtype.
-        accumulate: add to dest instead of writing: biases that one merged output shares.
-        dtypes: what the checkpoint's tensor may hold.
+        select: takes the whole checkpoint tensor to this rank's part, in dest's shape.
+        scale: multiplier (mu-P and others), applied in float32 before rounding.
+        accumulate: add to dest, for biases that share a merged output.
+        dtypes: allowed in the checkpoint.
     """
 
     name: str
@@ -72,8 +72,7 @@ class Piece:
     dtypes: tuple[torch.dtype, ...] = WEIGHT_DTYPES
 
     def fill(self, key: str, tensor: torch.Tensor, part: Transform = unchanged) -> None:
-        """Copies from a part of a tensor (scaled, in dest's dtype); CheckpointError if shapes disagree or the dtype is
-        not one of `dtypes`."""
+        """Copies a part of a tensor, scaled. CheckpointError if its shape or dtype does not fit."""
         if tensor.dtype not in self.dtypes:
             wanted = (
                 "bfloat16, float16 or float32" if self.dtypes is WEIGHT_DTYPES else " or ".join(map(str, self.dtypes))
@@ -104,10 +103,10 @@ CheckpointMap = dict[str, CheckpointTarget]
 
 
 def whole(name: str, dest: torch.Tensor, select: Transform = unchanged, scale: float = 1.0) -> CheckpointTarget:
-    """The target of a tensor that fills one parameter (or view) by itself."""
+    """The target of a tensor that fills one parameter (or view)."""
     return (Piece(name, dest, select, scale),)
 
 
 def sharded(tp: TPGroup, name: str, dest: torch.Tensor, select: Transform = unchanged) -> CheckpointTarget:
-    """A target that is this rank's shard of what `select` makes of a tensor, cut along its first dimension."""
+    """This rank's shard of `select(tensor)`, along its first dimension."""
     return whole(name, dest, lambda t: tp.shard(select(t), 0))

@@ -1,4 +1,4 @@
-"""A tensor-parallel rank above 0: it builds the model that rank 0 builds and runs every step that rank 0 runs."""
+"""A tensor-parallel rank above 0: builds rank 0's model and runs every step that rank 0 runs."""
 
 import os
 import queue
@@ -32,10 +32,10 @@ from hybridrt.runtime.step.plan import StepPlan
 
 
 class Leader:
-    """Rank 0, as the other ranks see it. This process ends as soon as rank 0 is gone.
+    """Rank 0, as the other ranks see it. This process ends when rank 0 is gone.
 
     Args:
-        directory: where the ranks found each other; removed here if rank 0 ends without removing it.
+        directory: where the ranks found each other; removed here if rank 0 could not.
 
     Attributes:
         leaving: rank 0 may end before this process does.
@@ -48,11 +48,10 @@ class Leader:
         threading.Thread(target=self._receive_tasks, daemon=True).start()
 
     def receive(self) -> Any:
-        """What rank 0 sends next; waits for it. MessageError if it is none of the known messages."""
+        """Waits for rank 0's next message. MessageError if it is unknown."""
         return decode(self._inbox.get())
 
     def report(self, error: Exception) -> None:
-        """Tells rank 0 why this rank ends."""
         with suppress(PeerGoneError):
             self._link.send(pack(Failed(f"{type(error).__name__}: {error}"[:10_000])))
 
@@ -74,9 +73,9 @@ class Leader:
 
 
 def serve(place: Place, rank: int, size: int, device: torch.device, ahead: StartAhead | None) -> int:
-    """Joins the other ranks and serves rank 0 until that ends the service. Returns the exit status of this process.
+    """Joins the other ranks and serves rank 0 until it ends the service. Returns the exit status.
 
-    A failure ends the rank, which first says why; one that is the loss of another rank needs no report.
+    A rank that fails reports why, unless the cause is the loss of another rank.
     """
     leader = Leader(place.join(rank), place.directory)
     try:
@@ -96,7 +95,7 @@ def serve(place: Place, rank: int, size: int, device: torch.device, ahead: Start
 
 
 def _serve(leader: Leader, comm: Communicator, ahead: StartAhead | None) -> None:
-    """A model's configuration, then its steps and tasks, then None; one model after the other; then None."""
+    """For each model: its configuration, steps and tasks, None. Then None."""
     while (config := leader.receive()) is not None:
         if not isinstance(config, EngineConfig):
             raise MessageError(f"rank 0 sent {type(config).__name__} where a configuration belongs")

@@ -1,4 +1,5 @@
-"""What ranks tell each other, as bytes: rank 0 its configurations, steps and tasks, the others that they run."""
+"""Messages between ranks, as bytes: configurations, steps and tasks from rank 0, signs of life to.
+it."""
 
 import importlib
 import operator
@@ -10,8 +11,8 @@ import numpy as np
 from hybridrt.base.errors import MessageError
 from hybridrt.channel.codec import Message, pack, unpack
 
-# Every kind of task of rank 0, and the type that its bytes are decoded into. The types that stand above the runtime are
-# imported when the first such task comes.
+# Every kind of task of rank 0, and its type. Types of packages above the runtime are imported when
+# the first such task comes.
 KINDS = {
     "serve": "hybridrt.base.config:EngineConfig",
     "step": "hybridrt.runtime.step.plan:StepPlan",
@@ -26,7 +27,7 @@ _END = "end"
 
 
 class Task(Message):
-    """From rank 0: a name of KINDS and the bytes of that type, or the end of what was begun."""
+    """From rank 0: a name of KINDS and the bytes of that type, or the end of the service."""
 
     name: str
     body: bytes = b""
@@ -52,7 +53,7 @@ FromRank = Beat | Failed
 
 
 def encode(task: object) -> bytes:
-    """The bytes of what rank 0 sends. None, the end of what was begun, may be sent too.
+    """A task as bytes; None ends the service.
 
     Raises:
         MessageError: ranks exchange no tasks of this type.
@@ -67,10 +68,10 @@ def encode(task: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """What `encode` was given.
+    """The task that `encode` was given.
 
     Raises:
-        MessageError: this is none of the known tasks, or its parts are not of the right types.
+        MessageError: an unknown task, or its parts have the wrong types.
     """
     task: Task = unpack(data, Task)
     if task.name == _END:
@@ -82,14 +83,14 @@ def decode(data: bytes) -> Any:
 
 
 def _plain(value: Any) -> int | list[int] | bytes:
-    """What a plan holds where integers belong: a column, a range, or an integer of NumPy's."""
+    """A column, a range or a NumPy integer of a plan, in a form that msgpack has."""
     if isinstance(value, np.ndarray):
         return value.astype("<i4", casting="safe", copy=False).tobytes()
     return list(value) if isinstance(value, range) else operator.index(value)
 
 
 def _column(kind: type, value: Any) -> np.ndarray:
-    """[n] int32 that were sent as bytes. What a column may hold is 0 or more."""
+    """[n] int32 that were sent as bytes, each 0 or more."""
     if kind is not np.ndarray or not isinstance(value, bytes):
         raise ValueError(f"{type(value).__name__} where bytes of a column belong")
     column = np.frombuffer(value, "<i4")

@@ -1,4 +1,4 @@
-"""How the ranks of a tensor-parallel run start and find each other: processes started here, or torchrun's."""
+"""How tensor-parallel ranks start and find each other: processes started here, or torchrun's."""
 
 import atexit
 import os
@@ -42,9 +42,9 @@ class Place:
     """Where the ranks of a run find each other.
 
     Attributes:
-        host, port: where rank 0 listens for links, to which only holders of `key` are admitted.
+        host, port: where rank 0 listens for links of ranks with `key`.
         store: through which gloo and NCCL find their peers.
-        directory: of a run on one host: only this user can read it, and it holds the key and the store.
+        directory: of a run on one host: readable by this user only, with the key and the store.
     """
 
     host: str
@@ -60,7 +60,7 @@ class Place:
         """A rank's link to rank 0.
 
         Raises:
-            PeerGoneError: rank 0 does not answer, or holds another key.
+            PeerGoneError: rank 0 does not answer, or has another key.
         """
         link = Link(SocketChannel.connect((self.host, self.port), self.key))
         link.send(pack(Hello(rank)))
@@ -75,8 +75,9 @@ def start_ranks(size: int, kind: str, ahead: StartAhead | None = None) -> Ranks:
         ahead: as in ModelRunner; they find it by its name.
 
     Raises:
-        ConfigError: the time-out in the environment is not a number of seconds, or `ahead` has no name.
-        RankError: one of them ended before it came up.
+        ConfigError: the time-out in the environment is not a number of seconds, or `ahead` has no
+            name.
+        RankError: a rank ended before it was connected.
     """
     timeout, found_as = rank_timeout(), name_of(ahead)
     place, listener = _open_here()
@@ -115,8 +116,8 @@ def torchrun_place(world: World) -> Place:
     """The place that rank 0 of torchrun's processes has made.
 
     Raises:
-        ConfigError: the ranks run on several hosts and HYBRIDRT_TP_KEY is not set, or torchrun's environment is not
-            whole.
+        ConfigError: HYBRIDRT_TP_KEY is not set for ranks on several hosts, or torchrun's
+            environment is incomplete.
         RankError: the place is not this user's, or rank 0 does not come.
     """
     key = _torchrun_key(world)
@@ -130,11 +131,10 @@ def torchrun_place(world: World) -> Place:
 
 @cache
 def torchrun_ranks(world: World, kind: str) -> Ranks:
-    """Rank 0's view of torchrun's processes, once for the life of this process; they leave when it ends.
+    """Rank 0's view of torchrun's processes, once per process; they leave when it ends.
 
     Raises:
-        ConfigError: the ranks run on several hosts and HYBRIDRT_TP_KEY is not set, or torchrun's environment is not
-            whole.
+        ConfigError: as `torchrun_place`.
         RankError: not all ranks came.
     """
     key, timeout = _torchrun_key(world), rank_timeout()
@@ -155,7 +155,7 @@ def _lead(
     place: Place, listener: Listener, size: int, device: torch.device, timeout: float,
     processes: Sequence["subprocess.Popen[bytes]"] = (),
 ) -> Ranks:  # fmt: skip
-    """Rank 0's view of the ranks that come to a place, once all of them are connected."""
+    """Waits for all ranks to connect. Returns rank 0's view of them."""
     links = _await(listener, size, processes)
     ranks = Ranks(place.communicator(0, size, device), links, processes, place.directory, timeout)
     with ranks.together():
@@ -173,7 +173,7 @@ def _torchrun_key(world: World) -> bytes | None:
 
 
 def _torchrun_store() -> dist.Store:
-    """Raises RankError if torch.distributed cannot open or reach the store, ConfigError if its address is missing."""
+    """RankError if the store cannot be opened or reached, ConfigError without its address."""
     where = f"{master_host()}:{os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=STARTING_S)))
@@ -192,8 +192,8 @@ def _open_here() -> tuple[Place, Listener]:
 
 
 def _start(rank: int, size: int, directory: str, kind: str, ahead: str | None) -> "subprocess.Popen[bytes]":
-    # All ranks need the same number of threads: it decides how sums are split, and so their last bits. Every rank
-    # samples by itself and must draw the same tokens.
+    # All ranks need the same number of threads: it decides how sums are split, and so their last
+    # bits. Every rank samples for itself and must draw the same tokens.
     environment = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     given = {"directory": directory, "rank": rank, "size": size, "kind": kind, "ahead": ahead}
     return start_child("hybridrt.parallel.follower", given, environment, stdin=subprocess.DEVNULL)
@@ -223,7 +223,7 @@ def _await(listener: Listener, size: int, processes: Sequence["subprocess.Popen[
 
 
 def _presented(channel: SocketChannel) -> int | None:
-    """The rank in the first message of a connection; None: no such message."""
+    """The rank in the first message of a connection; None without such a message."""
     try:
         hello: Hello = unpack(channel.expect(_HELLO_S), Hello)
     except PeerGoneError:

@@ -1,4 +1,4 @@
-"""The other ranks of a tensor-parallel run, as rank 0 sees them: it sends them tasks, watches them and ends them."""
+"""Rank 0's view of the other ranks: sends them tasks, watches them and ends them."""
 
 import os
 import shutil
@@ -27,9 +27,9 @@ class Ranks:
 
     Args:
         links: to ranks 1, 2, ...
-        processes: those ranks if they were started here; none under torchrun, which watches them itself.
+        processes: the ranks started here; none under torchrun, which watches its own.
         directory: where the ranks found each other; `close` removes it.
-        timeout: seconds after which a rank that sends nothing is lost.
+        timeout: seconds after which a silent rank counts as lost.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Ranks:
         self._error: RankError | None = None
         self._lock, self._named = threading.Lock(), threading.Event()
         self._serving = self._leaving = False
-        comm.check = self.check
+        comm.check_ranks = self.check_alive
         disown_in_child(self)
         for rank, link in enumerate(links, 1):
             threading.Thread(target=self._read_messages, args=(rank, link), daemon=True).start()
 
     @property
     def host(self) -> str:
-        """Where the other ranks reach this one: on this host alone, if all of them run on it."""
+        """The address of this rank for the others: loopback if all of them run on this host."""
         return LOOPBACK if self._directory is not None else master_host()
 
     @property
@@ -61,17 +61,19 @@ class Ranks:
         """False in a process that was forked from the one that leads the ranks."""
         return os.getpid() == self._pid
 
-    def check(self) -> None:
-        """Raises RankError if a rank was lost; its text names it."""
+    def check_alive(self) -> None:
+        """RankError that names the rank, if one was lost."""
         if self._error is not None:
             raise RankError(str(self._error))
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for what all ranks do alike. After an exception in it the ranks are in different states, so the
-        other ranks are ended. If the exception comes from the loss of a rank, the RankError that is raised names that
-        rank."""
-        self.check()
+        """A context for work that all ranks do alike.
+
+        After an exception in it the ranks differ in state, so the other ranks are ended. If a lost
+        rank caused the exception, the RankError that is raised names it.
+        """
+        self.check_alive()
         try:
             yield
         except BaseException as e:
@@ -82,14 +84,14 @@ class Ranks:
             raise
 
     def send(self, message: bytes) -> None:
-        """Sends to every other rank. Raises RankError if one cannot be reached."""
+        """Sends to every other rank. RankError if one cannot be reached."""
         for rank, link in enumerate(self._links, 1):
             try:
                 link.send(message)
             except PeerGoneError as e:
                 raise RankError(_LOST.format(rank, e)) from e
 
-    def begin(self, message: object) -> None:
+    def start_service(self, message: object) -> None:
         """Tells the others what to serve; ConfigError if they serve something already."""
         if self._serving:
             raise ConfigError("these tensor-parallel ranks serve another LLM: close that one first")
@@ -98,8 +100,8 @@ class Ranks:
             self.send(encoded)
         self._serving = True
 
-    def end(self) -> None:
-        """The others stop serving and have freed what they held when this returns."""
+    def end_service(self) -> None:
+        """Stops the service. Returns when the others have freed what they held."""
         if self._serving and self._error is None:
             with suppress(RankError):  # a rank that is lost holds nothing either
                 self.send(encode(None))
@@ -107,10 +109,10 @@ class Ranks:
         self._serving = False
 
     def close(self) -> None:
-        """Lets the others leave. Closing again does nothing."""
+        """Lets the others leave. May be repeated."""
         if self._leaving:
             return
-        self.end()
+        self.end_service()
         self._leaving = True
         if self._error is None:
             with suppress(RankError):
@@ -121,15 +123,15 @@ class Ranks:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def disown(self) -> None:
-        """In a forked child: the ranks and what waits for them are the parent's."""
+        """In a forked child: the ranks and what waits for them belong to the parent."""
         self._error = RankError(
             f"this LLM belongs to process {self._pid}, from which this one was forked; build a new LLM here"
         )
         self._links, self._processes, self._directory, self._leaving = (), (), None, True
 
     def _read_messages(self, rank: int, link: Link) -> None:
-        """Runs in a thread: receives a rank's signs of life, or `Failed`. If the rank has failed or is lost, ends
-        the other ranks; from then on `check` raises RankError."""
+        """Runs in a thread: receives signs of life, or `Failed`. If the rank has failed or is lost,
+        ends the other ranks."""
         try:
             while messages := link.listen(self._timeout):
                 for message in (unpack(data, FromRank) for data in messages):
@@ -143,7 +145,7 @@ class Ranks:
         link.close()
 
     def _ending(self, rank: int) -> str | None:
-        """How the process of a rank whose connection is gone has ended, if it was started here."""
+        """How the process of a disconnected rank ended, if it was started here."""
         if not self._processes:
             return None
         try:
@@ -156,14 +158,15 @@ class Ranks:
         return f"its process {ending}"
 
     def _lost_rank(self, e: BaseException) -> RankError | None:
-        """The RankError to raise in place of `e`, if `e` is a consequence of the loss of a rank."""
+        """The RankError to raise in place of `e`, if a lost rank caused `e`."""
         if isinstance(e, RankError):
             self._named.wait(NAMING_S)
             return self._error
         return self._error if isinstance(e, Exception) and not isinstance(e, HybridrtError) else None
 
     def _fail(self, rank: int, reason: str) -> None:
-        """Notes the first failure, ends the other ranks, and stops kernels of this rank's GPU that wait for them."""
+        """Notes the first failure, ends the other ranks, and stops kernels of this rank that wait
+        for them."""
         with self._lock:
             if self._error is not None:
                 return

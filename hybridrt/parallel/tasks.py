@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks besides steps: masks of a step, drafts, copies of a prefix."""
+"""Tasks from rank 0 to the other ranks besides steps: masks, drafts, copies of a prefix."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ _MESSAGE_BYTES = 2**23  # masks are sent in parts of this size at most
 
 
 class MaskTask(msgspec.Struct, frozen=True):
-    """Masks of the step that was launched last: `words` of int32, `width` a mask. `more`: others of them follow."""
+    """Masks of the last launched step: `words` of int32, `width` a mask. `more`: others follow."""
 
     words: bytes
     width: int
@@ -25,7 +25,7 @@ class MaskTask(msgspec.Struct, frozen=True):
 
 
 class DropTask(msgspec.Struct, frozen=True):
-    """The step that was launched last gets no masks: it is given up."""
+    """The last launched step gets no masks and is dropped."""
 
 
 class DraftTask(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class PrefixCopy(msgspec.Struct, frozen=True):
 
 
 def mask_tasks(masks: np.ndarray) -> Iterator[MaskTask]:
-    """Masks [m, width] in messages that a channel takes."""
+    """Masks [m, width] in parts that fit a message."""
     width = masks.shape[1]
     rows = max(_MESSAGE_BYTES // (4 * width), 1)
     for start in range(0, len(masks), rows):

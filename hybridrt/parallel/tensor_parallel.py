@@ -1,4 +1,4 @@
-"""Rank 0 of a tensor-parallel run: every step goes to the other ranks, then runs here."""
+"""Rank 0 of a tensor-parallel run: sends every step to the other ranks, then runs it."""
 
 import time
 import weakref
@@ -35,15 +35,16 @@ T = TypeVar("T")
 class TensorParallelExecutor:
     """The executor of a model that is split over `config.tp_size` ranks.
 
-    The plan of a step, some hundred bytes of integers, is all that the ranks exchange on the host: each packs, copies
-    and launches it alike, and each draws the same tokens for itself. They can, because a draw is a function of the
-    gathered logits, which are the same bits everywhere, and of the request's seed.
+    On the host the ranks exchange only the plan of a step, some hundred bytes of integers: each
+    packs, copies and launches it, and draws the same tokens. A draw is a function of the gathered
+    logits, which are the same bits everywhere, and of the request's seed.
 
-    Under torchrun, ranks above 0 never leave this constructor: they serve rank 0, then end their process.
+    Under torchrun, ranks above 0 never leave this constructor: they serve rank 0, then end their
+    process.
 
     Args:
-        ranks: those to lead, which stay when this executor is closed; None takes torchrun's or starts some.
-        ahead: as in ModelRunner, on ranks that are started here too.
+        ranks: those to lead, which outlive this executor; None uses torchrun's or starts some.
+        ahead: as in ModelRunner, also on ranks that are started here.
 
     Raises:
         ConfigError, DeviceError: the model or the machine cannot be split so; nothing was started.
@@ -62,7 +63,7 @@ class TensorParallelExecutor:
         started = ranks is None and world() is None
         self.ranks = ranks or _find_ranks(config.tp_size, kind, ahead)
         comm = self.ranks.comm
-        self.ranks.begin(config)
+        self.ranks.start_service(config)
         try:
             with self.ranks.together():
                 config = replace(config, device=str(comm.device))
@@ -73,8 +74,8 @@ class TensorParallelExecutor:
         self._finalizer = weakref.finalize(self, _end, self.ranks, self.runner.drop_graphs, started)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """As ModelRunner.launch, on all ranks. Ctrl-C is raised before or after it: ranks that stop in the middle of a
-        step cannot go on."""
+        """As ModelRunner.launch, on all ranks. Ctrl-C is raised before or after it: ranks that stop
+        within a step cannot go on."""
         self.runner.check_sampled()
         return _SplitStep(self.on_all((plan,), lambda: self.runner.launch(plan)), self)
 
@@ -83,8 +84,14 @@ class TensorParallelExecutor:
         task = DraftTask(rows, steps, topk)
         return _SplitStep(self.on_all((task,), lambda: self.runner.draft(rows, steps, topk)), self)
 
+    def drop_last(self) -> None:
+        """As ModelRunner.drop_last, on all ranks."""
+        self.runner.drop_last()  # also where the others are lost
+        self.on_all((DropTask(),), lambda: None)
+
     def copied(self, ticket: int) -> bool:
-        """Whether a host copy of a launched plan has ended on rank 0. On other ranks it may still run."""
+        """Whether a host copy of a launched plan has ended on rank 0. On other ranks it may still
+        run."""
         return self.runner.copied(ticket)
 
     def read_prefix(self, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:
@@ -96,8 +103,8 @@ class TensorParallelExecutor:
         self.on_all((PrefixCopy(prefix, write=True),), lambda: self.runner.write_prefix(prefix, data))
 
     def on_all(self, tasks: Iterable[object], here: Callable[[], T]) -> T:
-        """Sends tasks of types in hybridrt.parallel.messages to the other ranks, which run them between two steps, then
-        does rank 0's part."""
+        """Sends tasks (hybridrt.parallel.messages) to the other ranks, which run them between two
+        steps. Then does rank 0's part."""
         messages = [encode(task) for task in tasks]
         with Interrupts(), self.ranks.together():
             for message in messages:
@@ -105,12 +112,12 @@ class TensorParallelExecutor:
             return here()
 
     def close(self) -> None:
-        """Lets the other ranks go. Closing again does nothing."""
+        """Lets the other ranks go. May be repeated."""
         self._finalizer()
 
 
 class _SplitStep:
-    """A step of all ranks. It raises RankError instead of waiting for a rank that was lost."""
+    """A step of all ranks. It raises RankError instead of waiting for a lost rank."""
 
     def __init__(self, step: StepHandle, split: TensorParallelExecutor) -> None:
         self._step, self._split = step, split
@@ -136,14 +143,14 @@ class _SplitStep:
 
     def result(self) -> StepResult:
         while not self._step.ready():
-            self._split.ranks.check()
+            self._split.ranks.check_alive()
             time.sleep(POLL_S)
-        self._split.ranks.check()  # kernels that were stopped look finished
+        self._split.ranks.check_alive()  # kernels that were stopped look finished
         return self._step.result()
 
 
 def check_split(config: EngineConfig) -> str:
-    """The kind of device that the ranks run on, "cpu" or "cuda". Allocates nothing.
+    """The kind of the ranks' devices, "cpu" or "cuda". Allocates nothing.
 
     Raises:
         ConfigError: the model cannot be cut into `tp_size` shards.
@@ -163,7 +170,7 @@ def check_split(config: EngineConfig) -> str:
 
 
 def check_world(tp_size: int) -> None:
-    """ConfigError unless torchrun, if it started this process, started as many as there are ranks."""
+    """ConfigError if torchrun started this process, but not `tp_size` processes."""
     started = world()
     if started is not None and started.size != tp_size:
         raise ConfigError(
@@ -173,7 +180,7 @@ def check_world(tp_size: int) -> None:
 
 
 def _find_ranks(size: int, kind: str, ahead: StartAhead | None) -> Ranks:
-    """torchrun's processes, or as many started here. A rank above 0 serves in here and then ends its process."""
+    """torchrun's processes, or new ones. A rank above 0 serves in here and then ends its process."""
     here = world()
     if here is None:
         return start_ranks(size, kind, ahead)
@@ -187,6 +194,6 @@ def _end(ranks: Ranks, drop_graphs: Callable[[], None], started: bool) -> None:
     if not ranks.here:
         return  # a forked child holds copies of what is the parent's
     drop_graphs()  # NCCL waits for the graphs that it is part of
-    ranks.end()
+    ranks.end_service()
     if started:
         ranks.close()

@@ -1,4 +1,4 @@
-"""What torchrun says in the environment of a process that it started."""
+"""Reads torchrun's environment variables."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _ADVICE = "torchrun sets it; unset RANK and WORLD_SIZE to run without torchrun"
 
 @dataclass(frozen=True)
 class World:
-    """The processes that torchrun started, and which of them this one is.
+    """The processes that torchrun started, and this one's place among them.
 
     Attributes:
         rank, size: among all processes.
@@ -38,11 +38,7 @@ def world() -> World | None:
 
 
 def master_host() -> str:
-    """Where rank 0 is reached from the other hosts.
-
-    Raises:
-        ConfigError: torchrun's MASTER_ADDR is missing.
-    """
+    """Address of rank 0 for the other hosts. ConfigError if MASTER_ADDR is missing."""
     host = os.environ.get("MASTER_ADDR")
     if not host:
         raise ConfigError(f"MASTER_ADDR is not set; {_ADVICE}")

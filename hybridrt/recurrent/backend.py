@@ -1,4 +1,4 @@
-"""What every recurrent backend shares: the split of a step by segment, its metadata, graph buffers and its commit."""
+"""The base of all recurrent backends: splits a step, plans it, commits it, owns graph buffers."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -28,7 +28,7 @@ from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment, ForwardMet
 
 
 class RecurrentLayer(Protocol):
-    """What every recurrent backend reads of a mixer. `config` is the kind's."""
+    """What recurrent backends read of a mixer."""
 
     kind: str
     layer_id: int
@@ -37,7 +37,7 @@ class RecurrentLayer(Protocol):
 
 
 LayerT = TypeVar("LayerT", bound=RecurrentLayer)
-# A kind's NamedTuple of tensors [T, ...], decode rows first, of which only the last ones may be None.
+# A kind's NamedTuple of tensors [T, ...], decode rows first. Only its last ones may be None.
 InputsT = TypeVar("InputsT", bound=tuple[Any, ...])
 
 UNCOMMITTED = (
@@ -47,15 +47,14 @@ UNCOMMITTED = (
 
 
 def _part(inputs: InputsT, tokens: slice) -> InputsT:
-    """The inputs of some of the tokens."""
     parts = (None if t is None else t[tokens] for t in inputs)
     return type(inputs)(*parts)  # type: ignore[arg-type]
 
 
 class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
-    """The backend of one kind of recurrent layer, Mamba or any other, over MambaPool. A subclass implements `decode`
-    and `extend`, which call the kind's kernels, and names the record of their inputs. On a CPU, what is no
-    operation of torch in `decode`, or reads numbers of a step, stands within `hybridrt.kernels.core.recording.live`.
+    """The backend of one recurrent kind, over MambaPool. A subclass names its input record and
+    implements `decode` and `extend` with the kind's kernels. On a CPU, wrap non-torch kernels and
+    host reads of step values in `hybridrt.kernels.core.recording.live`: recordings call these anew.
 
     Args:
         layers: the model's mixers of this kind by layer id.
@@ -63,8 +62,8 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     """
 
     kind: str
-    inputs: ClassVar[type[tuple[Any, ...]]]  # the record that a mixer hands its backend
-    scan: ClassVar[str | None] = None  # the operation of its chunks, where libraries have it too
+    inputs: ClassVar[type[tuple[Any, ...]]]  # the record that a mixer passes
+    scan: ClassVar[str | None] = None  # the operation of its chunks, if libraries have it
 
     def __init__(
         self, *, layers: Mapping[int, LayerT], req_to_token_pool: HybridReqToTokenPool, chunk_size: int
@@ -86,25 +85,24 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         spec = self.mamba_pool.spec
         self._ring_width = max(shape.conv_width(spec.tokens_per_step) for shape in spec.groups)
         self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
-        self._others: list[MambaAttnBackendBase[Any, Any]] = []  # that this one plans and commits for, besides itself
-        self._lead: ReferenceType[MambaAttnBackendBase[Any, Any]] | None = None  # None: this one plans for itself
-        self._last: ForwardMetadata | None = None  # the last step that leaves its state to a commit
+        self._others: list[MambaAttnBackendBase[Any, Any]] = []  # backends that this one plans and commits for
+        self._lead: ReferenceType[MambaAttnBackendBase[Any, Any]] | None = None  # None: plans for itself
+        self._last: ForwardMetadata | None = None  # the last step with a commit to come
         self.mamba_pool.set_decays({i: partial(self.ring_decay, layer) for i, layer in layers.items()})
 
     @staticmethod
     def join(backends: Sequence["MambaAttnBackendBase[Any, Any]"]) -> "MambaAttnBackendBase[Any, Any]":
-        """The first of a model's backends, which from now on plans and commits for all of them: their layers share
-        slots and ring cursors, and a step moves the cursors once."""
+        """Makes the first backend plan and commit for all, and returns it. Their layers share slots
+        and ring cursors, which a step must move once."""
         first = backends[0]
         first.members = [member for backend in backends for member in backend.members]
         for member in first.members:
             member.lead = first
         return first
 
-    # A reference of a backend to itself that counts would keep the pools until the garbage collector runs.
+    # Weak: a counted reference to itself would keep the pools until garbage is collected.
     @property
     def members(self) -> "list[MambaAttnBackendBase[Any, Any]]":
-        """The backends that this one plans and commits for, itself first."""
         return [self, *self._others]
 
     @members.setter
@@ -128,10 +126,10 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return self.inputs(**kwargs)
 
     def run(self, layer: LayerT, batch: ForwardBatch, inputs: InputsT, out: Tensor | None = None) -> Tensor:
-        """One mixer over all rows: [T, width], decode rows first."""
+        """Runs one mixer for all rows: [T, width], decode rows first."""
         step: ForwardMetadata | None = batch.metadata.get(self)
         if step is None or not step.begun:
-            step = self.begin(batch)
+            step = self.begin_step(batch)
         decode, extend = step.decode, step.extends.get(self.chunk_size)
         compute = self._extend_in_passes if extend and extend.later else self.extend
         if decode and extend:
@@ -151,37 +149,37 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
 
     @abstractmethod
     def decode(self, layer: LayerT, inputs: InputsT, segment: DecodeSegment, out: Tensor | None = None) -> Tensor:
-        """A mixer's decode or verify rows: [n * tokens_per_row, width], maybe in `out`."""
+        """Decode or verify rows: [n * tokens_per_row, width], maybe in `out`."""
 
     @abstractmethod
     def extend(self, layer: LayerT, inputs: InputsT, segment: ExtendSegment, out: Tensor | None = None) -> Tensor:
-        """A mixer's prompt chunks: [tokens, width], maybe in `out`."""
+        """Prompt chunks: [tokens, width], maybe in `out`."""
 
     def _extend_in_passes(
         self, layer: LayerT, inputs: InputsT, segment: ExtendSegment, out: Tensor | None = None
     ) -> Tensor:
-        """`extend` of a segment, then of those that follow it: their tokens' outputs replace the segment's."""
+        """Runs a segment, then its later ones. Outputs of later ones replace the segment's."""
         taken = (take_tokens(inputs, tokens) for tokens, _ in segment.later)
         chosen = [type(inputs)(*parts) for parts in taken]  # type: ignore[arg-type]
         outputs = self.extend(layer, inputs, segment, out)
         for (tokens, later), part in zip(segment.later, chosen, strict=True):
             replaced = self.extend(layer, part, later)
-            if later.live is not None:
-                # Padding stands for token 0, which the first pass computes: it is written as it is.
-                replaced = torch.where(later.live.view(-1, *[1] * (replaced.ndim - 1)), replaced, outputs[:1])
+            if later.real is not None:
+                # Padding is token 0, which the first pass computes: its output stays.
+                replaced = torch.where(later.real.view(-1, *[1] * (replaced.ndim - 1)), replaced, outputs[:1])
             outputs.index_copy_(0, tokens, replaced)
         return outputs
 
     @staticmethod
     def ring_decay(layer: Any) -> Tensor | None:
-        """[heads] float32: a ring gate of this mixer times its factor is the log of a decay. None: the gates are logs
-        of decays already."""
+        """[heads] float32: a ring gate times this factor is a log decay. None: gates are log
+        decays."""
         return None
 
     def restrict_to_phase(self, batch: ForwardBatch, *, decode: bool) -> ForwardBatch:
-        """A copy of a prepared batch whose metadata holds its decode rows alone, or its extend rows alone. The copy has
-        metadata of the recurrent backends only; all other fields are those of `batch`."""
-        step = self.begin(batch)
+        """A copy of a prepared batch whose recurrent metadata has only its decode rows, or only its
+        extend rows. Other fields are unchanged."""
+        step = self.begin_step(batch)
         part = replace(batch)
         alone = replace(step, extends={}) if decode else replace(step, decode=None)
         for member in self.lead.members:
@@ -199,7 +197,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             )
         step = self._plan(batch) if graph is None else self._plan_graph(batch, graph)
         step.previous = self._uncommitted()
-        # A plain step's graph commits within it; a capture has no rows to commit.
+        # A plain decode graph commits itself. A capture has no rows to commit.
         commits = batch.num_decode_rows > 0 if graph is None else batch.num_real > 0 and tokens > 1
         step.open = commits and self._leaves_state(tokens)
         if step.open:
@@ -216,13 +214,12 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return rows.run.start
 
     def _uncommitted(self) -> ForwardMetadata | None:
-        """The last prepared step whose commit is missing, or None. Forgets the closed steps after it."""
+        """The last prepared step with a commit to come. Forgets closed steps after it."""
         while self._last is not None and not self._last.open:
             self._last = self._last.previous
         return self._last
 
     def _plan(self, batch: ForwardBatch) -> ForwardMetadata:
-        """An eager step: what its segments need that is known on the host."""
         check_eager_batch(batch, self._check_places)
         plans = self._given_plans(batch)
         if batch.num_extend_rows and not plans:
@@ -235,7 +232,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return batch.extend_passes[0].chunk_plans if batch.extend_passes else batch.chunk_plans or {}
 
     def _check_places(self, batch: ForwardBatch) -> None:
-        """Rows, and the state slots that the step reads and writes. Waits for the device."""
+        """Checks rows, and state slots that are read and written. Waits for the device."""
         end = self.mamba_pool.num_slots + 1
         check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1, BackendError)
         state_slots = self.pools.state_slots(batch.req_pool_indices[: batch.num_real])
@@ -251,7 +248,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             check_range("chunk_slots of saved states", saved.chunk_slots, end, BackendError)
 
     def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
-        """A captured step: fills the view's buffers, which the graph reads, in stream order."""
+        """Fills the view's buffers, which the graph reads, in stream order."""
         check_graph_batch(batch, view)
         if self._uncommitted() is not None:
             raise BackendError(UNCOMMITTED)
@@ -273,13 +270,13 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             step: ForwardMetadata = self.planned(batch)
             step.extends = self._extend_segments(batch, step.plans)
 
-    def begin(self, batch: ForwardBatch) -> ForwardMetadata:
-        """Returns the step metadata. Builds the segments on the first call, because slots and ring cursors are final
-        only after earlier steps were queued on the device.
+    def begin_step(self, batch: ForwardBatch) -> ForwardMetadata:
+        """Returns the step metadata. The first call builds the segments, because slots and ring
+        cursors are final only after earlier steps were queued.
 
         Raises:
-            BackendError: an earlier step was not committed. The step is dropped. The caller must prepare it again after
-                the missing commit.
+            BackendError: an earlier step was not committed. This step is dropped: commit, then
+                prepare it again.
         """
         step: ForwardMetadata = self.lead.planned(batch)
         if step.begun:
@@ -291,14 +288,14 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             raise BackendError(UNCOMMITTED)
         if split := batch.num_decode_rows:
             step.decode = self._decode_segment(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))
-            end_launches(batch.seq_lens.device)  # the layer's first kernel may start early, and reads these buffers
+            end_launches(batch.seq_lens.device)  # the layer's first kernel may start early and read these buffers
         if batch.num_extend_rows:
             step.extends = self._extend_segments(batch, step.plans)
         step.begun, step.previous = True, None
         return step
 
     def _leaves_state(self, tokens: int) -> bool:
-        """Whether a step of so many tokens a row leaves the state behind it to `commit`."""
+        """Whether `commit` writes the state of such a step."""
         mode = self.mamba_pool.spec.mode
         return mode == "replay" or (mode == "intermediate" and tokens > 1)
 
@@ -307,7 +304,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             step.open = False
 
     def _decode_segment(self, batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
-        """The decode rows, with slots, positions and ring cursors as they are on the device now."""
+        """Decode rows with their present slots, positions and ring cursors."""
         split, tokens, spec = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info
         rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
         fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)
@@ -315,7 +312,6 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return DecodeSegment(rows, buffers, tokens, parents)
 
     def _extend_segments(self, batch: ForwardBatch, plans: Mapping[int, ChunkPlan]) -> dict[int, ExtendSegment]:
-        """By chunk size, which alone differs from kind to kind."""
         split, padded = batch.num_decode_rows, batch.num_real < batch.batch_size
         rows = batch.req_pool_indices[split:]
         state_slots = self.pools.state_slots(rows)
@@ -334,13 +330,12 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
 
     @staticmethod
     def _pass_segments(passes: Sequence[ExtendPass], state_slots: Tensor, padded: bool) -> dict[int, ExtendSegment]:
-        """The first pass's segment by chunk size, the others behind it.
+        """The first pass's segment by chunk size, with later passes attached.
 
         Args:
-            state_slots: the extend rows' own.
             padded: token 0 in a later pass is padding.
         """
-        behind: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
+        later: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
         found: dict[int, ExtendSegment] = {}
         for part in passes:
             own_state_slots, positions = state_slots.index_select(0, part.rows), part.start_positions
@@ -348,15 +343,15 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             write_state_slots = torch.where(part.write_state_slots == 0, own_state_slots, part.write_state_slots)
             runs = part.query_start_loc, positions > 0
             tokens = None if part.tokens is None else part.tokens.long()
-            live = tokens > 0 if padded and tokens is not None else None
+            real = tokens > 0 if padded and tokens is not None else None
             for size, plan in part.chunk_plans.items():
                 prompts = Prompts(*runs, plan)
-                segment = ExtendSegment(read_state_slots, write_state_slots, positions, prompts, live=live)
+                segment = ExtendSegment(read_state_slots, write_state_slots, positions, prompts, real=real)
                 if tokens is None:
-                    behind[size] = []
-                    found[size] = replace(segment, later=behind[size])
+                    later[size] = []
+                    found[size] = replace(segment, later=later[size])
                 else:
-                    behind[size].append((tokens, segment))
+                    later[size].append((tokens, segment))
         return found
 
     @property
@@ -368,7 +363,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     def allocate_graph(self, view: GraphView) -> None:
         view.buffers[self] = {view.max_bs: DecodeBuffers.allocate(view.max_bs, self.pools.req_to_state_slot.device)}
         if self.mamba_pool.spec.mode == "replay":
-            self.mamba_pool.stack_decays()  # must not be made within a capture
+            self.mamba_pool.stack_decays()  # a capture must not build them
 
     # -- the end of a step --------------------------------------------------------------------------------------
 

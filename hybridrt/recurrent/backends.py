@@ -1,4 +1,4 @@
-"""Names to backends. Nothing here imports a backend before it is chosen."""
+"""Chooses attention backends by name, and builds a model's composite."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -17,8 +17,8 @@ from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
 
-# The one list. "auto" takes the first that fits: libraries that prefill faster than our kernels stand before these.
-# Packages add theirs: an entry point of this group names a SegmentedAttnBackend, "name = module:class".
+# "auto" takes the first that fits, so libraries with faster prefill come before our kernels.
+# Packages add an entry point of this group, "name = module:class", a SegmentedAttnBackend.
 BACKENDS = Plugins(
     "hybridrt.attention_backends",
     {
@@ -36,32 +36,33 @@ logger = logging.getLogger(__name__)
 
 
 def attention_backend_names() -> list[str]:
-    """Every name that `attention_backend` accepts, "auto" apart."""
+    """Every name that `attention_backend` accepts, except "auto"."""
     return BACKENDS.names()
 
 
 def backend_class(name: str) -> type[SegmentedAttnBackend]:
-    """The class behind a name, whether what it needs is installed or not.
+    """The class of a name. What it needs may be missing.
 
     Raises:
-        BackendError: the name is unknown, its class cannot be imported or is no SegmentedAttnBackend.
+        BackendError: the name is unknown, its class cannot be imported or is no
+            SegmentedAttnBackend.
     """
     return BACKENDS.load(name)
 
 
 def resolve_attention_name(name: str, device: torch.device) -> str:
-    """The backend that serves decode where `name` is asked for; "auto" is the first whose `auto_decode` names the
-    device."""
+    """The backend for decode. "auto": the first with the device in `auto_decode`."""
     if name != "auto":
         return name
     return next(each for each in BACKENDS.built_in if device.type in backend_class(each).auto_decode)
 
 
 def resolve_prefill_name(config: EngineConfig, device: torch.device, specs: Collection[AttentionSpec]) -> str:
-    """The backend that serves prefill. Where neither is named, the first that is installed and serves the model.
+    """The backend for prefill. If no option names one: the first that is installed and serves the
+    model.
 
     Args:
-        specs: of the model's attention layers; empty if it has none.
+        specs: of the model's attention layers.
     """
     if config.prefill_attention_backend is not None:
         return resolve_attention_name(config.prefill_attention_backend, device)
@@ -83,11 +84,11 @@ def resolve_prefill_name(config: EngineConfig, device: torch.device, specs: Coll
 
 
 def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAttnBackend]:
-    """The class behind a name, ready to be made; "auto" picks by device.
+    """The class of a name, with its library installed. "auto" chooses by device.
 
     Raises:
         BackendError: as `backend_class`.
-        ProviderNotInstalledError: the library whose kernels it runs is missing.
+        ProviderNotInstalledError: its library is missing.
     """
     name = resolve_attention_name(name, device)
     cls = backend_class(name)
@@ -105,11 +106,11 @@ def create_backend(
     req_to_token_pool: HybridReqToTokenPool,
     composite: type[HybridLinearAttnBackend] = HybridLinearAttnBackend,
 ) -> AttentionBackend:
-    """The backend that a model's batches carry: full attention, split by phase if asked, in the hybrid composite.
+    """Builds a model's backend: full attention, maybe split by phase, in the composite.
 
     Args:
-        layers: the model's recurrent mixers (or history branches) by layer id.
-        composite: how the model puts both sides together.
+        layers: recurrent mixers (or history branches) by layer id.
+        composite: the class that joins both sides.
     """
     full = _full_attention(config, kv_pool, req_to_token_pool)
     if not layers:
@@ -131,14 +132,14 @@ def _full_attention(
     prefill = resolve_prefill_name(config, device, set(kv_pool.specs.values()))
     if prefill == decode:
         return build(decode)
-    # A prefill backend that no option names was chosen for prefill alone.
+    # An automatic prefill backend serves only prefill.
     named = config.prefill_attention_backend is not None
     mode = config.speculative.speculative_attention_mode if config.speculative and named else "decode"
     return PrefillDecodeAttnBackend(build(prefill), build(decode), mode)
 
 
 def _check_linear_name(name: str, model_config: ModelConfig) -> None:
-    """linear_attn_backend may name the one kind that the model has."""
+    """linear_attn_backend may only name the model's single kind."""
     kinds = sorted(model_config.linear)
     if name != "auto" and kinds != [name]:
         known = f"; kinds are {', '.join(kind_names())}" if name not in kind_names() else ""

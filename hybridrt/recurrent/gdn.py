@@ -1,4 +1,4 @@
-"""Gated Delta Net (Yang et al. 2025): the mixer (projections, gated norm) and its backend (conv and delta rule)."""
+"""Gated Delta Net (Yang et al. 2025): mixer and backend."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 @dataclass(frozen=True)
 class GDNKeys:
-    """How a checkpoint names the tensors of the mixer.
+    """A checkpoint's names for the tensors of the mixer.
 
     Attributes:
-        projections: the input projections, and the segments (q, k, v, z, b, a) whose rows each holds.
-        by_key_head: the rows of a projection are sorted by key head first, and by segment within one.
-        convs: the convolutions, and the segments whose channels each holds: one for all, or one for each segment.
+        projections: tensor -> its segments (q, k, v, z, b, a).
+        by_key_head: rows of a projection are sorted by key head, then by segment.
+        convs: tensor -> its segments. One tensor for all, or one each.
         norm, out: the gated norm and the output projection.
     """
 
@@ -41,7 +41,8 @@ class GDNKeys:
 
 
 class GDNInputs(NamedTuple):
-    """mixed_qkv [T, q | k | v] before the conv, a [T, Hv] (of KDA [T, H, K]) and b [T, Hv]; strided views will do."""
+    """mixed_qkv [T, q | k | v] before the conv, a [T, Hv] (KDA: [T, H, K]), b [T, Hv]. Strided
+    views are fine."""
 
     mixed_qkv: torch.Tensor
     a: torch.Tensor
@@ -49,7 +50,7 @@ class GDNInputs(NamedTuple):
 
 
 class GDNLayer(RecurrentLayer, Protocol):
-    """What the backend reads of a mixer. `weights`: what gates are made of."""
+    """What the backend reads of a mixer. `weights`: for gates."""
 
     @property
     def conv_weights(self) -> ConvWeights: ...
@@ -59,7 +60,7 @@ class GDNLayer(RecurrentLayer, Protocol):
 
 
 class GDNMixer(nn.Module):
-    """Gated Delta Net over hidden states; its state lives in the backend's MambaPool, under `layer_id`."""
+    """Gated Delta Net over hidden states. Its state is in MambaPool, under `layer_id`."""
 
     kind = "gdn"
 
@@ -86,15 +87,15 @@ class GDNMixer(nn.Module):
         self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
         self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", v)], hidden_size, build=build)
         self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
-        if len(keys.convs) > 1:  # each adds what it holds
+        if len(keys.convs) > 1:  # each adds its part
             self.conv_weight.data.zero_()
         self.A_log = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
-        # One weight of a head for all of them, written out for each: so the norm reads z where the projection left it.
+        # One head's weight repeated for all, so that the norm can read z as a view of the
+        # projection.
         self.norm = GatedRMSNorm(self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Mixer of norm(x + residual), and x + residual."""
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         mixed_qkv, z, b, a = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         y = batch.attn_backend.run(self, batch, GDNInputs(mixed_qkv, a, b))
@@ -109,7 +110,6 @@ class GDNMixer(nn.Module):
         return GateWeights(self.A_log, self.dt_bias, self.config.beta_scale)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets under `key`, by the names of `keys`."""
         keys, key_heads = self.keys, self.config.num_k_heads
 
         found = {
@@ -127,8 +127,9 @@ class GDNMixer(nn.Module):
         return found | {f"{key}.{name}.weight": self._conv_target(parts) for name, parts in keys.convs.items()}
 
     def _conv_target(self, names: Sequence[str]) -> CheckpointTarget:
-        """Of a tensor [channels, 1, K] that holds q, k and v, or one of them. Their tensors may also be thirds of the
-        three side by side, whatever their sizes: transformers' save_pretrained cuts them so."""
+        """Target of a tensor [channels, 1, K] with q, k and v, or one of them. A tensor may also be
+        a third of all three joined, whatever the segments' sizes: transformers' save_pretrained
+        splits so."""
         sizes = [self.in_proj.segments[name].size for name in "qkv"]
         first, total = "qkv".index(names[0]), sum(sizes)
         third = -(-total // 3)
@@ -149,7 +150,7 @@ class GDNMixer(nn.Module):
 
 
 def _deinterleave(heads: int, dims: list[int]) -> Transform:
-    """Rows ordered (head, part, dim) to (part, head, dim)."""
+    """Rows (head, part, dim) to (part, head, dim)."""
 
     def rearrange(t: torch.Tensor) -> torch.Tensor:
         parts = t.unflatten(0, (heads, sum(dims))).split(dims, dim=1)
@@ -159,8 +160,7 @@ def _deinterleave(heads: int, dims: list[int]) -> Transform:
 
 
 class GDNAttnBackend(MambaAttnBackendBase[GDNLayer, GDNInputs]):
-    """Gated Delta Net layers (Yang et al. 2025): conv over q|k|v, gates from a and b, then the gated delta rule.
-    The norm comes after."""
+    """Conv over q|k|v, gates from a and b, gated delta rule (Yang et al. 2025). The mixer norms."""
 
     inputs = GDNInputs
     kind, scan = "gdn", "chunk_gated_delta_rule"

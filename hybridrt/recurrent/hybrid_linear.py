@@ -1,4 +1,4 @@
-"""The composite: each layer goes to the backend of its kind, every hook goes to all of them."""
+"""The composite: routes layers by id and kind, and passes every hook to all backends."""
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
@@ -17,11 +17,7 @@ from hybridrt.recurrent.backend import MambaAttnBackendBase
 def linear_backends(
     mixers: Mapping[int, Any], req_to_token_pool: HybridReqToTokenPool
 ) -> list[MambaAttnBackendBase[Any, Any]]:
-    """One backend for each kind of recurrent layer.
-
-    Args:
-        mixers: the recurrent layers by layer id.
-    """
+    """One backend for each recurrent kind of `mixers` (by layer id)."""
     by_kind: dict[str, dict[int, Any]] = {}
     for layer_id, mixer in mixers.items():
         by_kind.setdefault(mixer.kind, {})[layer_id] = mixer
@@ -34,13 +30,12 @@ def linear_backends(
 
 
 class HybridLinearAttnBackend(AttentionBackend):
-    """Routes by `layer.layer_id`, the id of the layer's cache, and `layer.kind`, which softmax attention has not: both
-    branches of a block that runs them side by side may have one id.
+    """Routes by `layer.layer_id` and `layer.kind` (None for softmax attention). Two parallel
+    branches of a block may share an id.
 
     Args:
         full_attn_backend: serves `full_attn_layers`.
-        linear_attn_backend: serves the recurrent layers: one backend, one for each kind, or None where no layer keeps
-            a state.
+        linear_attn_backend: one recurrent backend, one for each kind, or None.
         full_attn_layers: ids of the softmax-attention layers.
 
     Raises:
@@ -65,7 +60,7 @@ class HybridLinearAttnBackend(AttentionBackend):
         self.routes: dict[tuple[int, str | None], AttentionBackend] = {}
         self.routes |= {(i, None): full_attn_backend for i in full_attn_layers}
         self.routes |= {(i, backend.kind): backend for backend in self.linear_attn_backends for i in backend.layers}
-        # A full-attention backend without layers (Falcon-Mamba) has nothing to plan.
+        # Without attention layers (Falcon-Mamba) there is nothing to plan.
         self.backends: list[AttentionBackend] = [full_attn_backend] * bool(full_attn_layers)
         if self.linear_attn_backends:
             self.backends.append(MambaAttnBackendBase.join(self.linear_attn_backends))
@@ -78,7 +73,7 @@ class HybridLinearAttnBackend(AttentionBackend):
         full_attn_layers: Collection[int],
         req_to_token_pool: HybridReqToTokenPool,
     ) -> "HybridLinearAttnBackend":
-        """The composite of a model, its recurrent backends made by kind of `mixers` (by layer id)."""
+        """The composite of a model, with one backend for each kind of `mixers` (by layer id)."""
         return cls(full_attn_backend, linear_backends(mixers, req_to_token_pool), full_attn_layers)
 
     @property

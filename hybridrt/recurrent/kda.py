@@ -1,4 +1,4 @@
-"""Kimi Delta Attention (Moonshot AI 2025, section 4): the mixer, and a backend like that of the Gated Delta Net."""
+"""Kimi Delta Attention (Moonshot AI 2025, section 4): mixer and backend."""
 
 import torch
 from torch import nn
@@ -15,9 +15,9 @@ from hybridrt.recurrent.gdn import GDNAttnBackend, GDNInputs
 
 
 class KDAMixer(nn.Module):
-    """Kimi Delta Attention over hidden states; its state lives in the backend's MambaPool, under `layer_id`.
+    """Kimi Delta Attention over hidden states. Its state is in MambaPool, under `layer_id`.
 
-    Ranks share the heads. Projections to the rank of the gates (`f_a`, `g_a`) are whole on every rank.
+    Heads are sharded. Projections to the gates' rank (`f_a`, `g_a`) are whole on every rank.
     """
 
     kind = "kda"
@@ -43,15 +43,13 @@ class KDAMixer(nn.Module):
         self.conv_weight = parameter(self.shape.conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
         self.A_log = parameter(self.num_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_heads, self.head_dim, dtype=torch.float32, device=device, dummy="dt_bias")
-        # The checkpoint has one weight for all heads. It is repeated for each head, so that the norm needs no copy of
-        # its gate, a view of the projection's output.
+        # One head's weight repeated for all, so that the norm can read its gate as a view.
         self.norm = GatedRMSNorm(
             self.width, norm_eps, group_size=self.head_dim, norm_before_gate=True,
             activation="sigmoid", build=build,
         )  # fmt: skip
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Mixer of norm(x + residual), and x + residual."""
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         mixed_qkv, decay, gate, b = projected.split([self.shape.conv_dim, *self.in_proj.sizes[3:]], dim=-1)
         if self.gate_projs is not None:
@@ -69,9 +67,9 @@ class KDAMixer(nn.Module):
         return GateWeights(self.A_log, self.dt_bias, lower_bound=self.config.lower_bound)
 
     def targets(self, key: str) -> CheckpointMap:
-        """Targets under `key`, by the names of Kimi-Linear's checkpoints: q_proj, k_proj, v_proj, b_proj, o_proj,
-        q_conv1d, k_conv1d, v_conv1d, o_norm, A_log, dt_bias; f_a_proj, f_b_proj, g_a_proj, g_b_proj, or f_proj and
-        g_proj without a `gate_rank`."""
+        """Targets under `key`, by Kimi-Linear's names: q_proj, k_proj, v_proj, b_proj, o_proj,
+        q_conv1d, k_conv1d, v_conv1d, o_norm, A_log, dt_bias; f_a_proj, f_b_proj, g_a_proj,
+        g_b_proj, or f_proj and g_proj without a `gate_rank`."""
         found = self.out_proj.targets(f"{key}.o_proj", "x")
         for linear in (self.in_proj, *([] if self.gate_projs is None else [self.gate_projs])):
             for part in linear.segments:
@@ -83,7 +81,7 @@ class KDAMixer(nn.Module):
         found[f"{key}.o_norm.weight"] = whole(
             f"{self.name}.norm.weight", self.norm.weight.data, lambda t: t.repeat(self.num_heads)
         )
-        for each in ("A_log", "dt_bias"):  # some checkpoints have them with dimensions of 1
+        for each in ("A_log", "dt_bias"):  # in some checkpoints these have dimensions of 1
             dest = getattr(self, each).data
             select = lambda t, dest=dest: self.tp.shard(t.flatten(), 0).view_as(dest)  # noqa: E731
             found[f"{key}.{each}"] = (Piece(f"{self.name}.{each}", dest, select),)
@@ -91,7 +89,6 @@ class KDAMixer(nn.Module):
 
 
 class KDAAttnBackend(GDNAttnBackend):
-    """Kimi Delta Attention layers (Moonshot AI 2025): conv over q|k|v, then the gated delta rule.
-    The norm comes after."""
+    """Conv over q|k|v, then the gated delta rule (Moonshot AI 2025). The mixer norms."""
 
     kind = "kda"

@@ -1,4 +1,4 @@
-"""Lightning attention (Qin et al. 2024): linear attention with a fixed decay for each head, a norm and a gate."""
+"""Lightning attention (Qin et al. 2024): linear attention with a fixed decay a head."""
 
 import torch
 from torch import nn
@@ -16,26 +16,28 @@ from hybridrt.recurrent.segments import ExtendSegment
 
 
 def decay_rates(num_heads: int) -> torch.Tensor:
-    """[num_heads] float32: the state of a head decays by exp(-rate) a token; rates fall from 2^(-8 / heads) to 2^-8."""
+    """[num_heads] float32: a head's state decays by exp(-rate) a token. From 2^(-8 / heads) to
+    2^-8."""
     return torch.exp2(-8.0 / num_heads * torch.arange(1, num_heads + 1, dtype=torch.float64)).float()
 
 
 def alibi_rates(num_heads: int) -> torch.Tensor:
-    """[num_heads] float32: `decay_rates` of a power of two of heads, then every second one of twice as many: how ALiBi
-    (Press et al. 2022) and the published code of models with lightning attention fill up other numbers of heads."""
+    """[num_heads] float32: `decay_rates` of a power of two of heads, then every second one of twice
+    as many, as ALiBi (Press et al. 2022) and published lightning models do."""
     power = 1 << (num_heads.bit_length() - 1)
     return torch.cat((decay_rates(power), decay_rates(2 * power)[::2]))[:num_heads]
 
 
 class LightningMixer(nn.Module):
-    """Lightning attention with its projections; the state lives in the backend's MambaPool, under `layer_id`.
+    """Lightning attention with its projections. Its state is in MambaPool, under `layer_id`.
 
-        h ─ q, k, v, gate ─ SiLU(q, k, v) ─ S = decay S + v k^T, y = S q ─ norm over all heads ─ x sigmoid(gate) ─ out
+        h ─ q, k, v, gate ─ SiLU(q, k, v) ─ S = decay S + v k^T, y = S q ─ norm over all heads ─ x
+            sigmoid(gate) ─ out
 
     Args:
-        rates: [all heads] float32, of the decays; `decay_rates` if not given.
+        rates: [all heads] float32; `decay_rates` by default.
         eps: of the norm.
-        out_scale: multiplier of the output; the weights of its projection are multiplied by it.
+        out_scale: multiplier of the output, applied to its weights.
     """
 
     kind, gates = "lightning", False
@@ -55,7 +57,7 @@ class LightningMixer(nn.Module):
         self.in_proj = ColumnLinear(f"{name}.in_proj", hidden_size, parts, build=build)
         self.norm = SharedRMSNorm(f"{name}.norm", size, eps, shards=build.tp.size, build=build)
         self.out_proj = RowLinear(f"{name}.out_proj", [Segment("x", size)], hidden_size, build=build)
-        # The rates follow from the configuration, in float32: a decay of 0.999 in bfloat16 would be 1.
+        # Computed in float32, not loaded: a decay of 0.999 in bfloat16 would be 1.
         rates = decay_rates(config.num_heads) if rates is None else rates
         self.register_buffer("A", -build.tp.shard(rates, 0).to(build.device))
         self.register_buffer("steps", torch.zeros_like(self.A))
@@ -73,11 +75,11 @@ class LightningMixer(nn.Module):
 
     @property
     def weights(self) -> SSMWeights:
-        """The limits make every time step one, whatever the raw step."""
+        """The limits make every time step 1."""
         return SSMWeights(self.A, dt_limit=(1.0, 1.0))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of the projections and the norm under `key`; qkv_proj holds q, k and v head by head."""
+        """Targets under `key`; qkv_proj holds q, k and v head by head."""
         heads, dim = self.config.num_heads, self.config.head_dim
         return {
             **self.in_proj.targets(
@@ -92,14 +94,13 @@ class LightningMixer(nn.Module):
 
 
 class LightningAttnBackend(Mamba2AttnBackend):
-    """Lightning attention: S_t = exp(A) S_{t-1} + v_t k_t^T and y_t = S_t q_t in each head, with SiLU on q, k and v.
+    """S_t = exp(A) S_{t-1} + v_t k_t^T and y_t = S_t q_t in each head, with SiLU on q, k and v.
 
-    This is Mamba-2 with x = v, B = k and C = q, a group for each head, and a time step of one.
-
-    Inputs: xBC [T, v | k | q] before SiLU, dt [T, H] of any numbers; strided views will do.
+    It runs as Mamba-2 with x = v, B = k, C = q, one group a head and time step 1. Inputs: xBC [T, v
+    | k | q] before SiLU, and dt [T, H] of any values. Strided views are fine.
     """
 
     kind = "lightning"
 
     def conved_chunks(self, layer: Mamba2Layer, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
-        return sigmoid_mul(xBC, xBC)  # on rows that are apart PyTorch's SiLU takes twice as long
+        return sigmoid_mul(xBC, xBC)  # PyTorch's SiLU takes twice as long on strided rows

@@ -1,4 +1,4 @@
-"""Mamba-1 (Gu & Dao 2023): the mixer (projections; dt, B and C of the conv's output) and its backend."""
+"""Mamba-1 (Gu & Dao 2023): mixer and backend."""
 
 from typing import Any, NamedTuple, cast
 
@@ -23,8 +23,9 @@ _NORMED = ("dt", "b", "c")
 
 
 class Mamba1ConvInputs(NamedTuple):
-    """x [T, I]: what the conv reads. A mixer projects the conv's output, and so calls its backend again, with
-    SSMInputs: x, dt [T, I] before bias and softplus, B and C [T, N] before their norms, z [T, I]."""
+    """x [T, I], the conv's input. The mixer then projects the conv's output, and calls the backend
+    again with SSMInputs: x, dt [T, I] before bias and softplus, B and C [T, N] before their norms,
+    z [T, I]."""
 
     x: torch.Tensor
 
@@ -33,15 +34,14 @@ Mamba1Inputs = Mamba1ConvInputs | SSMInputs
 
 
 class Mamba1Mixer(nn.Module):
-    """Mamba-1 over hidden states; its state lives in the backend's MambaPool, under `layer_id`.
+    """Mamba-1 over hidden states. Its state is in MambaPool, under `layer_id`.
 
-    Tensor-parallel ranks hold their own channels throughout. They meet twice: dt, B and C are sums over all channels,
-    and so is the output.
+    Channels are sharded. Two sums over ranks: one for dt, B and C, one for the output.
 
     Args:
         conv_bias, proj_bias: whether the conv, and the input and output projections, have biases.
-        norm_eps: epsilon of the RMS norms of dt, B and C; None for no norms.
-        learned_norms: False where these norms have no weights (Falcon-Mamba).
+        norm_eps: epsilon of the RMS norms of dt, B and C; None: no norms.
+        learned_norms: False if these norms have no weights (Falcon-Mamba).
     """
 
     kind = "mamba1"
@@ -85,22 +85,21 @@ class Mamba1Mixer(nn.Module):
         self.norms = cast(list[RMSNorm], norms)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Mixer of norm(x + residual), and x + residual."""
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         return self.out_proj.onto(residual, self._mix(projected, batch))
 
     def summand(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """This rank's summand of the mixer's output, to be summed over ranks: [T, hidden] to [T, hidden]."""
+        """This rank's summand of the output: [T, hidden] to [T, hidden]."""
         return self.out_proj(self._mix(self.in_proj(hidden_states), batch), reduce=False)
 
     def _mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Conv, projections and scan of the projected x | z: [T, 2 I] to [T, I]."""
+        """Conv, projections and scan of x | z: [T, 2 I] to [T, I]."""
         backend = batch.attn_backend
         x, z = projected.chunk(2, dim=-1)
         x = backend.run(self, batch, Mamba1ConvInputs(x))
-        # What a token selects: how much time passes (dt), what it writes (B), what it reads (C). A sum over ranks.
+        # Time step (dt), what a token writes (B), what it reads (C). A sum over ranks.
         dt, B, C = self.x_proj(x).split(self.widths, dim=-1)
-        if self.norms:  # B and C get theirs in the scan
+        if self.norms:  # the scan norms B and C
             dt, _ = self.dt_proj.method.apply_normed(self.norms[0], dt, None, None)
         else:
             dt = self.dt_proj(dt)
@@ -116,14 +115,12 @@ class Mamba1Mixer(nn.Module):
 
     @property
     def bc_norms(self) -> BCNorms | None:
-        """The norms of B and C, as the backend's kernels take them."""
         if not self.norms:
             return None
         _, b, c = self.norms
         return BCNorms(b.weight, c.weight, b.eps)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of a whole mixer under `key`, in the spelling that Mamba, Falcon-Mamba and Jamba share."""
 
         found = {
             **self.in_proj.targets(f"{key}.in_proj", ["x", "z"]),
@@ -145,8 +142,8 @@ class Mamba1Mixer(nn.Module):
 
 
 class Mamba1AttnBackend(MambaAttnBackendBase[Mamba1Mixer, Mamba1Inputs]):
-    """Mamba-1 layers (Gu & Dao 2023). A mixer calls `run` twice, because it projects between conv and scan.
-    Strided views will do."""
+    """Mamba-1 layers (Gu & Dao 2023). A mixer calls `run` twice, because it projects between conv
+    and scan. Strided views are fine."""
 
     kind, saves_at_chunks = "mamba1", True
 

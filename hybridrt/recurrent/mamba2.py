@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu 2024, figure 6): the mixer, the block with its projections, and the backend (conv and scan)."""
+"""Mamba-2 (Dao & Gu 2024, figure 6): mixer, block with projections, and backend."""
 
 from typing import NamedTuple, Protocol
 
@@ -24,7 +24,8 @@ from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
 def mamba2_segments(config: Mamba2Config, tp: TPGroup, bias: bool = False) -> list[Segment]:
-    """Output segments z, x, B, C, dt of the input projection; one group of B and C is shared by all ranks.
+    """Output segments z, x, B, C, dt of the input projection. All ranks share a single group of B
+    and C.
 
     Raises:
         ConfigError: the heads or the groups cannot be split over the ranks.
@@ -41,8 +42,8 @@ def mamba2_segments(config: Mamba2Config, tp: TPGroup, bias: bool = False) -> li
 
 
 class Mamba2Inputs(NamedTuple):
-    """xBC [T, x | B | C] before the conv, dt [T, H], z [T, H * P], which gates the result where the mixer has no norm.
-    Strided views will do."""
+    """xBC [T, x | B | C] before the conv, dt [T, H], z [T, H * P], the gate if the mixer has no
+    norm. Strided views are fine."""
 
     xBC: torch.Tensor
     dt: torch.Tensor
@@ -64,11 +65,11 @@ class Mamba2Layer(RecurrentLayer, Protocol):
 
 
 class Mamba2Mixer(nn.Module):
-    """Reads the projected z | x | B | C | dt of a step and leaves what the output projection reads.
+    """Mamba-2 between its projections: conv, scan and norm.
 
     Args:
-        gated_norm: (epsilon, whether the gate comes after the norm) of an RMS norm over what a group of B and C serves;
-            None gates inside the scan (y * silu(z)).
+        gated_norm: (epsilon, gate after the norm) of an RMS norm over each group's channels. None:
+            the scan gates, y * silu(z).
     """
 
     kind = "mamba2"
@@ -86,7 +87,7 @@ class Mamba2Mixer(nn.Module):
         self.sizes = (self.width, conv_dim, self.heads)
         self.conv_weight = parameter(conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
         self.conv_bias = parameter(conv_dim, dtype=build.dtype, device=device, dummy="zeros") if conv_bias else None
-        # The recurrence's own numbers stay float32: rounding a decay of 0.999 would change what the state forgets.
+        # float32: a rounded decay of 0.999 would change what the state forgets.
         self.A = parameter(self.heads, dtype=torch.float32, device=device, dummy="decay")
         self.D = parameter(self.heads, dtype=torch.float32, device=device, dummy="ones")
         self.dt_bias = parameter(self.heads, dtype=torch.float32, device=device, dummy="dt_bias")
@@ -98,15 +99,14 @@ class Mamba2Mixer(nn.Module):
             self.norm = GatedRMSNorm(self.width, eps, group_size=group, norm_before_gate=before, build=build)
 
     def forward(self, projected: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, z | x | B | C | dt], which may be a strided view, to [T, width], decode rows first; in `out` unless
-        a norm follows."""
+        """[T, z | x | B | C | dt], maybe a strided view, to [T, width], decode rows first. Without
+        a norm, the result is in `out`."""
         z, xBC, dt = projected.split_with_sizes(self.sizes, dim=-1)
         place = out if self.norm is None else z.new_empty(z.shape)
         y: torch.Tensor = batch.attn_backend.run(self, batch, Mamba2Inputs(xBC, dt, z), place)
         return y if self.norm is None else self.norm(y, z)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of the conv, A_log, D, dt_bias and the norm under `key`; the projections are the block's."""
 
         found = {
             f"{key}.conv1d.weight": whole(f"{self.name}.conv.weight", self.conv_weight.data, self._conv_shard),
@@ -129,11 +129,11 @@ class Mamba2Mixer(nn.Module):
 
 
 class Mamba2Block(nn.Module):
-    """Mamba-2 with its two projections. The arguments are the mixer's.
+    """A Mamba-2 mixer with its two projections.
 
     Args:
         bias: of the projections.
-        out_scale: multiplier of the output; the weights of its projection are multiplied by it.
+        out_scale: multiplier of the output, applied to its weights.
     """
 
     def __init__(
@@ -148,12 +148,10 @@ class Mamba2Block(nn.Module):
         self.out_proj = RowLinear(f"{name}.out_proj", output, hidden_size, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Mamba-2 of norm(x + residual), and x + residual."""
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         return self.out_proj.onto(residual, self.mixer(projected, batch))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of the whole block under `key`."""
         return {
             **self.in_proj.targets(f"{key}.in_proj", list(self.in_proj.segments)),
             **self.out_proj.targets(f"{key}.out_proj", "x", scale=self.out_scale),
@@ -162,8 +160,6 @@ class Mamba2Block(nn.Module):
 
 
 class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
-    """Mamba-2 layers (Dao & Gu 2024)."""
-
     inputs = Mamba2Inputs
     kind, scan, saves_at_chunks = "mamba2", "mamba2_chunk_scan", True
 
@@ -199,11 +195,11 @@ class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
         return mamba2_chunk_scan(tokens, layer.weights, state, segment.prompts, out=place).flatten(1)
 
     def conved_chunks(self, layer: Mamba2Layer, segment: ExtendSegment, xBC: torch.Tensor) -> torch.Tensor:
-        """xBC of prompt chunks behind the conv."""
+        """Prompt chunks of xBC after the conv."""
         cache = self.layer_cache(layer.layer_id)
         return causal_conv1d_varlen(xBC, *segment.conv_chunks(layer.conv_weights, cache))
 
     @staticmethod
     def ring_decay(layer: Mamba2Layer) -> torch.Tensor:
-        """Gates of the ring are time steps: A makes decays of them."""
+        """Gates of the ring are time steps; A makes log decays of them."""
         return layer.weights.A

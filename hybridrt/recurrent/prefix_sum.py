@@ -1,4 +1,4 @@
-"""Running sums of the hidden states: a mixer without weights, and its backend."""
+"""Running sums of hidden states: a mixer without weights, and its backend."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class PrefixSumInputs(NamedTuple):
 
 
 class PrefixSumMixer(nn.Module):
-    """Running sums of the hidden states within each request; the state lives in MambaPool, under `layer_id`."""
+    """Running sums within each request. The state is in MambaPool, under `layer_id`."""
 
     kind = "prefix_sum"
 
@@ -29,13 +29,12 @@ class PrefixSumMixer(nn.Module):
         self.name, self.config, self.layer_id, self.tp, self.width = name, config, layer_id, build.tp, hidden_size
 
     def summand(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """This rank's summand of the sums: [T, *dims] to [T, *dims]. Hidden states are whole on every rank, so one of
-        them gives the sums and the others zeros."""
+        """[T, *dims] to [T, *dims]. Hidden states are whole on every rank, so one rank returns the
+        sums and the others zeros."""
         sums: torch.Tensor = batch.attn_backend.run(self, batch, PrefixSumInputs(hidden_states))
         return sums if self.tp.rank == 0 else torch.zeros_like(sums)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """None: there are no weights."""
         return {}
 
 

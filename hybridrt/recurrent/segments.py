@@ -1,4 +1,4 @@
-"""A step as the recurrent layers see it: a decode segment, then an extend segment."""
+"""The metadata of recurrent layers: a decode segment, then an extend segment."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from hybridrt.mem_cache.pools.mamba_pool import LayerCache
 
 @dataclass(frozen=True)
 class DecodeSegment:
-    """Decode or verify rows: n rows of `tokens_per_row` tokens. `rows` are request rows, [n] int32."""
+    """n decode or verify rows of `tokens_per_row` tokens. `rows`: request rows, [n] int32."""
 
     rows: torch.Tensor
     buffers: DecodeBuffers
@@ -41,14 +41,14 @@ class DecodeSegment:
 
     @cached_property
     def pool_rows(self) -> PoolRows | None:
-        """Of one token a row on a CPU: the rows as neighbours in the pools, the same in all layers. Else None."""
+        """For one token a row on a CPU: the range of rows that are neighbours in the pools. Else
+        None."""
         if self.tokens_per_row > 1:
             return None
         return pool_rows(self.buffers.state_slots, self.buffers.start_positions)
 
     def state(self, cache: LayerCache) -> StateSlots:
-        """A layer's recurrent states, read and written at the same slots. One token is final at once: only a verify
-        step may have to go back, and stores the state after each token."""
+        """A layer's states. A verify step may roll back, so it stores the state after each token."""
         intermediate, state_slots = None, self.buffers.state_slots
         if self.tokens_per_row > 1 and cache.intermediate_ssm is not None:
             intermediate = IntermediateStates(cache.intermediate_ssm, self.rows, self.parents)
@@ -59,13 +59,13 @@ class DecodeSegment:
         return ConvState(cache.conv, state_slots, state_slots, self.buffers.start_positions)
 
     def ring(self, cache: LayerCache) -> StateRing | None:
-        """A layer's state ring; None of a pool that keeps none."""
+        """A layer's state ring; None if the pool has none."""
         if cache.ring_values is None:
             return None
         return StateRing(*cache.ring, self.rows, self.buffers.ring_start, self.buffers.ring_length)
 
     def conv_windows(self, cache: LayerCache) -> IntermediateStates | None:
-        """Where the conv inputs up to each node of a tree go. Those of a chain roll back by position."""
+        """Where conv inputs of a tree's nodes are written. Those of a chain roll back by position."""
         if self.parents is None:
             return None
         assert cache.intermediate_conv_window is not None, "a pool for trees has them"
@@ -74,23 +74,22 @@ class DecodeSegment:
     def conv_rows(
         self, weights: ConvWeights, cache: LayerCache
     ) -> tuple[ConvWeights, ConvState, IntermediateStates | None]:
-        """The arguments of `causal_conv1d_update`, behind the inputs."""
+        """Arguments of `causal_conv1d_update` after the inputs."""
         return weights, self.conv_state(cache), self.conv_windows(cache)
 
     def fused_step(self, weights: ConvWeights, cache: LayerCache) -> FusedStep:
-        """The conv and the states of a layer."""
         nodes = self.conv_windows(cache)
         return FusedStep(weights, self.conv_state(cache), self.state(cache), self.ring(cache), nodes and nodes.stored)
 
 
 @dataclass(frozen=True)
 class ExtendSegment:
-    """Prompt chunks of n rows, packed: `prompts`, which count from the segment's first token. A row starts from the
-    state in its `read_state_slots` entry and leaves its own in `write_state_slots`; -1 marks padding rows.
+    """Packed prompt chunks of n rows. A row reads the state in `read_state_slots` and writes the
+    one in `write_state_slots`; -1 is padding.
 
-    `later` are segments that are computed after this one, each with
-    the places of its tokens in this one [t] int64: a step that keeps states within chunks continues from them there.
-    `live` [t] bool: which tokens of such a segment are not padding; None: all.
+    `later`: segments that run after this one, from states that it keeps within chunks, with their
+    tokens' places in this one, [t] int64. `real` [t] bool: such a segment's tokens without padding;
+    None: all.
     """
 
     read_state_slots: torch.Tensor
@@ -98,7 +97,7 @@ class ExtendSegment:
     start_positions: torch.Tensor
     prompts: Prompts
     later: "Sequence[tuple[torch.Tensor, ExtendSegment]]" = ()
-    live: torch.Tensor | None = None
+    real: torch.Tensor | None = None
 
     def state(self, cache: LayerCache) -> StateSlots:
         return StateSlots(cache.temporal, self.read_state_slots, self.write_state_slots)
@@ -109,21 +108,21 @@ class ExtendSegment:
     def conv_chunks(
         self, weights: ConvWeights, cache: LayerCache
     ) -> tuple[ConvWeights, ConvState, torch.Tensor, SavedStates | None]:
-        """The arguments of `causal_conv1d_varlen`, behind the inputs."""
+        """Arguments of `causal_conv1d_varlen` after the inputs."""
         return weights, self.conv_state(cache), self.prompts.query_start_loc, self.prompts.saves
 
 
 @dataclass
 class ForwardMetadata:
-    """One step: the plan of `prepare`, and its segments, which are made when its first layer begins.
+    """The plan of a step, and its segments, which its first layer makes.
 
     Attributes:
-        plans: of the extend rows, by chunk size.
+        plans: of extend rows, by chunk size.
         decode: None without decode rows.
         extends: by chunk size; empty without extend rows.
-        begun: the segments are there.
-        open: the step leaves its state to a commit that has not come yet.
-        previous: the last step in front of this one that leaves its state to a commit; None once it has come.
+        begun: the segments exist.
+        open: a commit has to come.
+        previous: the last earlier step with a commit to come; None once it has come.
     """
 
     plans: Mapping[int, ChunkPlan]
@@ -135,6 +134,6 @@ class ForwardMetadata:
 
     @property
     def num_tokens(self) -> int:
-        """Of both segments, once they are made."""
+        """Of both segments, once they exist."""
         extend = next(iter(self.extends.values()), None)
         return (self.decode.num_tokens if self.decode else 0) + (extend.prompts.plan.num_tokens if extend else 0)

@@ -1,4 +1,4 @@
-"""The gated short convolution of LFM2: y = out(C * conv(B * x)), where B, C and x are projections of the input."""
+"""The gated short convolution of LFM2: mixer and backend of y = out(C * conv(B * x))."""
 
 from typing import NamedTuple
 
@@ -25,8 +25,7 @@ class ShortConvInputs(NamedTuple):
 
 
 class ShortConvMixer(nn.Module):
-    """Gated short convolution over hidden states (Liquid AI 2025). Its conv window lives in the backend's MambaPool,
-    under `layer_id`.
+    """Gated short convolution (Liquid AI 2025). Its conv window is in MambaPool, under `layer_id`.
 
     Args:
         bias: of the projections and of the conv.
@@ -48,7 +47,6 @@ class ShortConvMixer(nn.Module):
         self.out_proj = RowLinear(f"{name}.out_proj", channels, hidden_size, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Mixer of norm(x + residual), and x + residual."""
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         y = batch.attn_backend.run(self, batch, ShortConvInputs(projected))
         return self.out_proj.onto(residual, y)
@@ -58,7 +56,6 @@ class ShortConvMixer(nn.Module):
         return ConvWeights(self.conv_weight, self.conv_bias, activation=None)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets of the projections and the conv under `key`."""
         found = {
             **self.in_proj.targets(f"{key}.in_proj", ["B", "C", "x"]),
             **self.out_proj.targets(f"{key}.out_proj", "x"),
@@ -72,7 +69,7 @@ class ShortConvMixer(nn.Module):
 
 
 class ShortConvAttnBackend(MambaAttnBackendBase[ShortConvMixer, ShortConvInputs]):
-    """Gated short convolutions (Liquid AI 2025). Result: C * conv(B * x)."""
+    """C * conv(B * x) (Liquid AI 2025)."""
 
     inputs = ShortConvInputs
     kind, saves_at_chunks = "short_conv", True
@@ -84,7 +81,7 @@ class ShortConvAttnBackend(MambaAttnBackendBase[ShortConvMixer, ShortConvInputs]
         weights = layer.conv_weights
         if segment.parents is None:
             return short_conv_update(projected, weights, segment.conv_state(cache)).flatten(0, 1)
-        into, gate, x = projected.chunk(3, -1)  # the fused kernel does not follow parents
+        into, gate, x = projected.chunk(3, -1)  # the fused kernel cannot follow a tree's parents
         return (gate * causal_conv1d_update(into * x, *segment.conv_rows(weights, cache))).flatten(0, 1)
 
     def extend(

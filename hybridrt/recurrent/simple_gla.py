@@ -1,4 +1,4 @@
-"""Simple gated linear attention: normed and rotated heads, a fixed decay for each, a norm and a gate."""
+"""Simple gated linear attention: normed and rotated heads, a fixed decay a head."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from hybridrt.recurrent.segments import DecodeSegment, ExtendSegment
 
 
 class SimpleGLAInputs(NamedTuple):
-    """v, k, q [T, H, P], normed and rotated; strided views will do."""
+    """v, k, q [T, H, P], normed and rotated. Strided views are fine."""
 
     v: torch.Tensor
     k: torch.Tensor
@@ -30,16 +30,17 @@ class SimpleGLAInputs(NamedTuple):
 
 
 class SimpleGLAMixer(nn.Module):
-    """Simple GLA with its projections; the state lives in the backend's MambaPool, under `layer_id`.
+    """Simple GLA with its projections. Its state is in MambaPool, under `layer_id`.
 
-        h ─ q, k, v, gate ─ norm and rotation of each head of q, k ─ S = decay S + v k^T, y = S q / sqrt(head_dim)
+        h ─ q, k, v, gate ─ norm and rotation of each head of q, k ─ S = decay S + v k^T, y = S q /
+            sqrt(head_dim)
           ─ norm in groups ─ x sigmoid(gate) ─ out
 
     Args:
-        rates: [all heads] float32: the state of a head decays by exp(-rate) a token.
-        cos_sin: the table of rotary embeddings (hybridrt.layers.rotary).
+        rates: [all heads] float32: a head's state decays by exp(-rate) a token.
+        cos_sin: rotary table (hybridrt.layers.rotary).
         eps: of all norms.
-        groups: of the norm behind the state. Several ranks hold whole groups, or parts of a single one.
+        groups: of the norm after the state. A rank holds whole groups, or a part of the only one.
     """
 
     kind = "simple_gla"
@@ -63,7 +64,7 @@ class SimpleGLAMixer(nn.Module):
             RMSNorm(f"{name}.{part}_norm", config.head_dim, eps, device=build.device) for part in ("q", "k")
         )
         self.rope = Rope(cos_sin, self.q_norm.weight, self.k_norm.weight, eps)
-        # y is not divided by sqrt(head_dim): the norm takes out every factor, up to eps.
+        # y is not divided by sqrt(head_dim): the norm cancels every factor, up to eps.
         self.norm = GatedRMSNorm(
             self.width, eps * config.head_dim, group_size=size // groups, norm_before_gate=True, activation="sigmoid",
             build=build,
@@ -73,7 +74,6 @@ class SimpleGLAMixer(nn.Module):
         self.register_buffer("steps", torch.zeros_like(self.A))
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
-        """Mixer of norm(x + residual), and x + residual."""
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
         *parts, gate = projected.split(self.width, dim=-1)
         q, k, v = (by_head(part, self.heads, self.head_dim) for part in parts)
@@ -82,8 +82,8 @@ class SimpleGLAMixer(nn.Module):
         return self.out_proj.onto(residual, self.norm(y, gate))
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-        """Targets under `key`, by the names of Ling 2.5: query_key_value, query_layernorm, key_layernorm, g_proj,
-        g_norm, o_proj."""
+        """Targets under `key`, by the names of Ling 2.5: query_key_value, query_layernorm,
+        key_layernorm, g_proj, g_norm, o_proj."""
         return {
             **self.in_proj.targets(f"{key}.query_key_value", ["q", "k", "v"]),
             **self.in_proj.targets(f"{key}.g_proj", ["gate"]),
@@ -95,9 +95,10 @@ class SimpleGLAMixer(nn.Module):
 
 
 class SimpleGLAAttnBackend(MambaAttnBackendBase[SimpleGLAMixer, SimpleGLAInputs]):
-    """Simple GLA layers: S_t = exp(A) S_{t-1} + v_t k_t^T and y_t = S_t q_t in each head.
+    """S_t = exp(A) S_{t-1} + v_t k_t^T and y_t = S_t q_t in each head.
 
-    This is a selective state space model with x = v, B = k and C = q, a group for each head, and a time step of one.
+    It runs as a selective state space model with x = v, B = k, C = q, one group a head and time
+    step 1.
     """
 
     inputs = SimpleGLAInputs
@@ -123,5 +124,5 @@ def _tokens(layer: SimpleGLAMixer, v: torch.Tensor, k: torch.Tensor, q: torch.Te
 
 
 def _weights(layer: SimpleGLAMixer) -> SSMWeights:
-    """The limits make every time step one, whatever the raw step."""
+    """The limits make every time step 1."""
     return SSMWeights(layer.A, dt_limit=(1.0, 1.0))

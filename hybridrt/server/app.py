@@ -1,4 +1,4 @@
-"""The application: which path does what."""
+"""The application: paths and their functions."""
 
 from functools import partial
 from typing import Any

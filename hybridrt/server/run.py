@@ -1,4 +1,4 @@
-"""A server from its first request to its last: warm-up, statistics, signals, drain."""
+"""Runs a server: warm-up, statistics, signals, drain."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ MAX_FILES = 65536  # each connection takes one; many systems allow a process 1,0
 
 
 class Server(uvicorn.Server):
-    """Serves an application until SIGTERM or Ctrl-C, then lets running requests end. A second signal ends at once."""
+    """Serves until SIGTERM or Ctrl-C, then lets running requests end. A second signal ends at once."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         settings = service.config
@@ -59,7 +59,6 @@ class Server(uvicorn.Server):
         self._tasks: list[asyncio.Task[None]] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal has come."""
         if self._service.llm.draining:
             self.should_exit = self.force_exit = True
             return
@@ -70,11 +69,11 @@ class Server(uvicorn.Server):
         await self._service.start_renderer()
         await warm_up(self._service.llm)
         gc.collect()
-        gc.freeze()  # a collection otherwise looks through all that torch has imported, between two steps
+        gc.freeze()  # else a collection walks all that torch has imported, between two steps
         self._tasks = [asyncio.create_task(self._end_when_drained())]
         if self._service.config.stats_interval:
             self._tasks.append(asyncio.create_task(write_statistics(self._service)))
-        for listener in sockets or ():  # uvloop says nothing if this fails: another server may have begun to listen
+        for listener in sockets or ():  # uvloop hides this failure: another server may have begun to listen
             with _address_errors(self._service.config):
                 listener.listen(self.config.backlog)
         await super().startup(sockets)
@@ -88,7 +87,6 @@ class Server(uvicorn.Server):
         gc.unfreeze()
 
     def addresses(self) -> list[str]:
-        """Where it listens."""
         scheme = "https" if self._service.config.tls_key else "http"
         names = [s.getsockname() for server in self.servers for s in server.sockets]
         return [f"{scheme}://{f'[{n[0]}]' if ':' in n[0] else n[0]}:{n[1]}" for n in names]
@@ -143,14 +141,14 @@ async def write_statistics(service: Service) -> None:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The address, taken before a model is loaded; it refuses connections until the server listens.
+    """Binds the address before a model is loaded; connections are refused until the server listens.
 
     Raises:
         OSError: it cannot be had.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it: one that takes no bytes would stay for ever
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it, and end if a client takes no bytes
         milliseconds = math.ceil(min(1000 * config.request_timeout, 2**31 - 1))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     try:
@@ -164,7 +162,6 @@ def bind(config: ServerConfig) -> socket.socket:
 
 @contextmanager
 def _address_errors(config: ServerConfig) -> Iterator[None]:
-    """Within it, an OSError says which option to change."""
     try:
         yield
     except OSError as e:
@@ -175,7 +172,7 @@ def _address_errors(config: ServerConfig) -> Iterator[None]:
 def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
     """Serves until a signal ends it. The LLM is closed at the end."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # what it says of starting and ending is said here, too
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its lines about start and end are written here, too
     _write_bare_lines()
     sys.setswitchinterval(SWITCH_SECONDS)
     _raise_file_limit()
@@ -185,7 +182,6 @@ def serve(llm: LLM, config: ServerConfig, listener: socket.socket) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Lets the process open as many files as the system allows it, up to MAX_FILES."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,5 @@
-"""Runs requests of many shapes before the server takes any, so that no kernel is compiled while a client waits."""
+"""Runs requests of many shapes before a server is ready, so that no kernel is compiled while a
+client waits."""
 
 import asyncio
 import logging
@@ -25,19 +26,19 @@ _FORM = StructuredOutputs(regex="[a-z]*")
 _TOGETHER = (*((n, 1) for n in (2, 9, 16, 32, 64, 128, 256)), *((9, n) for n in (2, 4, 8, 16)))
 # Tiles of few tokens are powers of two, 15 and 100 are not divisible by 16, and 17 tokens leave a state within them.
 _LENGTHS = (1, 2, 4, 8, 15, 16, 17, 32, 64, 100, 128, 512)
-# Tokens of a prefix that the prefix cache has: so many that latent attention absorbs a few queries behind it.
+# Tokens of a cached prefix, enough for latent attention to absorb a few queries after it.
 _CACHED = 192
-_MANY = 16  # prompts: more than a graph holds, even if the first few of them get a step of their own
+_MANY = 16  # prompts: more than a graph holds, even if the first few get their own step
 _OUTPUT = 4
 _PROMPTS = (32, 100, 256, 512, 1024, 2048, 4096)
 _SPARE = ((1 << 19, 64), (20 << 20, 4))  # sizes in bytes and numbers of blocks
 _Work = tuple[int, SamplingParams]  # tokens of a prompt, and what to do with it
-_DECODED = 64  # output tokens of the requests beside which prompts are timed
+_DECODED = 64  # output tokens of the requests that decode while prompts are timed
 
 
 async def warm_up(llm: AsyncLLM) -> None:
-    """On a GPU, prefills of one token to a whole step's, alone and together, and every kind of sampling. With a
-    target for the time between tokens, steps are then timed, whose kernels are compiled by now."""
+    """On a GPU: prefills from one token to a whole step, alone and together, and all kinds of
+    sampling. With a target for the time between tokens, steps are timed afterwards."""
     max_prompt = llm.llm.plan.max_model_len - _OUTPUT - 1
     if llm.llm.device.type == "cuda":
         await _compile(llm, max_prompt)
@@ -50,7 +51,8 @@ async def warm_up(llm: AsyncLLM) -> None:
 
 
 async def _compile(llm: AsyncLLM, max_prompt: int) -> None:
-    """All kinds of requests; where a drafter may find no draft, then all of them with drafts in every row."""
+    """All kinds of requests. If a drafter may find no draft, then all again with drafts in every
+    row."""
     draws = [SamplingParams(max_tokens=_OUTPUT, ignore_eos=True, **draw) for draw in EVERY_DRAW]
     constrained = _constrained(llm, draws)
     await _run_all(llm, max_prompt, draws, constrained)
@@ -62,8 +64,8 @@ async def _compile(llm: AsyncLLM, max_prompt: int) -> None:
 
 
 async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], constrained: list[_Work]) -> None:
-    """Requests of up to `max_prompt` tokens: alone, because a step runs the kernels that any of its rows needs, with a
-    prompt that the prefix cache lacks and with one that it has; beside a few that decode; together, more of them than
+    """Requests of up to `max_prompt` tokens, since a step runs the kernels that any of its rows
+    needs: alone, without and with a cached prefix; next to a few that decode; together, more than
     the graphs of prompts hold, alike and one longer than the others; then all kinds in one step."""
     chunk = min(llm.llm.config.chunked_prefill_size, max_prompt)
     lengths = sorted({min(n, max_prompt) for n in (*_LENGTHS, chunk, chunk + 1)} - {0})
@@ -96,14 +98,14 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
 
 
 def _tokens(llm: AsyncLLM) -> Iterator[int]:
-    """The ids of the vocabulary, again and again, without those that stand for images: no prompt may hold them."""
+    """Ids of the vocabulary without those of images, which no prompt may hold."""
     model = llm.llm.model_config
     return (token for i in count() if (token := i % model.vocab_size) not in model.image_tokens)
 
 
 def _keep_spare_memory(device: torch.device) -> None:
-    """Torch keeps what is freed: steps that need some more than those above find it there. It hands out small and large
-    blocks from memory of their own."""
+    """Torch keeps freed memory for steps that need more than those above. It has separate memory
+    for small and large blocks."""
     try:
         _ = [torch.empty(size, dtype=torch.uint8, device=device) for size, count in _SPARE for _ in range(count)]
     except torch.OutOfMemoryError:
@@ -111,7 +113,7 @@ def _keep_spare_memory(device: torch.device) -> None:
 
 
 def _constrained(llm: AsyncLLM, draws: list[SamplingParams]) -> list[_Work]:
-    """Requests with structured outputs; none if the model or the installation cannot give them. The first one loads the
+    """Requests with structured outputs; none if these cannot work here. The first one loads the
     tokenizer into llguidance."""
     works = [(1, replace(params, ignore_eos=False, structured_outputs=_FORM)) for params in draws]
     try:
@@ -122,8 +124,8 @@ def _constrained(llm: AsyncLLM, draws: list[SamplingParams]) -> list[_Work]:
 
 
 async def _time_steps(llm: AsyncLLM, sizes: Sequence[int]) -> None:
-    """Prompts of several sizes, twice each, alone and beside 1 and 8 requests that decode. No two prompts begin alike:
-    none is found in the prefix cache."""
+    """Prompts of several sizes, twice each, alone and next to 1 and 8 decoding requests. All begin
+    differently, so the prefix cache has none."""
     tokens = _tokens(llm)
 
     def run(prompt: int, output: int) -> Coroutine[Any, Any, RequestOutput]:

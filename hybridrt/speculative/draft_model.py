@@ -1,13 +1,13 @@
-"""A smaller model as drafter, with pools of its own.
+"""A smaller model as drafter, with its own pools.
 
-Each request has a row, a working state slot and a backup slot while it runs. A proposal first catches up on the tokens
-that were accepted since the last one, then saves the state to the backup and decodes on; the next proposal starts from
-the backup, so rejected drafts leave nothing behind. KV rolls back by position.
+A running request has a row, a state slot and a backup slot. A proposal computes the tokens that
+were accepted since the last one, copies the state to the backup and decodes on; the next proposal
+starts from the backup, so rejected drafts change no state. KV rolls back by position.
 
-A row keeps what it holds when its request ends. The next request that begins with the same tokens gets that row, so
-the next turn of a conversation computes its new tokens alone. Where no row fits a request whose prompt the target has
-cached, the draft model reads only the last tokens of what is cached, from an empty state: its drafts may be worse, and
-the target decides anyway.
+A row keeps its tokens when its request ends. The next request that begins with the same tokens gets
+that row, so the next turn of a conversation computes only its new tokens. If no row fits a request
+that the target has cached, the draft model reads only the last cached tokens, from an empty state:
+its drafts may be worse, and the target verifies them anyway.
 """
 
 from collections.abc import Sequence
@@ -56,15 +56,21 @@ LATE_TOKENS = 512  # last tokens of a cached prompt that the draft model reads i
 
 @dataclass
 class _Tenant:
-    """A request in the draft model's pools: its row, from which its slots and pages follow, and how many tokens its
-    state holds. The row begins at token `start` of the text. `admitted`: the row has the request's parameters."""
+    """A request in the draft model's pools.
+
+    Attributes:
+        row: also says which slots and pages are the request's.
+        start: the row begins at this token of the text.
+        computed: tokens that the state contains.
+        admitted: the row has the request's parameters.
+    """
 
     request: DraftRequest
     row: int
     start: int = 0
     computed: int = 0
     admitted: bool = False
-    chain: list[int] = field(default_factory=list)  # of the proposal under way, and what else was likely at each place
+    chain: list[int] = field(default_factory=list)  # of the current proposal
     siblings: list[list[int]] = field(default_factory=list)
 
     @property
@@ -75,7 +81,7 @@ class _Tenant:
 
 @dataclass
 class _FreeRow:
-    """A row without a request, and what it holds: of a text's tokens [n] int32, those from `start` on."""
+    """A row without a request. It still has the tokens [n] int32 of a text, from `start` on."""
 
     row: int
     salt: str = ""
@@ -83,18 +89,19 @@ class _FreeRow:
     start: int = 0
 
 
-_Launched = tuple[StepHandle, list[_Tenant]]  # a step of the draft model, and whose tokens it draws, in order
+_Launched = tuple[StepHandle, list[_Tenant]]  # a step, and the tenants that it draws for
 
 
 class DraftModelDrafter(Drafter):
-    """Runs the draft model for a proposal: one step for each token or, with topk > 1, one for every topk tokens, of
-    which the model's own choice is the next input. All steps are launched before the first is read. The draft model
-    runs whole on rank 0, also where the target is split over ranks.
+    """Runs the draft model for a proposal: one step per token or, with topk > 1, per topk tokens.
+
+    With topk > 1 the model's own choice is the next input. All steps are launched before the first
+    is read. The draft model runs whole on rank 0.
 
     Args:
-        config: the target's configuration; device, lengths and page size are taken from it.
+        config: of the target; device, lengths and page size are taken from it.
         plan: the target's memory plan; the draft model has as many rows.
-        vocab_size: the target's, which must be the draft model's, too.
+        vocab_size: the target's, which must be the draft model's too.
         ahead: as in ModelRunner.
     """
 
@@ -125,14 +132,15 @@ class DraftModelDrafter(Drafter):
         usable = [self._usable(free, ids, salt) for free in self._free]
         best = max(range(len(usable)), key=lambda i: (usable[i], -i))
         free = self._free.pop(best)
-        # The target's cache has no more of the prompt than `computed`: what comes behind it is computed anyway.
+        # The target's cache has only `computed` tokens of the prompt; later ones are computed
+        # anyway.
         late = max(request.computed - LATE_TOKENS, 0)
         start, computed = (free.start, usable[best]) if usable[best] > late else (late, late)
         self._tenants[request.arrival] = _Tenant(request, free.row, start, computed)
 
     def _usable(self, free: _FreeRow, ids: np.ndarray, salt: str) -> int:
-        """How many first tokens of a text need no computing in a free row; the last token always does. A recurrent
-        state is good for its own position alone."""
+        """First tokens of a text that need no computing in a free row; the last token always does.
+        A recurrent state can only be used at its own position."""
         held, n = len(free.tokens), min(len(free.tokens), len(ids) - 1)
         if free.salt != salt or not n or (self._recurrent and (n < held or free.tokens[-1] != ids[n - 1])):
             return 0
@@ -156,14 +164,14 @@ class DraftModelDrafter(Drafter):
         for step in range(1, max((steps for _, steps in behind), default=0)):
             going = [tenant for tenant, steps in behind if steps > step]
             rows = (DecodeRow(t.row, t.held + step - 1, len(t.request.output) + step) for t in going)
-            plan = StepPlan(decode=DecodeRows.of(rows))  # draws draft number `step`, 0 being the first
+            plan = StepPlan(decode=DecodeRows.from_rows(rows))  # draws draft number `step`, 0 being the first
             launched.append((self.runner.launch(plan), going))
         for handle, drawing in launched:
             self._read(handle, drawing)
         return [with_siblings(tenant.chain, tenant.siblings, n) for tenant, n in zip(tenants, max_drafts)]
 
     def _read(self, step: StepHandle, tenants: Sequence[_Tenant]) -> None:
-        """Waits for a step. Appends a token to the chain of each tenant, and other likely tokens beside it."""
+        """Waits for a step. Appends a token to the chain of each tenant, and other likely tokens."""
         result = step.result()
         for tenant, (token,), logprobs in zip(tenants, result.tokens, result.logprobs, strict=True):
             likely = [t for t in logprobs[0] if t != token] if logprobs else []
@@ -171,7 +179,7 @@ class DraftModelDrafter(Drafter):
             tenant.siblings.append(likely[: self._topk - 1])
 
     def _start(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
-        """Takes the states from the tokens of the last proposal to the tokens known now, and draws the first drafts."""
+        """Moves the states to the tokens known now, and draws the first drafts."""
         fresh = [tenant for tenant in tenants if not tenant.admitted]
         for tenant in fresh:
             row, pages, tenant.admitted = tenant.row, self._pages, True
@@ -194,20 +202,21 @@ class DraftModelDrafter(Drafter):
         return Admission.from_prompt(row, row, request.prompt, params, request.seed, request.rules, request.output)
 
     def _recount(self, tenants: Sequence[_Tenant]) -> None:
-        """Counts tokens for penalties anew, and for bad words: accepted output counts, failed drafts do not."""
+        """Counts tokens for penalties and bad words anew: accepted output counts, failed drafts do
+        not."""
         if not tenants:
             return
         arrays = self._staging.upload(SamplingTable.pack([self._admission(tenant) for tenant in tenants]))
         rows = torch.tensor([tenant.row for tenant in tenants], dtype=torch.int64, device=self.runner.device)
-        self.runner.sampling_table.admit(rows, arrays)
+        self.runner.sampling_table.enter_rows(rows, arrays)
 
     def _catch_up(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
-        """Computes the tokens that the states lack, in chunks of few rows; the last chunk of each row gives its first
-        draft."""
+        """Computes the tokens that the states lack, in chunks of few rows; a row's last chunk gives
+        its first draft."""
         launched = list[_Launched]()
         for tenant in tenants:
             tenant.chain, tenant.siblings = [], []
-        # With more rows than a graph holds, a step of few tokens takes ten times as long: its kernels go one by one.
+        # With more rows than a graph has, a step of few tokens takes ten times as long.
         most = PROMPT_ROWS if self.runner.prompt_graphs else len(tenants)
         while waiting := [t for t in tenants if t.computed < num_tokens(t.request)]:
             plan, self._pending, budget = self._pending, StepPlan(), self._chunk
@@ -238,7 +247,8 @@ class DraftModelDrafter(Drafter):
 
 
 def draft_plan(plan: MemoryPlan, slack: int) -> MemoryPlan:
-    """The draft model's share: as many rows, twice the slots, and pages for every row at its longest."""
+    """The draft model's pools: as many rows, twice the slots, and pages for every row at its
+    longest."""
     pages = -(-(plan.max_model_len + slack) // plan.page_size)
     return replace(
         plan, num_slots=2 * plan.num_rows, num_pages=plan.num_rows * pages, max_model_len=plan.max_model_len + slack
@@ -246,7 +256,7 @@ def draft_plan(plan: MemoryPlan, slack: int) -> MemoryPlan:
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
-    """How the draft model of a configuration runs: on the same device, uncut, its state written every step."""
+    """How the draft model runs: on the same device, on one rank, in state mode "classic"."""
     assert config.speculative is not None and config.speculative.draft_model is not None
     return replace(
         config, model=config.speculative.draft_model, speculative=None, max_model_len=None, state_mode="classic",
@@ -256,7 +266,7 @@ def draft_config(config: EngineConfig) -> EngineConfig:
 
 
 class DraftModelMethod(DraftMethod):
-    """A second model, whole on rank 0; every rank charges it, so that all plan alike."""
+    """A second model, whole on rank 0. Every rank charges it, so that all plan alike."""
 
     takes_model = True
 

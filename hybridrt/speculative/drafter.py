@@ -1,4 +1,4 @@
-"""What drafters are told and what they propose, and the length that a request's drafts have earned."""
+"""The interface of drafters, their drafts, and the length that a request's drafts have earned."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,11 +15,12 @@ class DraftRequest(Protocol):
     """What a drafter sees of a request.
 
     Attributes:
-        arrival: its number, unique in an engine: what a drafter keeps of a request hangs on it.
-        rules: what `params` allow of single tokens.
+        arrival: its number, unique in an engine.
+        rules: the rules for single tokens that `params` give.
         row: of the target's pools; None while the request does not run.
         computed: tokens with KV and state in the target.
-        pending: tokens that launched steps draw and the host does not know yet; 0 where drafts are proposed.
+        pending: tokens that launched steps draw and the host has not read; 0 where drafts are
+            proposed.
     """
 
     arrival: int
@@ -38,7 +39,7 @@ class DraftRequest(Protocol):
 
     @property
     def end_page(self) -> int:
-        """Pages of the target's KV are lent up to this one."""
+        """The target's KV pages before this one are lent to the request."""
 
 
 def num_tokens(request: DraftRequest) -> int:
@@ -47,7 +48,7 @@ def num_tokens(request: DraftRequest) -> int:
 
 
 def tokens_between(request: DraftRequest, start: int, end: int) -> list[int]:
-    """The known tokens at positions max(start, 0) to end - 1, prompt first, then output. Copies no others."""
+    """The known tokens at positions max(start, 0) to end - 1, prompt first, then output."""
     start, split = max(start, 0), len(request.prompt)
     if start >= split:
         return request.output[start - split : max(end - split, 0)]
@@ -59,8 +60,8 @@ class Draft:
     """Tokens that may follow a request's last known one: a chain, or the nodes of a tree.
 
     Attributes:
-        parents: None for a chain; of a tree, the index of each token's parent among (last known, *tokens). A parent
-            comes before its children.
+        parents: None for a chain; of a tree, the index of each token's parent among (last known,
+            *tokens). A parent comes before its children.
     """
 
     tokens: Sequence[int] = ()
@@ -77,7 +78,7 @@ class Draft:
 
     @classmethod
     def of_tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> "Draft":
-        """The nodes of a tree. One without a fork is a chain."""
+        """A tree; one without a fork becomes a chain."""
         return cls(tokens, None if list(parents) == list(range(len(parents))) else parents)
 
     def __len__(self) -> int:
@@ -85,7 +86,7 @@ class Draft:
 
     @property
     def depth(self) -> int:
-        """How many drafts can stay at most."""
+        """The most drafts that can be accepted."""
         if self.parents is None:
             return len(self.tokens)
         depths = [0]
@@ -100,7 +101,7 @@ class Draft:
         return Draft(self.tokens[:max_drafts], None if self.parents is None else self.parents[:max_drafts])
 
     def until(self, ends: Callable[[Sequence[int]], bool]) -> "Draft":
-        """Without what follows the end of the request.
+        """The draft without tokens past the end of the request.
 
         Args:
             ends: whether the request ends within these tokens, if they come next.
@@ -127,42 +128,44 @@ NO_DRAFT = Draft()
 class Drafter(ABC):
     """Proposes continuations that a decode step verifies.
 
-    What it keeps of a request lasts from `begin` to `end`: as long as the request holds a row of the target. At most as
-    many requests as the target has rows are begun at a time.
+    Its data of a request lives from `begin` to `end`, while the request has a row of the target.
     """
 
     def begin(self, request: DraftRequest) -> None:  # noqa: B027  (optional)
-        """The request has got a row; its prompt is not computed yet. After a retraction it begins again."""
+        """The request has got a row; its prompt is not computed yet. After a retraction it begins
+        again."""
 
     def end(self, request: DraftRequest) -> None:  # noqa: B027  (optional)
-        """The request has finished or gives its row back. For one that is not begun it does nothing.
-        It must not raise."""
+        """The request has finished or lost its row. Ignored if it has not begun. Must not raise."""
 
     def after_step(self, requests: Sequence[DraftRequest], gained: Sequence[int]) -> None:  # noqa: B027  (optional)
-        """A step is over: each of these requests, none of which has finished, gained so many tokens of output."""
+        """Each of these requests, which all go on, gained so many tokens of output in a step."""
 
     def waits(self, request: DraftRequest) -> bool:
-        """Whether the next step of a request with pending tokens must wait for them, because it may hold drafts. All
-        rows then wait with it. False: its next step holds none. A step that verifies drafts is always waited for."""
+        """Whether the next step of a request with pending tokens must wait for them, because it may
+        have drafts. All rows then wait. A step that verifies drafts is always waited for."""
         return True
 
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest], max_drafts: Sequence[int]) -> list[Draft]:
-        """For each request, all of them begun, at most `max_drafts` tokens (0 or more) behind its last known one."""
+        """For each request, all of them begun, at most `max_drafts` tokens (0 or more) after its
+        last known one."""
 
 
 class AdaptiveDrafter(Drafter):
-    """Shortens the drafts of requests whose drafts fail.
+    """Shortens the drafts of requests that reject them.
 
-    A request starts with the whole length. A step that keeps no draft halves it, down to none; one that keeps as many
-    as could stay doubles it. At none, every `patience` tokens one draft is tried again; no step between waits for it.
+    A request starts with the whole length. A step that keeps no draft halves it, down to none; one
+    that keeps the most possible doubles it. At none, one draft is tried every `patience` tokens; no
+    step in between waits for it.
 
     Args:
         inner: the drafter that proposes. Drafts beyond the allowed length are cut.
-        num_draft_tokens: drafts of a step at most.
+        num_draft_tokens: most drafts of a step.
 
     Attributes:
-        always: a request for which there is no draft gets one of zeros: for a warm-up, whose steps shall all verify.
+        always: a request without a draft gets one of zeros, for a warm-up in which all steps
+            verify.
     """
 
     def __init__(self, inner: Drafter, num_draft_tokens: int, patience: int = 16) -> None:

@@ -1,9 +1,10 @@
-"""Runs a model's prediction head: over the tokens of every step of the model, and ahead of them for drafts.
+"""Runs a model's prediction head: over the tokens of every step, and ahead of them for drafts.
 
-Position p of the head takes the hidden state of token p and the embedding of token p + 1, and predicts token p + 2. So
-the head runs over the inputs of a step after the next tokens are drawn (DRAFT_EXTEND; nothing waits for the host). Each
-draft is then computed from the head's last hidden state and the token that was drawn from it. Its keys and
-values are further layers of the model's KV pool, in the same requests' pages.
+Position p of the head gets the hidden state of token p and the embedding of token p + 1, and
+predicts token p + 2. So the head runs over the inputs of a step after the next tokens are drawn
+(DRAFT_EXTEND; nothing waits for the host). Each draft is computed from the head's last hidden state
+and the token drawn from it. Its keys and values are further layers of the model's KV pool, in the
+same requests' pages.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,8 @@ AHEAD = 0  # no step has rows of so many tokens
 
 
 class DraftedRows(NamedTuple, Generic[A]):
-    """Rows of a proposal, [n] each: as DraftRow. `pages`: entries beyond their lent pages, None for none."""
+    """Rows of a proposal, [n] each, as DraftRow. `pages`: entries beyond the lent pages, None for
+    none."""
 
     rows: A
     computed: A
@@ -39,7 +41,7 @@ class DraftedRows(NamedTuple, Generic[A]):
 
 
 class HeadStep:
-    """One token a row from `hidden` [R + 1, hidden], which gets what comes out: the head as a graph records it."""
+    """The head as a graph records it: one token a row, from and to `hidden` [R + 1, hidden]."""
 
     def __init__(self, model: CausalLM, num_rows: int) -> None:
         self.model, self.config, self.dtype, self.device = model, model.config, model.dtype, model.device
@@ -62,12 +64,13 @@ class HeadRunner:
     """Runs the prediction head of a runner's model, as its DeviceDrafter.
 
     Args:
-        runner: its pools stand. The head draws with its sampler: drafts as the model would draw, with the same random
+        runner: its pools exist. Its sampler draws drafts as the model would, with the same random
             numbers.
-        own_pages: of each row, behind the pages that the runner's pool lends: for drafts ahead of what is lent.
+        own_pages: of each row, after the pages that the runner's pool lends: for drafts past the
+            lent pages.
 
     Attributes:
-        hidden: [R + 1, hidden], the head's last hidden state of each row, from which its first draft is drawn.
+        hidden: [R + 1, hidden], the head's last hidden state of each row; gives its first draft.
     """
 
     def __init__(self, runner: DraftTarget, own_pages: int) -> None:
@@ -119,11 +122,7 @@ class HeadRunner:
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
-        """Launches `steps` drafts for each of n rows.
-
-        Returns:
-            Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens there.
-        """
+        """As DeviceDrafter.draft."""
         packed = _pack(rows, steps, self.table.page_size, self._first_page, self._pages)
         step_rows: DraftedRows[torch.Tensor] = self._staging.upload(packed)
         if (entries := step_rows.pages) is not None:
@@ -143,10 +142,10 @@ class HeadRunner:
         return LaunchedStep.from_tokens(torch.cat(places, 1))
 
     def _advance(self, rows: Sequence[DraftRow], step_rows: DraftedRows[torch.Tensor], step: int) -> torch.Tensor:
-        """The head's own step number `step`, 1 being the first: [n, vocab] logits behind the last drafts."""
+        """The head's own step number `step`, from 1: [n, vocab] logits after the last drafts."""
         n, graphs = len(rows), self._graphs.get(AHEAD)
         if graphs is not None and graphs.bucket(n):
-            return graphs.replay(DecodeRows.of(DecodeRow(r.row, r.computed + step - 1, 0) for r in rows))
+            return graphs.replay(DecodeRows.from_rows(DecodeRow(r.row, r.computed + step - 1, 0) for r in rows))
         index, positions = step_rows.rows, step_rows.computed + (step - 1)
         ids = self.tokens[index].clamp(min=0)
         inputs = TokenInputs(ids, positions, self.table.token_slots(index, positions))
@@ -160,7 +159,7 @@ class HeadRunner:
 
 
 def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -> tuple[ForwardBatch, torch.Tensor]:
-    """Verified trees as the chains that stay of them: a node's KV place is its depth's from here on."""
+    """Verified trees as the chains that were accepted: a node's KV place is now that of its depth."""
     (n, width), split = path.shape, batch.num_decode_tokens
     depths = torch.arange(width, dtype=torch.int32, device=path.device)
     places = (batch.seq_lens[:n, None] - width + depths).flatten().to(batch.positions.dtype)
@@ -175,7 +174,7 @@ def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -
 
 
 def _pack(rows: Sequence[DraftRow], steps: int, page_size: int, first_page: int, own: int) -> DraftedRows[np.ndarray]:
-    """Integers of a proposal. Where a row's drafts reach beyond its lent pages, the row's `own` pages follow."""
+    """Integers of a proposal. Drafts beyond a row's lent pages go to the row's `own` pages."""
     beyond = [
         (r.row, r.end_page + i, first_page + r.row * own + i)
         for r in rows

@@ -11,7 +11,7 @@ from hybridrt.speculative.drafter import AdaptiveDrafter, Drafter
 
 
 class DraftMethod(DraftNeeds, ABC):
-    """A way of drafting. A subclass brings the drafter, and overrides what the method needs."""
+    """A way of drafting. A subclass makes the drafter, and overrides the needs."""
 
     @abstractmethod
     def drafter(self, runner: DraftTarget, everywhere: Everywhere) -> Drafter:
@@ -27,7 +27,7 @@ class DraftMethod(DraftNeeds, ABC):
 
 
 def draft_method(config: SpeculativeConfig) -> DraftMethod:
-    """The method that a configuration names. BackendError if an entry point leads to something else."""
+    """The configured method. BackendError if an entry point names something else."""
     method = load_method(config.method)
     if not isinstance(method, DraftMethod):
         raise BackendError(f"method {config.method!r} leads to {method!r}; it must be a DraftMethod")
@@ -35,10 +35,10 @@ def draft_method(config: SpeculativeConfig) -> DraftMethod:
 
 
 def make_drafter(target: StepRunner, everywhere: Everywhere | None = None) -> Drafter:
-    """The drafter that the target's configuration names.
+    """The drafter of the target's configuration.
 
     Args:
-        everywhere: drafts on the target's tensor-parallel ranks; None where `target` is all there is.
+        everywhere: drafts on all tensor-parallel ranks; None for a single one.
 
     Raises:
         ConfigError: the method cannot draft for this target.

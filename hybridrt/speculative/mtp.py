@@ -1,4 +1,4 @@
-"""The target's own multi-token-prediction head as drafter. Its states and KV belong to the target's rows and pages."""
+"""The target's own multi-token-prediction head as drafter, with KV in the target's pages."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,12 @@ from hybridrt.speculative.tree import with_siblings
 
 
 class MTPDrafter(Drafter):
-    """Draws a chain from the head; with topk > 1 one place of it for every topk drafts, and the likeliest other tokens
-    beside it.
+    """Draws a chain from the head; with topk > 1 one place per topk drafts, and the likeliest other
+    tokens there.
 
     Args:
         everywhere: drafts with the head of every rank.
-        num_draft_tokens: drafts of a request at most, for which its KV pages have room.
+        num_draft_tokens: most drafts of a request; its KV pages have room for them.
     """
 
     def __init__(self, everywhere: Everywhere, num_draft_tokens: int, topk: int = 1) -> None:
@@ -35,11 +35,11 @@ class MTPDrafter(Drafter):
         return [self._draft(tokens, n) for tokens, n in zip(drawn.tokens, max_drafts, strict=True)]
 
     def _draft(self, tokens: Sequence[int], max_drafts: int) -> Draft:
-        """At most `max_drafts` tokens of what was drawn for a request: for each place its draft, then the likeliest."""
+        """`tokens`: for each place its draft, then the likeliest."""
         width = 1 + self.topk
         places = [tokens[i : i + width] for i in range(0, len(tokens), width)][: -(-max_drafts // self.topk)]
         siblings = [[t for t in likely if t != drawn][: self.topk - 1] for drawn, *likely in places]
-        # A draw of -1, from logits that are not finite, is no token: any other will do as a draft.
+        # -1, of logits that are not finite, is no token: any other will do as a draft.
         return with_siblings([max(drawn, 0) for drawn, *_ in places], siblings, max_drafts)
 
 
@@ -49,8 +49,6 @@ def _row(request: DraftRequest) -> DraftRow:
 
 
 class MTPMethod(DraftMethod):
-    """A layer or more of the target, with KV in the target's pages."""
-
     def attach(self, model: CausalLM) -> None:
         model.attach_mtp(make_mtp_head(model))
 
@@ -58,8 +56,8 @@ class MTPMethod(DraftMethod):
         return model.mtp_attention_layer_ids
 
     def row_pages(self, config: EngineConfig) -> int:
-        """The head writes its drafts' keys and values before the scheduler has lent pages for them. The first of them
-        stands in a lent page, or begins a page."""
+        """The head writes its drafts' keys and values before the scheduler has lent pages for them.
+        The first one is in a lent page, or begins a page."""
         return -(-(config.num_verify_tokens - 2) // config.page_size)
 
     def row_bytes(self, config: EngineConfig, target: RunTarget, max_len: int) -> int:

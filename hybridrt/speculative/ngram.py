@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens when they occurred before (Saxena 2023)."""
+"""Prompt lookup: proposes what followed an earlier occurrence of the last tokens (Saxena 2023)."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from hybridrt.speculative.tree import merge
 
 
 class _Ngrams:
-    """Where each n-gram of one size ended in a request's text. An end is the position of the token that follows; 0
-    means that there is none.
+    """Where each n-gram of one size ended in a request's text: the next token's position; 0 for
+    none.
 
-    The text is not stored. N-grams are compared by hash; a collision only makes a draft fail.
+    N-grams are compared by hash, without their text; a collision only makes a draft fail.
     """
 
     def __init__(self, size: int) -> None:
@@ -22,10 +22,10 @@ class _Ngrams:
         self.earlier = array("i")  # of each n-gram in order: the end of the same one before it
 
     def extend(self, text: Sequence[int], start: int) -> None:
-        """Takes in all n-grams up to the end of the text.
+        """Adds all n-grams up to the end of the text.
 
         Args:
-            text: from position `start` on, which is no later than that of the first n-gram that is not known yet.
+            text: from position `start` on, not after the first unknown n-gram.
         """
         latest, earlier = self._latest, self.earlier
         new = text[len(earlier) - start :]
@@ -45,13 +45,12 @@ class _Ngrams:
 
 
 class NgramDrafter(Drafter):
-    """Looks the last `longest` tokens up in the request's own text, then fewer, down to `shortest`.
+    """Looks up the last `longest` tokens in the request's own text, then fewer, down to `shortest`.
 
-    Each request has an index of its n-grams, which is extended as the text grows. So a proposal costs time for the new
-    tokens only.
+    Each request has an index of its n-grams, so a proposal costs time for new tokens only.
 
     Args:
-        topk: matches whose continuations are proposed together: the latest ones of the longest n-gram first.
+        topk: matches to propose together: the latest ones of the longest n-gram first.
     """
 
     def __init__(self, longest: int = 4, shortest: int = 2, topk: int = 1) -> None:
@@ -71,7 +70,7 @@ class NgramDrafter(Drafter):
         ]
 
     def _matches(self, request: DraftRequest) -> list[int]:
-        """Positions after at most `topk` earlier occurrences of what ends the text."""
+        """Positions after at most `topk` earlier occurrences of the text's end."""
         index, found = self._indices[request.arrival], list[int]()
         start = len(index[0].earlier)  # the longest n-grams reach back furthest
         text = tokens_between(request, start, num_tokens(request))
@@ -82,7 +81,8 @@ class NgramDrafter(Drafter):
 
 
 def _continue(request: DraftRequest, after: int, max_drafts: int) -> list[int]:
-    """Tokens from `after` on; a match that reaches the end of the text continues with its own predictions."""
+    """Tokens from `after` on; a match that reaches the end of the text continues with its own
+    predictions."""
     drafts = tokens_between(request, after, after + max_drafts)
     period = num_tokens(request) - after
     while len(drafts) < max_drafts:
@@ -91,8 +91,6 @@ def _continue(request: DraftRequest, after: int, max_drafts: int) -> list[int]:
 
 
 class NgramMethod(DraftMethod):
-    """On the host alone."""
-
     def drafter(self, runner: DraftTarget, everywhere: Everywhere) -> Drafter:
         assert runner.config.speculative is not None
         return NgramDrafter(topk=runner.config.speculative.topk)

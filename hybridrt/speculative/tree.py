@@ -1,4 +1,4 @@
-"""From guessed continuations to the tree that holds them all."""
+"""Merges guessed continuations into one draft tree."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from hybridrt.speculative.drafter import Draft
 
 
 def merge(chains: Sequence[Sequence[int]], max_drafts: int) -> Draft:
-    """The tree of all chains, cut to `max_drafts` tokens. A common beginning is one path. Near tokens come before far
-    ones, and of equally far ones those of earlier chains. A tree without a fork is a chain."""
+    """The tree of all chains, cut to `max_drafts` tokens: near tokens first, then earlier chains. A
+    tree without a fork is a chain."""
     tokens: list[int] = []
     parents: list[int] = []
     children: dict[tuple[int, int], int] = {}
@@ -28,6 +28,6 @@ def merge(chains: Sequence[Sequence[int]], max_drafts: int) -> Draft:
 
 
 def with_siblings(chain: Sequence[int], siblings: Sequence[Sequence[int]], max_drafts: int) -> Draft:
-    """A chain and what else was likely at each of its places, the chain's own token first; `max_drafts` tokens."""
+    """A chain and other likely tokens at each of its places, cut to `max_drafts` tokens."""
     others = [[*chain[:i], token] for i, tokens in enumerate(siblings) for token in tokens]
     return merge([chain, *others], max_drafts)

@@ -1,4 +1,4 @@
-"""The decode worker: prefill workers compute the prompts of its engine, and it fetches the states."""
+"""The decode worker: prefill workers compute its prompts, and it fetches the states."""
 
 import time
 from collections import deque
@@ -38,8 +38,7 @@ _IDLE_SECONDS = 0.0005
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """A prompt [n] int32 to be computed elsewhere, the salt of its cached prefixes, and how many attempts at it have
-    begun."""
+    """A prompt [n] int32 to be computed elsewhere, its salt, and how many attempts have begun."""
 
     request_id: str
     tokens: np.ndarray
@@ -55,9 +54,9 @@ class _Attempt:
         key: names it in messages and reads. Unlike request ids, keys are never used again.
         worker: the prefill worker that computes it.
         offset: first byte of its image in the arena.
-        pull: the prompt; None after the attempt has failed or was cancelled.
-        start: first tokens of the prompt whose KV was in the cache here, and is not in the image.
-        reading: readers whose reads have not ended; they may still write to the image.
+        pull: the prompt; None after the attempt failed or was cancelled.
+        start: first tokens whose KV is in the cache here, and not in the image.
+        reading: readers that may still write to the image.
         error: why a read failed; None: none has.
         deadline: when reads that have not ended count as failed.
     """
@@ -74,7 +73,7 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A prefill worker: when its last message came, and when a `Ping` was sent that it has not answered."""
+    """A prefill worker, the time of its last message, and of a `Ping` that it has not answered."""
 
     channel: SocketChannel
     received: float
@@ -83,9 +82,9 @@ class _Peer:
 
 @dataclass(slots=True)
 class DecodeCounters:
-    """Since the worker was built: prompts fetched and their bytes on this rank, attempts that were repeated, prompts
-    that were cached here whole, those computed by this engine after all, and requests that failed. At present: workers,
-    prompts under way, and bytes of the arena in use."""
+    """Since the start: prompts fetched and their bytes on this rank, attempts repeated, prompts
+    cached here, computed by this engine, and requests failed. Now: workers, prompts under way,
+    bytes of the arena in use."""
 
     fetched: int = 0
     bytes_fetched: int = 0
@@ -99,18 +98,19 @@ class DecodeCounters:
 
 
 class DecodeWorker:
-    """Becomes the `prefill_source` of an engine, whose callers notice nothing.
+    """The `prefill_source` of an engine. Callers of the engine notice nothing.
 
-    A request waits outside the scheduler, without row, slot or page, until its state is in the arena. The engine copies
-    the state from there when it admits the request. So the loss of a prefill worker delays no other request.
+    A request waits outside the scheduler, without row, slot or page, until its state is in the
+    arena. The engine copies the state when it admits the request. So the loss of a prefill worker
+    delays no other request.
 
     Args:
         side: engine, which has no decode worker yet, handshake and arena of this side.
         readers: one for each rank.
-        compute_here: without a prefill worker that can do it, prompts are computed by this engine; otherwise the
-            request fails.
-        timeout: seconds after which a prefill worker that answers nothing, or whose image cannot be read, is dropped.
-            It must be longer than the longest step of a prefill worker.
+        compute_here: prompts that no prefill worker can compute are computed by this engine; else
+            they fail.
+        timeout: seconds after which a silent prefill worker, or one whose image cannot be read, is
+            dropped. Longer than the longest step of a prefill worker.
     """
 
     def __init__(
@@ -129,16 +129,17 @@ class DecodeWorker:
         self._numbers = count()
         self._waiting: deque[_Pull] = deque()
         self._attempts: dict[str, _Attempt] = {}  # by key
-        self._arriving: dict[str, int] = {}  # started requests, and the images that the engine may not have read yet
+        self._arriving: dict[str, int] = {}  # by request, images that the engine may not have read yet
         self._totals = DecodeCounters()
         side.engine.prefill_source = self
 
     def connect(self, channel: SocketChannel) -> str:
-        """Adds a prefill worker, if both sides agree on what they run. Returns its name.
+        """Adds a prefill worker if both sides agree on what they run. Returns its name.
 
         Raises:
             HandshakeError: the two sides differ. No byte has moved.
-            TransferError: their numbers of ranks do not fit, or the worker does not answer (PeerGoneError).
+            TransferError: their numbers of ranks do not fit, or the worker does not answer
+                (PeerGoneError).
         """
         name = f"worker-{next(self._numbers)}"
         with ExitStack() as undo:
@@ -161,7 +162,6 @@ class DecodeWorker:
             self._waiting.append(pull)
 
     def _starts_from_cache(self, pull: _Pull) -> bool:
-        """Starts a request if nothing of its prompt has to come."""
         if not self._engine.prefixes.holds(pull.tokens, pull.salt):
             return False
         self._totals.cached += 1
@@ -169,7 +169,6 @@ class DecodeWorker:
         return True
 
     def advance(self) -> None:
-        """Frees what the engine needs no longer, reads messages, handles reads that have ended, and sends prompts."""
         self._free()
         over = self._ended_reads()
         # A prefill worker closes its channel before it uses the memory of an image again. A read that ended by now has
@@ -180,15 +179,14 @@ class DecodeWorker:
         self._send_prompts()
         engine = self._engine.counters()
         if self._under_way() and not (over or any(received) or engine.running or engine.waiting):
-            time.sleep(_IDLE_SECONDS)  # there is nothing to do but wait for prefill workers
+            time.sleep(_IDLE_SECONDS)  # only prefill workers have something to do
 
     def counters(self) -> DecodeCounters:
-        """A snapshot."""
         workers, used = len(self._workers), self.regions.num_used
         return replace(self._totals, workers=workers, under_way=self._under_way(), bytes_used=used)
 
     def close(self) -> None:
-        """Leaves all workers and the engine, after the last read has ended or its time is over. Requests that wait go
+        """Leaves all workers and the engine, after the last read or `timeout`. Waiting requests go
         on without prefill workers. Closing again does nothing."""
         if self._engine.prefill_source is not self:
             return
@@ -210,7 +208,6 @@ class DecodeWorker:
         return len(self._waiting) + sum(attempt.pull is not None for attempt in self._attempts.values())
 
     def _receive(self, name: str, peer: _Peer) -> bool:
-        """Handles the messages of a worker. True if there were some, or the worker was lost."""
         try:
             messages = peer.channel.receive()
             for message in messages:
@@ -224,7 +221,6 @@ class DecodeWorker:
         return bool(messages)
 
     def _handle(self, name: str, message: ToDecode) -> None:
-        """Acts on one message of a worker: an image is ready, or its prompt has failed."""
         if isinstance(message, Pong):
             return
         attempt = self._attempts.get(message.key)
@@ -257,7 +253,6 @@ class DecodeWorker:
         return over
 
     def _end_reads(self, over: Sequence[_Attempt]) -> None:
-        """Starts the requests of images that were read; attempts that have failed are repeated."""
         for attempt in over:
             attempt.reading.clear()
             if attempt.pull is None:
@@ -279,7 +274,8 @@ class DecodeWorker:
         self._engine.start(pull.request_id, match)
 
     def _fail_attempt(self, attempt: _Attempt, error: TransferError) -> None:
-        """An attempt has failed: its prompt gets another one, or none. Its memory is freed after its reads end."""
+        """The prompt of a failed attempt gets another one, or none. Memory is freed after the reads
+        end."""
         pull, attempt.pull = attempt.pull, None
         self._release(attempt)
         if pull is None:
@@ -310,7 +306,7 @@ class DecodeWorker:
             self._engine.fail(pull.request_id, error)
 
     def _free(self) -> None:
-        """Frees images that the engine has copied, and all that belongs to requests that have ended."""
+        """Frees images that the engine has copied, and what ended requests hold."""
         pulls = [*self._waiting, *(a.pull for a in self._attempts.values() if a.pull is not None)]
         for request_id in {*self._arriving, *(pull.request_id for pull in pulls)}:
             gained = self._engine.gained(request_id)
@@ -320,7 +316,7 @@ class DecodeWorker:
                 self.regions.free(self._arriving.pop(request_id))
 
     def _cancel(self, request_id: str) -> None:
-        """Cancels what was begun for a request that has ended, or whose id is used again."""
+        """Cancels the work for a request that has ended, or whose id is used again."""
         if request_id in self._arriving:
             self._engine.finish_launched()
             self.regions.free(self._arriving.pop(request_id))
@@ -331,8 +327,8 @@ class DecodeWorker:
                 self._release(attempt)
 
     def _end_overdue(self) -> None:
-        """Drops workers that do not answer, and fails attempts whose reads do not end. A worker that has prompts of
-        ours and sends nothing gets a `Ping`. The time between two calls does not count: answers wait in the channel."""
+        """Drops silent workers and fails overdue reads. A silent worker with prompts of ours gets a
+        `Ping` first. The time between two calls does not count: answers wait in the channel."""
         now = time.monotonic()
         for name, peer in list(self._workers.items()):
             if peer.pinged is not None and now - peer.pinged > 0.75 * self._timeout:
@@ -345,7 +341,7 @@ class DecodeWorker:
                 self._fail_attempt(attempt, TransferError(f"an image could not be read within {self._timeout:g} s"))
 
     def _send_prompts(self) -> None:
-        """Sends prompts, the oldest first, to the worker with the fewest, while the arena has room for their images."""
+        """Sends prompts, oldest first, to the worker with the fewest, while the arena has room."""
         while self._waiting:
             pull, name = self._waiting[0], min(self._workers, key=self._load, default=None)
             if self._starts_from_cache(pull):  # another request has computed the prompt in the meantime
@@ -380,7 +376,8 @@ class DecodeWorker:
             self._drop_worker(name, e)
 
     def _drop_worker(self, name: str, error: PeerGoneError) -> None:
-        """Forgets a worker. What it computed is lost, even if it is being read: its memory may hold something else."""
+        """Forgets a worker and what it computed, even if that is being read: its memory may be
+        reused."""
         self._workers.pop(name).channel.close()
         for reader in self._readers:
             reader.disconnect(name)

@@ -1,4 +1,4 @@
-"""What two workers must agree on before any state moves between them."""
+"""What two workers must agree on before a state moves between them."""
 
 from pathlib import Path
 
@@ -16,8 +16,7 @@ Handshake = Identity
 
 
 def handshake_of(config: EngineConfig, target: RunTarget, model_path: Path) -> Handshake:
-    """What a worker that runs `config` says about everything that the bytes and the meaning of a state depend on:
-    `state_identity`, and
+    """All that the bytes and the meaning of a state depend on: `state_identity`, and
 
     version: of the messages and the image.
     draft_length: drafts that a verify step may hold.
@@ -36,7 +35,7 @@ def handshake_of(config: EngineConfig, target: RunTarget, model_path: Path) -> H
 
 
 def check_handshake(ours: Handshake, theirs: Handshake) -> None:
-    """Raises HandshakeError, which names the first field that differs and both values."""
+    """Raises HandshakeError with the first field that differs and both values."""
     name = first_difference(ours, theirs)
     if name is not None:
         raise HandshakeError(name, ours.get(name), theirs.get(name))

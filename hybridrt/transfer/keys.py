@@ -1,4 +1,4 @@
-"""The key that all workers of a transfer share: where it comes from."""
+"""Finds the key that all workers of a transfer share."""
 
 import os
 from pathlib import Path
@@ -16,8 +16,8 @@ def find_key(key: Key | None) -> str | None:
     """The key as text.
 
     Args:
-        key: the key itself, or a Path of the file that holds it; None: the environment variable HYBRIDRT_TRANSFER_KEY,
-            if it is set.
+        key: the key, or a Path of its file; None: the environment variable HYBRIDRT_TRANSFER_KEY,
+            if set.
 
     Raises:
         ConfigError: it is too short, or the file cannot be read.

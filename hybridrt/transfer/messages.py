@@ -1,4 +1,4 @@
-"""What workers tell each other, and rank 0 of a worker its other ranks: each message, and what its fields may hold."""
+"""Messages between workers, and between rank 0 of a worker and its other ranks."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from msgspec import Meta
 from hybridrt.base.sampling_params import MAX_SALT_CHARACTERS
 from hybridrt.channel.codec import Message
 
-MAX_JOBS = 1024  # prompts that one decode worker may have under way at one prefill worker
+MAX_JOBS = 1024  # prompts of a decode worker at one prefill worker
 MAX_TEXT = 1 << 10  # characters
 MAX_RANKS = 1 << 10
 
@@ -34,8 +34,8 @@ class DecodeHello(Message):
 
 
 class Prefill(Message):
-    """The decode worker requests the state after these tokens, and the KV of all but the first `start`. `salt` is the
-    request's `cache_salt`, "" without."""
+    """Requests the state after these tokens, and the KV of all but the first `start`. `salt`: the
+    request's `cache_salt`, or ""."""
 
     key: Text
     tokens: list[int]
@@ -44,7 +44,7 @@ class Prefill(Message):
 
 
 class Done(Message):
-    """The decode worker does not need the image of this key (any more)."""
+    """The decode worker does not need this image (any more)."""
 
     key: Text
 
@@ -67,8 +67,7 @@ class Failed(Message):
     error: Text
 
 
-class Pong(Message):
-    """The answer to Ping."""
+class Pong(Message): ...
 
 
 class Joined(Message):
@@ -79,22 +78,24 @@ class Joined(Message):
 
 
 class Connect(Message):
-    """Rank 0 has a rank make the arenas of a prefill worker readable; the rank answers with Connected."""
+    """A rank makes the arenas of a prefill worker readable, and answers with Connected."""
 
     worker: Text
     descriptions: Descriptions
 
 
 class Disconnect(Message):
-    """Rank 0 has a rank forget a prefill worker."""
+    """A rank forgets a prefill worker."""
 
     worker: Text
 
 
 class Order(Message):
-    """One image to fetch: of a request's first `length` tokens, without the KV of the first `start`. It begins at byte
-    `source` of the arenas of all ranks of prefill worker `worker`, and goes to byte `destination` of our own. `key`
-    names it until it has ended."""
+    """One image to fetch: a request's first `length` tokens, without the KV of the first `start`.
+
+    It begins at byte `source` of the arenas of all ranks of prefill worker `worker`, and goes to
+    byte `destination` of our own. `key` names it until it has ended.
+    """
 
     key: Text
     worker: Text
@@ -105,7 +106,7 @@ class Order(Message):
 
 
 class Connected(Message):
-    """A rank has done what Connect names, or reports why it cannot."""
+    """A rank has connected, or reports why it cannot."""
 
     error: Text | None
 
@@ -124,5 +125,5 @@ FromRank = Connected | Ended
 
 
 def shortened(error: object) -> str:
-    """The text of an error, as long as a message may carry and without what UTF-8 cannot hold."""
+    """The text of an error, cut to MAX_TEXT and valid as UTF-8."""
     return str(error)[:MAX_TEXT].encode(errors="replace").decode()

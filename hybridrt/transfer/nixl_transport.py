@@ -1,7 +1,8 @@
 """Reads through NIXL (https://github.com/ai-dynamo/nixl) and its UCX backend.
 
-UCX takes RDMA where there is hardware for it, else TCP or shared memory. Arenas are in GPU memory, or in host memory
-where there is no GPU.
+UCX uses RDMA where there is hardware for it, else TCP or shared memory. Arenas are in GPU memory,
+or in host memory
+without a GPU.
 """
 
 import logging
@@ -20,14 +21,14 @@ _Description = tuple[bytes, int, int, Literal["DRAM", "VRAM"]]
 
 
 class NixlTransport:
-    """One NIXL agent and the arena that it has registered: a rank's access to the arenas of other workers' ranks. Reads
-    are one-sided: the other side need not help.
+    """A rank's NIXL agent and its registered arena. Reads are one-sided: the other side need not
+    help.
 
     Args:
-        serve: others read the arena. NIXL then runs a thread, which keeps a core busy, to answer over networks whose
+        serve: others read the arena. A thread of NIXL then keeps a core busy, for networks whose
             hardware cannot read memory by itself.
-        devices: network devices that UCX uses and listens on, as UCX_NET_DEVICES has them ("lo", "mlx5_0:1,eth0"); ""
-            leaves that to UCX, which takes all of them unless this environment variable says otherwise.
+        devices: network devices of UCX, as in UCX_NET_DEVICES ("lo", "mlx5_0:1,eth0"); "": UCX's
+            choice, all of them unless this variable says otherwise.
 
     Raises:
         ProviderNotInstalledError: NIXL is not installed or cannot be loaded here; says why.
@@ -51,7 +52,7 @@ class NixlTransport:
         self._peers: dict[str, tuple[int, int, str]] = {}
 
     def describe(self) -> str:
-        """What a peer must know to read our arena; text that travels in a message."""
+        """What a peer needs to read our arena, as text for a message."""
         description = self._agent.get_agent_metadata(), self._base, self._device, self._memory
         return msgspec.json.encode(description).decode()
 
@@ -72,7 +73,8 @@ class NixlTransport:
             self._agent.remove_remote_agent(peer)
 
     def read(self, peer: str, reads: Sequence[RangeRead]) -> "NixlRead":
-        """Starts copying. `source` counts from the start of the peer's arena, `destination` from ours.
+        """Starts reads. `source` counts from the start of the peer's arena, `destination` from
+        ours.
 
         Raises:
             TransferError: the peer is not connected or gone.
@@ -97,8 +99,8 @@ class NixlTransport:
 
 
 class NixlRead:
-    """Reads into our arena that have been started. They cannot be stopped: until `done` returns True or raises, they
-    may write there. The transfer's handle is released then."""
+    """Started reads into our arena. They cannot be stopped: they may write there until `done`
+    returns True or raises."""
 
     def __init__(self, agent: Any, handle: Any) -> None:
         self._agent, self._handle = agent, handle
@@ -106,7 +108,7 @@ class NixlRead:
         self._state = self._call(agent.transfer)
 
     def done(self) -> bool:
-        """True once every byte is there; then and after an error the arena is ours again.
+        """True once every byte has come. The arena is ours again then, and after an error.
 
         Raises:
             TransferError: the peer is gone, or the network failed.
@@ -134,7 +136,7 @@ class NixlRead:
 
 
 def _described(description: str) -> _Description:
-    """What `describe` said. Raises TransferError if it is nothing of that kind."""
+    """Raises TransferError for a text that `describe` cannot have made."""
     try:
         return msgspec.json.decode(description, type=_Description)
     except (ValueError, RecursionError) as e:  # msgspec's own errors are ValueErrors
@@ -148,6 +150,6 @@ def _load() -> Any:
         raise ProviderNotInstalledError(
             f"state transfer through NIXL needs the package nixl: pip install '.[transfer]' ({e})"
         ) from e
-    # Its notices would go to standard output, among whatever the program says there.
+    # Its notices would go to standard output.
     logging.getLogger("nixl").setLevel(logging.WARNING)
     return _api

@@ -40,7 +40,7 @@ _IDLE_SECONDS = 0.0005
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A decode worker, its prompts by key, and when it is dropped if it has not agreed with us by then."""
+    """A decode worker, its prompts by key, and the time by which it must agree with us."""
 
     channel: SocketChannel
     deadline: float
@@ -50,9 +50,14 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A prompt, of whose first `start` tokens no KV is wanted. `offset` is the first byte of its image, None before
-    there is room for it. `request_id` is the engine's name for it. `deadline` is when an image that has not been
-    fetched is dropped."""
+    """A prompt.
+
+    Attributes:
+        start: first tokens whose KV is not wanted.
+        offset: first byte of its image; None before there is room.
+        request_id: the engine's name for it.
+        deadline: when an image that was not fetched is dropped.
+    """
 
     peer: _Peer
     key: str
@@ -65,8 +70,8 @@ class _Job:
 
 @dataclass(slots=True)
 class PrefillCounters:
-    """Since the worker was built: prompts computed, failed, and images that were not fetched in time; connections
-    refused. At present: decode workers, jobs, and bytes of the arena in use."""
+    """Since the start: prompts computed, failed, images not fetched in time, connections refused.
+    Now: decode workers, jobs, bytes of the arena in use."""
 
     computed: int = 0
     failed: int = 0
@@ -80,14 +85,16 @@ class PrefillCounters:
 class PrefillWorker:
     """Serves any number of decode workers. `serve` runs it without end, `step` once.
 
-    A decode worker that sends a message of another kind than it may send loses its connection. Others are not affected.
+    A decode worker that sends a wrong message loses its connection. Others are not affected.
 
     Args:
         side: engine, handshake and arena of this side.
-        ranks: one reader for each rank, whose description lets others read its arena.
-        listener: where decode workers connect; None takes them from `attach` alone.
-        timeout: seconds that an image waits to be fetched. A decode worker that takes longer loses its connection.
-        linger: seconds that such an image then still stays, so that the decode worker is told before it is overwritten.
+        ranks: one reader for each rank, with the description of its arena.
+        listener: where decode workers connect; None: only `attach` adds them.
+        timeout: seconds that an image waits to be fetched. A slower decode worker loses its
+            connection.
+        linger: seconds that such an image then still stays, so that the decode worker learns of it
+            first.
 
     Attributes:
         port: where it listens, 0 without a listener.
@@ -116,7 +123,7 @@ class PrefillWorker:
         self._totals = PrefillCounters()
 
     def attach(self, channel: SocketChannel) -> None:
-        """Adds a decode worker and tells it what this one runs. Above MAX_PEERS its channel is closed instead."""
+        """Adds a decode worker. Above MAX_PEERS its channel is closed instead."""
         try:
             if len(self._peers) >= MAX_PEERS:
                 raise PeerGoneError(f"{MAX_PEERS} decode workers are connected")
@@ -134,7 +141,8 @@ class PrefillWorker:
                 time.sleep(_IDLE_SECONDS)
 
     def step(self) -> bool:
-        """Reads messages, starts prompts that have room, and runs one step of the engine. False: it did nothing."""
+        """Reads messages, starts prompts that have room, runs one step. False: there was nothing to
+        do."""
         for channel in self._listener.accept() if self._listener else ():
             self.attach(channel)
         received = [self._receive(peer) for peer in list(self._peers)]
@@ -146,7 +154,6 @@ class PrefillWorker:
         return busy or any(received)
 
     def counters(self) -> PrefillCounters:
-        """A snapshot."""
         refused = self._totals.refused + (self._listener.refused if self._listener else 0)
         jobs = sum(len(peer.jobs) for peer in self._peers)
         used = self.regions.num_used
@@ -162,7 +169,6 @@ class PrefillWorker:
             rank.close()
 
     def _receive(self, peer: _Peer) -> bool:
-        """Handles the messages of a decode worker. True if there were some, or the worker was dropped."""
         try:
             messages = peer.channel.receive()
             for message in messages:
@@ -175,7 +181,7 @@ class PrefillWorker:
         return bool(messages)
 
     def _handle(self, peer: _Peer, data: bytes) -> None:
-        """Acts on one message. The first one must be a handshake that agrees with ours."""
+        """The first message must be a handshake that agrees with ours."""
         if not peer.agreed:
             check_handshake(self._handshake, unpack(data, DecodeHello).handshake)
             peer.agreed = True
@@ -189,7 +195,7 @@ class PrefillWorker:
             self._release(peer.jobs[message.key])
 
     def _take(self, peer: _Peer, asked: Prefill) -> None:
-        """Queues a prompt. The engine says how many tokens it will compute, which sizes the prompt's region."""
+        """Queues a prompt. The engine says how many tokens it computes, which sizes the region."""
         if asked.key in peer.jobs or len(peer.jobs) >= MAX_JOBS:
             raise MessageError(f"a prompt has a key that is in use, or {MAX_JOBS} are under way")
         length = len(asked.tokens)
@@ -206,7 +212,6 @@ class PrefillWorker:
             self._waiting.append(job)
 
     def _end_overdue(self) -> None:
-        """Drops decode workers that do not fetch an image, or do not say what they run; frees what lingered."""
         now = time.monotonic()
         for peer in list(self._peers):
             late = sum(job.deadline is not None and now > job.deadline for job in peer.jobs.values())
@@ -217,7 +222,6 @@ class PrefillWorker:
             self.regions.free(self._lingering.popleft()[1])
 
     def _begin(self) -> None:
-        """Starts prompts, first come, first served, while the arena has room for their images."""
         while self._waiting:
             job = self._waiting[0]
             assert job.prompt is not None, "what waits was prepared"
@@ -237,7 +241,6 @@ class PrefillWorker:
                 self._computing[job.request_id] = job
 
     def _report(self, deltas: Sequence[Delta]) -> None:
-        """Sends `Ready` for prompts that are computed, `Failed` for those that are not."""
         for delta in deltas:  # one for each request, when it ends
             job = self._computing.pop(delta.request_id, None)
             if job is None:
@@ -262,7 +265,7 @@ class PrefillWorker:
             self._drop_peer(peer)
 
     def _drop_peer(self, peer: _Peer) -> None:
-        """Ends a connection. Images that the other side may be reading stay until it has been told."""
+        """Images that the other side may be reading stay until it has been told."""
         if peer not in self._peers:
             return
         self._peers.remove(peer)
@@ -274,7 +277,7 @@ class PrefillWorker:
             self._release(job)
 
     def _release(self, job: _Job) -> None:
-        """Ends a job, and frees what it holds, after the last launched step that writes there."""
+        """Frees what a job holds, after the last launched step that writes there."""
         del job.peer.jobs[job.key]
         if job in self._waiting:
             self._waiting.remove(job)

@@ -1,4 +1,5 @@
-"""The ranks of a tensor-parallel worker: each opens its arena to the network, and rank 0 tells it what to read."""
+"""The ranks of a tensor-parallel worker: each opens its arena to the network and reads what rank 0
+says."""
 
 import secrets
 import threading
@@ -24,7 +25,7 @@ ANSWER_S = 30.0  # seconds that a rank may take to answer
 
 
 def open_ranks(side: WorkerSide, serve: bool, devices: str) -> "list[Reader]":
-    """Opens the arenas of all ranks over NIXL, and returns what reads into each.
+    """Opens the arenas of all ranks over NIXL. Returns a reader for each.
 
     Args:
         serve, devices: see NixlTransport.
@@ -44,13 +45,12 @@ def open_ranks(side: WorkerSide, serve: bool, devices: str) -> "list[Reader]":
 
 
 def _join(split: TensorParallelExecutor, serve: bool, devices: str, undo: ExitStack) -> "list[RemoteReader]":
-    """The readers of the other ranks, in order, each of which `undo` closes."""
     ranks, key, joined = split.ranks, secrets.token_bytes(32), dict[int, RemoteReader]()
     with closing(Listener((ranks.host, 0), key)) as listener:
         split.on_all((JoinTransfer(ranks.host, listener.port, key, serve, devices),), lambda: None)
         deadline = time.monotonic() + _JOIN_SECONDS
         while len(joined) < ranks.comm.size - 1:
-            ranks.check()
+            ranks.check_alive()
             if time.monotonic() > deadline:
                 found = len(joined) + 1
                 raise RankError(f"{found} of {ranks.comm.size} ranks joined in {_JOIN_SECONDS:.0f} seconds")
@@ -64,8 +64,8 @@ def _join(split: TensorParallelExecutor, serve: bool, devices: str, undo: ExitSt
 
 @dataclass(frozen=True)
 class JoinTransfer:
-    """A task for the other ranks: open the arena, then serve rank 0 in a new thread. Rank 0 listens at `host`:`port`
-    and holds `key`."""
+    """A task of the other ranks: open the arena, then serve rank 0 in a new thread. Rank 0 listens
+    at `host`:`port` and holds `key`."""
 
     host: str
     port: int
@@ -84,7 +84,7 @@ class JoinTransfer:
 
 
 def serve_reads(channel: SocketChannel, reader: ImageReader) -> None:
-    """Obeys the RemoteReader at the other end until that closes the channel."""
+    """Obeys a RemoteReader until it closes the channel."""
     under_way = 0
     try:
         while True:
@@ -120,8 +120,8 @@ def _handle(channel: SocketChannel, reader: ImageReader, message: ToRank) -> Non
 
 
 class RemoteReader:
-    """The ImageReader of another rank of this worker, reached over a channel: its methods. Each raises RankError if
-    the rank is gone or does not answer within ANSWER_S seconds."""
+    """The ImageReader of another rank, over a channel. Methods raise RankError if the rank is gone
+    or silent for ANSWER_S seconds."""
 
     def __init__(self, channel: SocketChannel) -> None:
         self._channel = channel

@@ -1,4 +1,4 @@
-"""A decode rank's reads of images: which are under way, and how they ended."""
+"""A decode rank's reads of images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class _Fetch:
 
 
 class ImageReader:
-    """Fetches images for this process's rank of a worker. No method waits.
+    """Fetches images for this process's rank. No method waits.
 
     Attributes:
         description: what others need to read this rank's arena.
@@ -33,17 +33,16 @@ class ImageReader:
         self._fetches: dict[str, _Fetch] = {}
 
     def connect(self, worker: str, descriptions: Sequence[str]) -> None:
-        """Makes the arenas of all ranks of a prefill worker readable. Raises TransferError."""
+        """Makes the arenas of a prefill worker's ranks readable. Raises TransferError."""
         peers = self._peers[worker] = list[str]()
         for description in descriptions:
             peers.append(self._transport.connect(description))
 
     def disconnect(self, worker: str) -> None:
-        """Forgets a worker, once the last read of its images has ended."""
+        """Forgets a worker after the last read of its images."""
         self._leaving.add(worker)
 
     def fetch(self, order: Order) -> None:
-        """Starts the reads of an image; `poll` tells when they have ended."""
         fetch = self._fetches[order.key] = _Fetch(order.worker)
         peers, layout = self._peers[order.worker], self._layout
         try:
@@ -56,8 +55,8 @@ class ImageReader:
             fetch.error = e
 
     def poll(self) -> dict[str, TransferError | None]:
-        """Keys of fetches that have ended since the last call, with the error if they failed. No read writes to their
-        memory any more."""
+        """Keys of fetches that ended since the last call, each with its error or None. Their memory
+        is not written any more."""
         ended = {key: fetch.error for key, fetch in self._fetches.items() if self._over(fetch)}
         for key in ended:
             del self._fetches[key]

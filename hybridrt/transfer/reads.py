@@ -1,4 +1,4 @@
-"""Which runs of bytes make up a decode rank's image, and which prefill ranks have them."""
+"""Which bytes a decode rank reads from which prefill ranks."""
 
 from collections.abc import Iterable, Sequence
 
@@ -22,9 +22,9 @@ def tp_ratio(decode_tp: int, prefill_tp: int) -> int:
 def image_reads(
     sections: Sequence[Section], rank: int, decode_tp: int, prefill_tp: int
 ) -> list[tuple[int, list[RangeRead]]]:
-    """(prefill rank, what to read of its image) for one decode rank, whose own image consists of `sections`.
+    """(prefill rank, reads of its image) for one decode rank with these `sections`.
 
-    Every byte of the image is read exactly once. A prefill rank of which nothing is needed is left out.
+    Every byte is read exactly once. Prefill ranks without a read are left out.
     """
     ratio = tp_ratio(decode_tp, prefill_tp)
     if ratio > 0:
@@ -35,8 +35,7 @@ def image_reads(
 
 
 def _joined(reads: Iterable[RangeRead]) -> list[RangeRead]:
-    """Neighbours on both sides become one read: with equal numbers of ranks the whole image is. Reads of no bytes are
-    left out."""
+    """Joins neighbours; drops reads of no bytes. With equal numbers of ranks one read is left."""
     joined: list[RangeRead] = []
     for read in (read for read in reads if read.nbytes):
         last = joined[-1] if joined else None

@@ -1,4 +1,4 @@
-"""Who owns which bytes of an arena: host integers, first fit."""
+"""Allocates byte ranges of an arena: host integers, first fit."""
 
 from hybridrt.base.errors import OutOfSlotsError, PoolError
 
@@ -12,7 +12,6 @@ class RegionAllocator:
 
     @property
     def num_used(self) -> int:
-        """Bytes."""
         return sum(self._used.values())
 
     def alloc(self, nbytes: int) -> int:

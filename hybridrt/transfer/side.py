@@ -1,4 +1,4 @@
-"""What a transfer needs of a worker, on the prefill side and on the decode side alike."""
+"""The parts of a worker that a transfer needs, on the prefill side and the decode side."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class WorkerSide:
     """One side of transfers.
 
     Attributes:
-        engine: what runs the requests.
+        engine: runs the requests.
         handshake: what the other side must agree with.
         layout: of the images on each rank.
         arena: rank 0's memory for them, [transfer_bytes] uint8.
@@ -32,11 +32,11 @@ class WorkerSide:
     split: TensorParallelExecutor | None = None
 
     @classmethod
-    def of(cls, llm: LLM) -> "WorkerSide":
-        """The side of an LLM that was built with `transfer_bytes`.
+    def from_llm(cls, llm: LLM) -> "WorkerSide":
+        """The side of an LLM.
 
         Raises:
-            ConfigError: it was built without.
+            ConfigError: the LLM was built without `transfer_bytes`.
         """
         executor = llm.engine.executor
         split = executor if isinstance(executor, TensorParallelExecutor) else None

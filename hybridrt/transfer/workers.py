@@ -1,4 +1,4 @@
-"""Workers over NIXL and TCP: one LLM computes prompts, another one generates."""
+"""Makes prefill and decode workers over NIXL and TCP."""
 
 import ipaddress
 import os
@@ -26,21 +26,23 @@ def prefill_worker(
     timeout: float = FETCH_S,
     devices: str | None = None,
 ) -> PrefillWorker:
-    """A prefill worker that listens at `host`:`port` (0: a free port, which `worker.port` tells). `serve` runs it.
+    """A prefill worker that listens at `host`:`port` (0: a free one, `worker.port`). `serve` runs
+    it.
 
     Args:
-        key: what decode workers must know to connect, as text or as a Path of a file; None: the environment variable
-            HYBRIDRT_TRANSFER_KEY or, without it, a new key, which `worker.key` tells.
-        timeout: seconds that an image waits to be fetched, and that a decode worker may take to read a message. One
-            that takes longer loses its connection.
-        devices: network devices that UCX uses and listens on, as UCX_NET_DEVICES has them. None: the loopback device
-            if `host` is a loopback address, else what UCX chooses; the environment variable goes first.
+        key: text, or a Path of its file; None: HYBRIDRT_TRANSFER_KEY or, without it, a new key,
+            `worker.key`.
+        timeout: seconds that an image waits to be fetched, and that a decode worker may take to
+            read a message. A slower one loses its connection.
+        devices: network devices of UCX, as in UCX_NET_DEVICES. None: this variable, else the
+            loopback device if `host` is a loopback address, else UCX's choice.
 
     Raises:
-        ConfigError: the LLM was built without transfer_bytes, the key is too short, or nothing can listen there.
+        ConfigError: the LLM was built without transfer_bytes, the key is too short, or nothing can
+            listen there.
         ProviderNotInstalledError: NIXL is not installed or cannot be loaded; says why.
     """
-    side, found = WorkerSide.of(llm), find_key(key) or secrets.token_hex(32)
+    side, found = WorkerSide.from_llm(llm), find_key(key) or secrets.token_hex(32)
     listener = Listener((host, port), found.encode(), _seconds(timeout))
     try:
         ranks = open_ranks(side, True, _devices(devices, [host]))
@@ -59,26 +61,27 @@ def decode_worker(
     timeout: float = TIMEOUT_S,
     devices: str | None = None,
 ) -> DecodeWorker:
-    """Has the prefill workers at these addresses compute the prompts of `llm`, whose callers notice nothing.
+    """Prefill workers at these addresses compute the prompts of `llm`. Its callers notice nothing.
 
     Args:
-        key: the key of the prefill workers, as text or as a Path of a file; None: the environment variable
-            HYBRIDRT_TRANSFER_KEY.
-        compute_here: prompts that no prefill worker can compute are computed by `llm` itself; otherwise they fail.
-        timeout: seconds after which a prefill worker that does not answer is dropped. Must be longer than its longest
+        key: of the prefill workers, as text or a Path of its file; None: HYBRIDRT_TRANSFER_KEY.
+        compute_here: prompts that no prefill worker can compute are computed by `llm`; else they
+            fail.
+        timeout: seconds after which a silent prefill worker is dropped. Longer than its longest
             step.
-        devices: as for `prefill_worker`; None: the loopback device if all addresses are loopback addresses.
+        devices: as for `prefill_worker`; the addresses take the place of `host`.
 
     Raises:
         AuthenticationError: a worker has another key.
         HandshakeError: a worker runs something else; says what.
-        TransferError: a worker does not answer (PeerGoneError), or its number of ranks does not fit.
+        TransferError: a worker does not answer (PeerGoneError), or its number of ranks does not
+            fit.
         ConfigError: no key is given, `llm` has a decode worker already, or as for `prefill_worker`.
         ProviderNotInstalledError: as for `prefill_worker`.
 
     After an error `llm` is as it was.
     """
-    side, found = WorkerSide.of(llm), find_key(key)
+    side, found = WorkerSide.from_llm(llm), find_key(key)
     if found is None:
         raise ConfigError(f"no transfer key: pass key=, the prefill worker's `key`, or set {VARIABLE}")
     if llm.engine.prefill_source is not None:

@@ -1,4 +1,4 @@
-"""Who owns which entry of a pool: host integers with generations. Serves request rows, state slots and KV pages."""
+"""Ledger of a pool: who owns which entry (request row, state slot or KV page), on the host."""
 
 from collections.abc import Sequence
 
@@ -12,19 +12,19 @@ _NAMES = ("free", "used by a request", "owned by the cache")
 
 
 class SlotAllocator:
-    """Hands out the indices 1 to num_slots of a pool; index 0 is scratch for padding.
+    """Hands out the indices 1 to num_slots of a pool. Index 0 is scratch for padding.
 
-    Every entry is free, used by one request, or owned by the cache, and free + used + cached == total always holds.
-    Requests that read an entry of the cache lock it; locks count, and a locked entry stays the cache's.
-    Entries are reused last in, first out. Each method checks everything it was given before it changes anything.
+    Every entry is free, used by one request, or owned by the cache: free + used + cached == total.
+    Requests lock entries of the cache that they read; locks count. Entries are reused last in,
+    first out. Each method checks all its arguments before it changes anything.
 
     Args:
         num_slots: entries that can be handed out.
         what: name of one entry, for error messages ("KV page").
 
     Attributes:
-        total, num_free, num_cached: entries: all, those that are free, and those of the cache.
-        num_locked: those of the cache that are locked.
+        total, num_free, num_cached: numbers of entries.
+        num_locked: entries of the cache that are locked.
     """
 
     def __init__(self, num_slots: int, what: str) -> None:
@@ -32,16 +32,15 @@ class SlotAllocator:
         self.total = num_slots
         self._what = what
         self._state = np.zeros(end, np.uint8)
-        self._handles = np.arange(end)  # of entries that are free: those of their next tenancies
+        self._handles = np.arange(end)  # of free entries: the handle of the next tenancy
         self._handles[0] = -1
         self._locks = np.zeros(end, np.int32)
-        self._free = np.arange(num_slots, 0, -1)  # the first `num_free` of it
-        self._places = np.empty(end, np.int32)  # by entry, where a call has it among what it was given
+        self._free = np.arange(num_slots, 0, -1)  # its first `num_free` are free
+        self._places = np.empty(end, np.int32)  # by entry: its place among the arguments of a call
         self.num_free, self.num_cached, self.num_locked = num_slots, 0, 0
 
     @property
     def num_used(self) -> int:
-        """Entries that requests use."""
         return self.total - self.num_free - self.num_cached
 
     def alloc(self, n: int) -> Slots:
@@ -58,7 +57,7 @@ class SlotAllocator:
         return Slots.of_keys(self._handles[indices])
 
     def alloc_one(self) -> Slot:
-        """Takes one entry, as `alloc` does, but at once: each request takes a row and a state slot."""
+        """`alloc` of one entry, without arrays: each request needs a row and a state slot."""
         self._check_free(1)
         self.num_free -= 1
         index = self._free.item(self.num_free)
@@ -66,12 +65,12 @@ class SlotAllocator:
         return slot_of(self._handles.item(index))
 
     def free(self, slots: Sequence[Slot]) -> None:
-        """Gives entries of requests back.
+        """Frees entries of requests.
 
         Raises:
             PoolError: an entry is not used by a request, or its handle is stale; nothing was freed.
         """
-        if len(slots) == 1 and self._is(slots[0], _USED):  # at once: each request gives back a row and a state slot
+        if len(slots) == 1 and self._is(slots[0], _USED):  # fast path: each request frees a row and a state slot
             index = slots[0].index
             self._state[index] = _FREE
             self._handles[index] += GENERATION
@@ -81,22 +80,27 @@ class SlotAllocator:
             self._give_back(self._checked(slots, _USED))
 
     def free_used(self, slots: Sequence[Slot]) -> np.ndarray:
-        """`free` of those that requests use; the others are the cache's. Returns which these are: [n] bool. PoolError
-        if a handle is stale."""
+        """Frees those entries that requests use. Returns the mask of these, [n] bool; the others
+        are the cache's. PoolError if a handle is stale.
+        """
         indices = self._indices(slots)
         used: np.ndarray = self._state[indices] == _USED
         self._give_back(self._once(indices[used]))
         return used
 
     def to_cache(self, slots: Sequence[Slot]) -> None:
-        """Entries of requests become the cache's; the handles stay valid. PoolError as in `free`."""
+        """Makes the cache the owner of requests' entries. The handles stay valid. PoolError as in
+        `free`.
+        """
         if not len(slots):
             return
         self._state[self._checked(slots, _USED)] = _CACHED
         self.num_cached += len(slots)
 
     def evict(self, slots: Sequence[Slot]) -> None:
-        """Frees entries of the cache. PoolError if they are not the cache's, or locked; nothing was freed."""
+        """Frees entries of the cache. PoolError if one is not the cache's, or is locked; nothing
+        was freed.
+        """
         if not len(slots):
             return
         indices = self._checked(slots, _CACHED)
@@ -108,7 +112,7 @@ class SlotAllocator:
         self._give_back(indices)
 
     def lock(self, slots: Sequence[Slot]) -> None:
-        """Keeps entries of the cache from being evicted until `unlock`. PoolError if they are not the cache's."""
+        """Keeps entries of the cache from eviction. PoolError if one is not the cache's."""
         if not len(slots):
             return
         indices = self._checked(slots, _CACHED)
@@ -128,7 +132,7 @@ class SlotAllocator:
         self.num_locked -= int(np.count_nonzero(locks == 1))
 
     def reclaim(self) -> None:
-        """Frees every entry of every owner: after a call that was broken off, no ledger is right."""
+        """Frees every entry of every owner. After an interrupted call no ledger is right."""
         self._state[:] = _FREE
         self._handles += GENERATION
         self._locks[:] = 0
@@ -136,7 +140,7 @@ class SlotAllocator:
         self.num_free, self.num_cached, self.num_locked = self.total, 0, 0
 
     def check(self) -> None:
-        """Raises PoolError unless free + used + cached == total, each entry in exactly one of the three."""
+        """Raises PoolError unless each entry is exactly one of free, used and cached."""
         free, state = self._free[: self.num_free], self._state[1:]
         counts = [np.count_nonzero(state == each) for each in (_FREE, _USED, _CACHED)]
         if counts != [self.num_free, self.num_used, self.num_cached]:
@@ -155,7 +159,6 @@ class SlotAllocator:
         )
 
     def _is(self, slot: Slot, source: int) -> bool:
-        """Whether this is the tenancy of an entry that is as `source` says."""
         index = slot.index
         return index <= self.total and self._handles.item(index) == slot and self._state.item(index) == source
 
@@ -171,7 +174,6 @@ class SlotAllocator:
         self.num_free = end
 
     def _checked(self, slots: Sequence[Slot], source: int) -> np.ndarray:
-        """The indices [n] of entries that are as `source` says, each once."""
         if len(slots) == 1 and self._is(slots[0], source):
             return np.array([slots[0].index])
         indices = self._indices(slots)
@@ -182,7 +184,6 @@ class SlotAllocator:
         return self._once(indices)
 
     def _once(self, indices: np.ndarray) -> np.ndarray:
-        """The same indices [n]. PoolError if there is one twice."""
         if len(indices) > 1:
             self._places[indices] = places = np.arange(len(indices), dtype=np.int32)
             if np.count_nonzero(self._places[indices] != places):
@@ -190,7 +191,6 @@ class SlotAllocator:
         return indices
 
     def _indices(self, slots: Sequence[Slot]) -> np.ndarray:
-        """The indices [n] of entries whose tenancies these are. PoolError for one that does not exist or was freed."""
         keys = keys_of(slots)
         indices = indices_of(keys)
         try:

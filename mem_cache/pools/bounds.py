@@ -1,4 +1,4 @@
-"""Whether numbers on a device lie in range. On a CPU they are always looked at, elsewhere with HYBRIDRT_DEBUG=1."""
+"""Range checks of numbers on a device: always on a CPU, elsewhere with HYBRIDRT_DEBUG=1."""
 
 import os
 
@@ -7,18 +7,17 @@ import torch
 from hybridrt.base.device import is_capturing
 from hybridrt.base.errors import HybridrtError, PoolError
 
-# HYBRIDRT_DEBUG=1: values on the device are checked, too, which waits for the device.
+# With HYBRIDRT_DEBUG=1, values on the device are checked too, which waits for the device.
 DEBUG = os.environ.get("HYBRIDRT_DEBUG") == "1"
 
 
 def may_look(device: torch.device) -> bool:
-    """Whether values on a device may be looked at: on a CPU that waits for nothing, and what is recorded as a graph may
-    not wait."""
+    """True if the host may read values of a device. It may not while a graph is recorded."""
     return device.type == "cpu" or (DEBUG and not is_capturing())
 
 
 def check_range(name: str, values: torch.Tensor, end: int, error: type[HybridrtError] = PoolError) -> None:
-    """Raises `error` unless all values are in [0, end), or may not be looked at."""
+    """Raises `error` unless all values are in [0, end), if they may be read."""
     if values.numel() and may_look(values.device):
         low, high = map(int, torch.aminmax(values))
         if low < 0 or high >= end:

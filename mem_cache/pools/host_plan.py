@@ -1,10 +1,10 @@
-"""How many KV pages and states the second tier of the prefix cache holds in main memory."""
+"""How many KV pages and states the prefix cache keeps in main memory."""
 
 from dataclasses import dataclass
 
-ALIGNED = 16  # bytes: every tensor of an image starts on a multiple
-STAGED_BYTES = 32 << 20  # of pages that are gathered on the device at a time
-STATE_SHARE = 0.5  # of the bytes, where a model has KV and states
+ALIGNED = 16  # bytes: each tensor of an image starts at a multiple of this
+STAGED_BYTES = 32 << 20  # bytes of pages that are gathered on the device at a time
+STATE_SHARE = 0.5  # of the bytes, if a model has KV and states
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class HostPlan:
     """One rank's part of the tier.
 
     Attributes:
-        num_pages, num_states: KV pages and recurrent states that it holds.
+        num_pages, num_states: KV pages and recurrent states that fit.
         page_bytes, state_bytes: of one of them.
     """
 
@@ -23,7 +23,6 @@ class HostPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of main memory."""
         return self.num_pages * self.page_bytes + self.num_states * self.state_bytes
 
     def __bool__(self) -> bool:
@@ -34,8 +33,9 @@ NO_HOST_PLAN = HostPlan()
 
 
 def plan_host(budget_bytes: int, page_bytes: int, state_bytes: int) -> HostPlan:
-    """What fits into `budget_bytes`. A model without attention layers has page_bytes 0, one without recurrent layers
-    state_bytes 0. Nothing, where a model with both has no room for one of each."""
+    """How much fits into `budget_bytes`. page_bytes is 0 without attention layers, state_bytes is 0
+    without recurrent layers. With both, the plan is empty if one of each does not fit.
+    """
     share = STATE_SHARE if page_bytes and state_bytes else float(bool(state_bytes))
     states = int(budget_bytes * share) // state_bytes if state_bytes else 0
     pages = (budget_bytes - states * state_bytes) // page_bytes if page_bytes else 0
@@ -45,5 +45,4 @@ def plan_host(budget_bytes: int, page_bytes: int, state_bytes: int) -> HostPlan:
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of ALIGNED."""
     return -(-nbytes // ALIGNED) * ALIGNED

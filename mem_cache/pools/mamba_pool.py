@@ -1,4 +1,4 @@
-"""State of the recurrent layers, conv rings and what speculation needs to roll back, and every move of it."""
+"""States of the recurrent layers, their conv rings and state rings, and every move of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,20 +22,22 @@ from hybridrt.mem_cache.pools.state_moves import StateMove
 
 STATE_MODES = ("classic", "replay", "intermediate")
 Upload = Callable[[tuple[np.ndarray, ...]], Sequence[torch.Tensor]]
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of tensors, by name: dimensions and dtype
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensors by name: dimensions and dtype
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's views into the pool. The fields that default to None are None in state modes that do not use them.
+    """One layer's views into the pool. Fields are None in state modes that do not use them.
 
     Attributes:
-        conv: [S + 1, conv_dim, Wc] ring of raw conv inputs; a token's column is its position mod Wc.
+        conv: [S + 1, conv_dim, Wc] ring of raw conv inputs; a token's column is its position mod
+            Wc.
         temporal: [S + 1, *temporal] recurrent state; a checkpoint in replay mode.
         intermediate_ssm: [R + 1, T, *temporal] state after each verified token.
-        intermediate_conv_window: [R + 1, T, conv_dim, K - 1] conv inputs up to each node of a draft tree.
-        ring_values, ring_keys, ring_gates: [R + 1, heads, W, P], [R + 1, groups, W, N], [R + 1, heads, W] or
-            [R + 1, heads, W, N].
+        intermediate_conv_window: [R + 1, T, conv_dim, K - 1] conv inputs up to each node of a draft
+            tree.
+        ring_values, ring_keys, ring_gates: [R + 1, heads, W, P], [R + 1, groups, W, N], [R + 1,
+            heads, W] or [R + 1, heads, W, N].
     """
 
     conv: torch.Tensor
@@ -48,26 +50,27 @@ class LayerCache:
 
     @property
     def ring(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """values, keys and gates of a pool in replay mode."""
         assert self.ring_values is not None and self.ring_keys is not None and self.ring_gates is not None
         return self.ring_values, self.ring_keys, self.ring_gates
 
 
 def ring_width(tokens_per_step: int) -> int:
-    """W, columns of a state ring: 16 for plain decode, 32 for steps of up to 8 tokens a row, 64 for wider steps.
-    `SpeculativeConfig` allows 16 tokens a row at most."""
+    """W, columns of a state ring: 16 for plain decode, 32 for steps of up to 8 tokens a row, 64 for
+    wider steps (at most 16 tokens: `SpeculativeConfig`).
+    """
     return 16 if tokens_per_step == 1 else 32 if tokens_per_step <= 8 else 64
 
 
 @dataclass(frozen=True)
 class MambaPoolSpec:
-    """Sizes of a MambaPool, enough to build it and to charge it to a memory plan.
+    """Sizes of a MambaPool: enough to build it and to compute its bytes.
 
     Args:
-        groups: layers of equal state shape; all share slot ids, so a model may mix kinds of recurrent layer.
+        groups: layers of equal state shape. All share slot ids, so a model may mix kinds of
+            recurrent layer.
         tokens_per_step: T, most tokens that one decode or verify step runs per request.
-        mode: "classic" (state written every step), "replay" (checkpoint + ring) or "intermediate" (a state per
-            verified token).
+        mode: "classic" (state written every step), "replay" (checkpoint + ring) or "intermediate"
+            (a state per verified token).
         tree: verify steps may be trees, whose conv columns do not roll back by position.
     """
 
@@ -88,16 +91,17 @@ class MambaPoolSpec:
 
     @property
     def phases_apart(self) -> int:
-        """In how many columns a ring may begin, and so over how many steps folds can be spread."""
+        """Number of columns at which a ring may start, and so of steps over which folds are
+        distributed.
+        """
         return ring_width(self.tokens_per_step) - self.tokens_per_step + 1
 
     def slot_shapes(self, shape: StateShape) -> Shapes:
-        """Tensors that a layer keeps per state slot."""
         conv = (shape.conv_dim, shape.conv_width(self.tokens_per_step))
         return {"conv": (conv, self.conv_dtype), "temporal": (shape.temporal, state_dtype(shape, self.state_dtype))}
 
     def row_shapes(self, shape: StateShape) -> Shapes:
-        """Tensors that a layer keeps per running request: they exist only while it decodes."""
+        """Tensors of a layer for each running request, only while it decodes."""
         tokens = self.tokens_per_step
         shapes: Shapes = {}
         if self.mode == "intermediate":
@@ -113,15 +117,12 @@ class MambaPoolSpec:
         return shapes
 
     def layer_bytes(self, shape: StateShape) -> int:
-        """Bytes that one layer keeps for one running request."""
         return _nbytes(self.slot_shapes(shape)) + _nbytes(self.row_shapes(shape))
 
     def slot_bytes(self) -> int:
-        """Bytes of one state slot over all layers."""
         return sum(_nbytes(self.slot_shapes(s)) * len(ids) for s, ids in self.groups.items())
 
     def image_bytes(self) -> int:
-        """Bytes of what `MambaPool.read_slot` gives, each tensor aligned."""
         return sum(
             len(ids) * (aligned(shape.conv_dim * (shape.conv_kernel - 1) * self.conv_dtype.itemsize)
                         + aligned(shape.temporal_numel * state_dtype(shape, self.state_dtype).itemsize))
@@ -129,13 +130,15 @@ class MambaPoolSpec:
         )  # fmt: skip
 
     def row_bytes(self) -> int:
-        """Bytes that one running request needs beside its slot, over all layers, ring cursors included."""
+        """Bytes of one running request in addition to its slot, over all layers, ring cursors
+        included.
+        """
         layers = sum(_nbytes(self.row_shapes(s)) * len(ids) for s, ids in self.groups.items())
         return layers + 8 if self.groups else 0
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """[L, S+1, ...] as [L, S+1, n], of int64 where that fits: wide numbers are filled as fast as narrow ones."""
+    """[L, S+1, ...] as [L, S+1, n], of int64 where that fits: each element costs the same to fill."""
     flat = tensor.flatten(2)
     return flat.view(torch.int64) if flat.numel() and flat.shape[2] * flat.element_size() % 8 == 0 else flat
 
@@ -145,7 +148,7 @@ def _nbytes(shapes: Shapes) -> int:
 
 
 class SlotPart(NamedTuple):
-    """What `MambaPool.read_slot` gives of one layer."""
+    """One tensor of `MambaPool.read_slot`."""
 
     layer_id: int
     shape: tuple[int, ...]
@@ -153,20 +156,19 @@ class SlotPart(NamedTuple):
 
 
 class MambaPool:
-    """Preallocated state of all recurrent layers: S slots, R running rows; slot 0 and row 0 are scratch. It serves all
-    kinds, not only Mamba: other serving runtimes know it by this name.
+    """Preallocated state of all recurrent layers: S slots and R running rows. Slot 0 and row 0 are
+    scratch. It serves all kinds of layer; the name is that of other serving runtimes.
 
-    Every move of state is a method here: no other code writes slots, rings or cursors, except the kernels of a layer,
-    which write the slots and rings that their step names. The state of a row is what its slot holds and, in replay
-    mode, the entries of its ring. Methods queue device work and wait for nothing; rows and slots are [n] integer
+    Only methods of this class, and the kernels of a layer for the slots and rings of their step,
+    write slots, rings or cursors. The state of a row is its slot and, in replay mode, the entries
+    of its ring. Methods queue device work and wait for nothing. Rows and slots are [n] integer
     tensors on the pool's device.
 
     Attributes:
         req_to_state_slot: [R + 1] int32, the slot of each row.
-        ring_start, ring_length: [R + 1] int32 ring cursors of each row, shared by all layers: every layer sees the same
-            tokens.
+        ring_start, ring_length: [R + 1] int32 ring cursors of each row, shared by all layers.
         tables: these three.
-        stacks: layers of equal shape, their tensors with a leading dimension for them.
+        stacks: layers of equal shape; their tensors have a leading dimension for the layer.
     """
 
     def __init__(self, spec: MambaPoolSpec, *, num_slots: int, num_rows: int, device: torch.device | str) -> None:
@@ -201,15 +203,15 @@ class MambaPool:
         """The K - 1 raw conv inputs before `positions`, oldest first: [n, conv_dim, K - 1]."""
         return conv_window(self._caches[layer_id].conv, slots, positions, self._shapes[layer_id].conv_kernel)
 
-    # -- moving state between slots and rings ------------------------------------------------------------------
+    # -- moving state between slots and rings
 
     def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
-        """Gives `rows` their slots, zeroed, and empty rings: no request reads another's state. [n] integers each; row 0
-        with the scratch slot 0 is padding.
+        """Gives `rows` their slots, zeroed so that no request reads another's state, and empty
+        rings. [n] integers each; row 0 with slot 0 is padding.
 
         Args:
-            phases: [n] non-negative integers. Rows that advance alike fold in different steps if theirs differ modulo
-                `MambaPoolSpec.phases_apart`; None: 0.
+            phases: [n] non-negative integers, modulo `MambaPoolSpec.phases_apart`. Rows of
+                different phases fold in different steps. None: 0.
         """
         check_range("rows", rows, self.num_rows + 1)
         check_range("state_slots", state_slots, self.num_slots + 1)
@@ -219,12 +221,12 @@ class MambaPool:
         enter_rows(rows, state_slots, phases, self.spec.phases_apart, self.tables)
 
     def move(self, moves: Sequence[StateMove], upload: Upload) -> None:
-        """Carries out moves that the host knows, donations first. A row that donates its slot owns none until it is
-        admitted again; to do that twice changes nothing. Other moves are as `snapshot`: one launch for each tensor of a
-        stack, and no memory.
+        """Carries out moves that the host knows, donations first. A row that donates its slot owns
+        none until it is admitted again; a repeated donation changes nothing. Other moves are as in
+        `snapshot`, one launch for each tensor of a stack, and allocate no memory.
 
         Args:
-            upload: copies [n] int32 arrays to the pool's device, each to an aligned place.
+            upload: copies [n] int32 arrays to the pool's device, each to an aligned address.
         """
         if donors := [move.row for move in moves if move.donates]:
             (rows,) = upload((np.array(donors, np.int32),))
@@ -241,10 +243,10 @@ class MambaPool:
             self._fold(self._rings(rows, targets))
 
     def snapshot(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Copies the state of `rows` to `slots`. The rows keep their state as it is, ring entries included.
+        """Copies the state of `rows` to `slots`. The rows keep their state, ring entries included.
 
-        A slot keeps conv inputs by position in a ring of a few columns, so the copy is good for the row's next position
-        and no earlier one.
+        A slot stores conv inputs by position in a ring of few columns, so the copy is valid only
+        for the row's next position.
         """
         own, target = self.req_to_state_slot[rows].long(), slots.long()
         replay = self.spec.mode == "replay"
@@ -263,26 +265,27 @@ class MambaPool:
         self._empty_rings(rows)
 
     def export(self, row: int, length: int) -> Iterator[torch.Tensor]:
-        """The state of a row after its `length` tokens, as `read_slot` gives it. The row's ring becomes part of its
-        slot first."""
+        """The state of a row after its `length` tokens, as `read_slot` gives it. Folds the row's
+        ring first.
+        """
         self.fold(torch.full_like(self.req_to_state_slot[:1], row))
         return self._read_slots(self.req_to_state_slot[row : row + 1], length)
 
     def import_(self, row: int, length: int, parts: Iterator[torch.Tensor]) -> None:
-        """Writes what `export` gave into the slot of a row that has just been admitted."""
+        """Writes the result of `export` into the slot of a row that has just been admitted."""
         self._write_slots(self.req_to_state_slot[row : row + 1], length, parts)
 
     def read_slot(self, slot: int, length: int) -> Iterator[torch.Tensor]:
-        """What a slot of no row holds, a state after `length` tokens: of each layer [1, conv_dim, K - 1] conv inputs,
-        then [1, *temporal]."""
+        """State after `length` tokens in a slot of no row: for each layer [1, conv_dim, K - 1] conv
+        inputs, then [1, *temporal].
+        """
         return self._read_slots(torch.full_like(self.req_to_state_slot[:1], slot), length)
 
     def write_slot(self, slot: int, length: int, parts: Iterator[torch.Tensor]) -> None:
-        """Writes what `read_slot` gave into a slot of no row."""
+        """Writes the result of `read_slot` into a slot of no row."""
         self._write_slots(torch.full_like(self.req_to_state_slot[:1], slot), length, parts)
 
     def slot_parts(self) -> Iterator[SlotPart]:
-        """Of everything that `read_slot` gives, in its order."""
         for layer_id in self.layer_ids:
             cache, shape = self._caches[layer_id], self._shapes[layer_id]
             yield SlotPart(layer_id, (1, shape.conv_dim, shape.conv_kernel - 1), cache.conv.dtype)
@@ -300,7 +303,7 @@ class MambaPool:
             write_columns(cache.conv, slots, columns[None], next(parts).transpose(1, 2))
             cache.temporal.index_copy_(0, slots.long(), next(parts))
 
-    # -- tokens become state ------------------------------------------------------------------------------------
+    # -- tokens become state
 
     def commit(
         self,
@@ -310,10 +313,10 @@ class MambaPool:
         start_positions: torch.Tensor,
         path: torch.Tensor | None = None,
     ) -> None:
-        """The accepted tokens of a decode or verify step become part of the state of `rows`.
+        """Makes the accepted tokens of a decode or verify step part of the state of `rows`.
 
         Args:
-            rows, state_slots, accepted: [n] int32; slot -1 or nothing accepted marks a padding row.
+            rows, state_slots, accepted: [n] int32; slot -1 or 0 accepted marks a padding row.
             start_positions: [n] int32 position of each row's first token in the step.
             path: [n, T] accepted nodes of a draft tree; None for a chain.
         """
@@ -340,20 +343,21 @@ class MambaPool:
                 commit_conv_window(cache.conv, windows, state_slots, nodes, ends)
 
     def fold(self, rows: torch.Tensor) -> None:
-        """Makes the ring entries of `rows` part of what their slots hold, and empties the rings."""
+        """Makes the ring entries of `rows` part of the state in their slots, and empties the rings."""
         if self.spec.mode == "replay":
             self._fold(self._rings(rows))
             self._empty_rings(rows)
 
     def set_decays(self, decays: Mapping[int, Callable[[], torch.Tensor | None]]) -> None:
-        """Functions by layer id that return [heads] float32 factors: gate * factor is the log of a decay. A function
-        returns None if the gates are logs of decays already. The functions are called when a ring is first folded,
-        because weights may be loaded after the pool was built."""
+        """Functions by layer id that return [heads] float32 factors: gate * factor is the log of a
+        decay. A function returns None if gates are logs already. They are called at the first fold,
+        because weights may be loaded after the pool is built.
+        """
         self._layer_decays |= decays
         self._decays = None
 
     def stack_decays(self) -> list[torch.Tensor | None]:
-        """The decays of each stack, [L, heads]. They are made once, which must not happen while a graph is captured."""
+        """The decays of each stack, [L, heads]. Made once, and never while a graph is captured."""
         if self._decays is None:
             missing = [i for i in self._caches if i not in self._layer_decays]
             if missing:
@@ -363,13 +367,11 @@ class MambaPool:
         return self._decays
 
     def _rings(self, rows: torch.Tensor, write_slots: torch.Tensor | None = None) -> RingFolds:
-        """All entries of the rings of `rows`, and where the states after them go; None: to the slots that rows own."""
         count = torch.full_like(self.ring_start[:1], len(rows))
         cursors = self.ring_start[rows], self.ring_length[rows]
         return RingFolds(self.req_to_state_slot[rows], rows.int(), *cursors, count, write_slots)
 
     def _fold(self, folds: RingFolds) -> None:
-        """One launch for all layers of equal shape that have a recurrent state."""
         for (_, cache), decay in zip(self.stacks, self.stack_decays(), strict=True):
             if cache.temporal.numel():
                 fold_ring(cache.temporal, *cache.ring, decay, folds)

@@ -1,4 +1,4 @@
-"""Turns a byte budget into request rows, state slots and KV pages, and says how."""
+"""Turns a byte budget into numbers of request rows, state slots and KV pages."""
 
 from dataclasses import dataclass
 
@@ -12,22 +12,23 @@ GIB = 1024**3
 
 
 def gib(count: int) -> str:
-    """Bytes in GiB, with two digits behind the point or, of a small number, its first two digits: it is not "0.00"."""
+    """Bytes in GiB with two decimals; small numbers with two significant digits, never "0.00"."""
     number = count / GIB
     if not 0 < abs(number) < 0.1:
         return f"{number:.2f} GiB"
     return f"{np.format_float_positional(number, 2, unique=False, fractional=False, trim='-')} GiB"
 
 
-# Without max_running_requests, rows and their states take at most this share; the rest is KV.
+# Without max_running_requests, rows and their states get at most this share. KV gets the rest.
 STATE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """Bytes of one of each: a state slot (conv ring and recurrent state of all layers), a running row (rings or
-    intermediate states, page table, sampling tables, what its drafter keeps), a KV page, and what is paid once: graph
-    buffers and a draft model's weights (`fixed`), and the arena of state transfer."""
+    """Bytes of one state slot (conv ring and recurrent state of all layers), one running row (rings
+    or intermediate states, tables, its drafter's data) and one KV page. `fixed`: graph buffers and
+    a draft model's weights. Also the arena of state transfer.
+    """
 
     slot: int
     row: int
@@ -38,17 +39,16 @@ class UnitCosts:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How many of everything, and for how many bytes.
+    """Entries of every pool, and their bytes.
 
     Attributes:
         num_rows: R, requests that run together.
-        num_slots: S, recurrent state slots: one for each row, and those for cached prefixes; 0 for a model without
-            recurrent layers.
-        num_pages: KV pages of `page_size` tokens; 0 for a model without attention layers.
+        num_slots: S, state slots of rows and cached prefixes; 0 without recurrent layers.
+        num_pages: KV pages of `page_size` tokens; 0 without attention layers.
         max_model_len: longest prompt + output of one request.
-        budget_bytes: what pools may take; weight_bytes and activation_bytes were taken off before.
-        demand: how many of the pages a request holds at a time; None: those of all its tokens.
-        host: what the prefix cache holds in main memory beside the pools.
+        budget_bytes: limit of the pools, without weight_bytes and activation_bytes.
+        demand: how many pages a request holds at a time; None: those of all its tokens.
+        host: the prefix cache's part in main memory.
 
     Raises:
         MemoryBudgetError: there are fewer state slots than rows.
@@ -75,16 +75,13 @@ class MemoryPlan:
 
     @property
     def cache_slots(self) -> int:
-        """State slots beyond those of running requests: the share of cached prefixes."""
         return max(self.num_slots - self.num_rows, 0)
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools, the scratch row, slot and page included."""
         return sum(size for _, _, size in self._pools())
 
     def table(self) -> list[tuple[str, str, int]]:
-        """(what, how many, bytes) lines of the plan, for people."""
         kept = f"{self.host.num_pages} pages, {self.host.num_states} states"
         return [
             ("weights", "", self.weight_bytes),
@@ -105,7 +102,6 @@ class MemoryPlan:
         ]
 
     def summary(self) -> str:
-        """One line."""
         pages = f", {self.num_pages} KV pages ({self.num_pages * self.page_size} tokens)" if self.num_pages else ""
         return (
             f"{self.num_rows} running requests, {self.num_slots} state slots{pages}, {gib(self.pool_bytes)} "
@@ -127,21 +123,21 @@ def plan_memory(
     weight_bytes: int = 0,
     activation_bytes: int = 0,
 ) -> MemoryPlan:
-    """Rows first (half of the budget at most, unless their number is given), then KV pages from what is left.
+    """Rows first (at most half of the budget, unless their number is given), then KV pages.
 
     Args:
-        costs: a model without recurrent layers has slots of no bytes, and gets none.
+        costs: a model without recurrent layers has slots of 0 bytes, and gets none.
         demand: how many pages requests of a length hold at a time.
-        max_running_requests, max_model_len: what the user asked for; None lets the plan choose.
-        default_rows: most rows when none were asked for.
+        max_running_requests, max_model_len: the user's settings; None lets the plan choose.
+        default_rows: most rows if max_running_requests is None.
         model_limit: positions that the model was made for.
-        cache_slots: state slots for cached prefixes, beside one for each row.
-        share_slots: as many more of them as there are rows, for at most half of the bytes that are not needed for the
-            rows and one request of the greatest length.
+        cache_slots: state slots for cached prefixes, in addition to one for each row.
+        share_slots: adds as many slots for cached prefixes as there are rows, for at most half of
+            the bytes that the rows and one request of the greatest length do not need.
 
     Raises:
-        MemoryBudgetError: cache_slots is negative; or the rows asked for, the slots for cached prefixes, or one request
-            of max_model_len, do not fit; says what would.
+        MemoryBudgetError: cache_slots is negative; or the rows asked for, the slots for cached
+            prefixes, or one request of max_model_len do not fit. The text says what would fit.
     """
     if max_model_len is not None and max_model_len > model_limit:
         raise MemoryBudgetError(f"max_model_len is {max_model_len}, but the model was made for {model_limit} positions")

@@ -1,4 +1,4 @@
-"""The pools of a run together: KV, and the tables and recurrent states of rows."""
+"""The preallocated memory of a run: KV, row tables and recurrent states."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Device-side map from a request row to its KV token slots and its recurrent state slot."""
+"""Device tables from a request row to its KV token slots and its recurrent state slot."""
 
 import torch
 
@@ -8,14 +8,12 @@ from hybridrt.mem_cache.pools.mamba_pool import LayerCache, MambaPool
 
 
 class HybridReqToTokenPool:
-    """Rows of running requests. Row 0 is padding: its token slots are page 0 and its state slot is 0.
-
-    Who owns a row, a page or a slot is decided on the host (allocator.py); this is the mirror of it
-    that kernels read.
+    """Rows of running requests. Row 0 is padding: its token slots are page 0 and its state slot is
+    0. The host decides who owns an entry (allocator.py); kernels read these tables.
 
     Attributes:
-        req_to_token: [R + 1, max_context] int32 token slots, contiguous within a page. A model without attention layers
-            has max_context 0: all of its tokens are at slot 0.
+        req_to_token: [R + 1, max_context] int32 token slots, contiguous within a page. A model
+            without attention layers has max_context 0: all of its tokens are at slot 0.
         req_to_state_slot: [R + 1] int32 state slots, which the state pool owns if there is one.
         mamba_pool: None for a model without recurrent layers.
     """
@@ -43,17 +41,19 @@ class HybridReqToTokenPool:
         return 4 * (-(-max_context // page_size) * page_size + 1)
 
     def admit(self, rows: torch.Tensor, state_slots: torch.Tensor, phases: torch.Tensor | None = None) -> None:
-        """Gives each of `rows` its state slot, zeroed: no request reads another's state. [n] integers each; `phases`
-        and padding as in MambaPool.admit. PoolError for a row or a slot that the state pool does not have."""
+        """Gives each of `rows` its zeroed state slot. [n] integers each; `phases` and padding as in
+        MambaPool. PoolError for a row or a slot that the state pool does not have.
+        """
         if self.mamba_pool is not None:
             self.mamba_pool.admit(rows, state_slots, phases)
 
     def write_pages(self, rows: torch.Tensor, page_indices: torch.Tensor, pages: torch.Tensor) -> None:
-        """Page `page_indices[i]` of row `rows[i]` becomes KV page `pages[i]`, for all i at once. [n] integers each; the
-        first page of row 0 with page 0 is padding. A model without attention layers has no table: nothing is written.
+        """Makes KV page `pages[i]` page number `page_indices[i]` of row `rows[i]`. [n] integers
+        each; page 0 as the first page of row 0 is padding. Does nothing for a model without
+        attention layers.
 
         Raises:
-            PoolError: a row that this pool does not have, or a page behind the last one of a row.
+            PoolError: a row that this pool does not have, or a page after the last one of a row.
         """
         if not self.max_context:
             return
@@ -65,6 +65,10 @@ class HybridReqToTokenPool:
         """State slots of rows: [B] int32 to [B] int32."""
         return self.req_to_state_slot[req_pool_indices]
 
+    def get_mamba_indices(self, req_indices: torch.Tensor) -> torch.Tensor:
+        """`state_slots` under SGLang's name: request rows [n] to state slots [n] int32."""
+        return self.state_slots(req_indices)
+
     def token_slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """KV slots of (row, position) pairs: [T] int32."""
         return (
@@ -72,6 +76,5 @@ class HybridReqToTokenPool:
         )
 
     def mamba2_layer_cache(self, layer_id: int) -> LayerCache:
-        """State views of one recurrent layer."""
         assert self.mamba_pool is not None, "the model has no recurrent layers"
         return self.mamba_pool.layer_cache(layer_id)

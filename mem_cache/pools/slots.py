@@ -1,4 +1,4 @@
-"""Handles of pool entries, and sequences of them that are as fast for tens of thousands of entries as for a few."""
+"""Handles of pool entries, and arrays of handles."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,8 +13,9 @@ GENERATION = 1 << _BITS  # from a handle to that of the entry's next tenancy
 
 
 class Slot(int):
-    """One tenancy of a pool entry: its index and its generation in one integer. The generation moves on when the entry
-    is freed, so an old handle is recognised."""
+    """One tenancy of a pool entry: index and generation in one integer. The generation grows when
+    the entry is freed, so an old handle is recognised.
+    """
 
     __slots__ = ()
 
@@ -37,7 +38,7 @@ slot_of = partial(int.__new__, Slot)  # from an integer that is a handle already
 
 
 class Slots(Sequence[Slot]):
-    """A list of handles, kept as an array. A slice is a copy.
+    """A list of handles as one array, so that tens of thousands cost little. A slice is a copy.
 
     Args:
         parts: sequences of handles, which are joined.
@@ -58,20 +59,18 @@ class Slots(Sequence[Slot]):
 
     @property
     def keys(self) -> np.ndarray:
-        """[n] int64: the handles. A view, to be read before the list changes."""
+        """[n] int64 handles. A view: read it before the list changes."""
         return self._keys[: self._size]
 
     @property
     def indices(self) -> np.ndarray:
-        """[n] int32: the entries' indices."""
+        """[n] int32 indices of the entries."""
         return indices_of(self.keys).astype(np.int32)
 
     def at(self, mask: np.ndarray) -> "Slots":
-        """The handles where a mask [n] bool is set."""
         return Slots.of_keys(self.keys[mask])
 
     def extend(self, slots: Sequence[Slot]) -> None:
-        """Adds handles at the end."""
         keys = keys_of(slots)
         end = self._size + len(keys)
         if end > len(self._keys):
@@ -85,7 +84,6 @@ class Slots(Sequence[Slot]):
         self.extend((slot,))
 
     def cut(self, count: int) -> "Slots":
-        """Takes the last `count` handles off."""
         taken = self[self._size - count :]
         self._size -= count
         return taken
@@ -114,10 +112,10 @@ class Slots(Sequence[Slot]):
 
 
 def keys_of(slots: Sequence[Slot]) -> np.ndarray:
-    """[n] int64: the handles of any sequence of them."""
+    """[n] int64 handles."""
     return slots.keys if type(slots) is Slots else np.array(slots, np.int64)
 
 
 def indices_of(keys: np.ndarray) -> np.ndarray:
-    """[n] int64: the indices of entries by their handles."""
+    """[n] int64 indices of entries from their handles."""
     return keys & _INDEX

@@ -1,4 +1,4 @@
-"""Moves of recurrent state that the plan of a step names."""
+"""Moves of recurrent state that the plan of a step contains."""
 
 from enum import IntEnum
 
@@ -8,18 +8,18 @@ import msgspec
 class When(IntEnum):
     """When a step makes a move."""
 
-    FIRST = 0  # before all else of the step: admissions, and copies to main memory, which may read the slot
-    BEFORE_ROWS = 1  # after the copies that the step waits for, which may read the slot, and before its rows
+    FIRST = 0  # before admissions and copies to main memory, which may read the slot
+    BEFORE_ROWS = 1  # after copies that the step waits for, which may read the slot, and before its rows
 
 
 class StateMove(msgspec.Struct, frozen=True, array_like=True):
-    """The whole state of a row goes to a slot: what the row's own slot holds, then what its ring holds.
+    """Copies the whole state of a row, ring included, to a slot.
 
     Attributes:
         row: request row.
         source: the slot that the row owns.
-        target: where the state goes. If this is `source`, the row donates its slot: it owns none from then on.
-            Otherwise it keeps its state as it is.
+        target: if it is `source`, the row donates its slot and owns none afterwards. Otherwise the
+            row keeps its state.
     """
 
     row: int

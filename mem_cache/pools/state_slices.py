@@ -1,9 +1,9 @@
-"""Which bytes a decode rank reads of a prefill rank's state block [conv | temporal] when their numbers of ranks differ.
+"""Which bytes a decode rank reads of a prefill rank's state block if their numbers of ranks differ.
 
-A state block is one recurrent layer's state of one request on one rank: the conv inputs [conv_dim, K - 1], then the
-recurrent state. The conv inputs consist of sub-projections (x, B, C of Mamba-2, q, k, v of Gated Delta Net), each cut
-over the ranks by itself, so a rank's share of a larger block is a piece of each. Names and the signed ratio follow
-vLLM's NIXL connector:
+A state block [conv | temporal] is one recurrent layer's state of one request on one rank: the conv
+inputs [conv_dim, K - 1], then the recurrent state. The conv inputs consist of sub-projections (x,
+B, C of Mamba-2; q, k, v of Gated Delta Net). Each is cut over the ranks by itself, so a rank's
+share of a larger block is a piece of each. Names and the signed ratio follow vLLM's NIXL connector:
 
     tp_ratio >= 1    decode runs on tp_ratio times as many ranks as prefill: read a share of one block
     tp_ratio <= -1   prefill runs on -tp_ratio times as many: read that many smaller blocks, each whole
@@ -25,15 +25,16 @@ _VLLM_NAMES = {"gdn_attention": "gdn"}
 
 @dataclass(frozen=True)
 class MambaSpec:
-    """What a recurrent layer keeps for one request on one rank.
+    """State of a recurrent layer for one request on one rank.
 
     Attributes:
-        shapes: conv [conv_dim, K - 1] and recurrent state: [heads, head_dim, N] (Mamba-2), [value heads, V, K] (Gated
-            Delta Net), [inner, N] (Mamba-1).
+        shapes: conv [conv_dim, K - 1] and recurrent state: [heads, head_dim, N] (Mamba-2), [value
+            heads, V, K] (Gated Delta Net), [inner, N] (Mamba-1).
         dtypes: of the two.
-        mamba_type: a kind of recurrent layer (`hybridrt.kinds`); "gdn_attention" says the same as "gdn".
-        n_groups: groups of B and C (key heads, of GDN) before sharding. Needed where there are fewer of them than
-            ranks, so that neighbouring ranks hold the same one; None: each rank holds a different, equal part.
+        mamba_type: a kind of recurrent layer (`hybridrt.kinds`); "gdn_attention" means "gdn".
+        n_groups: groups of B and C (key heads, of GDN) before sharding. Needed if they are fewer
+            than the ranks: then neighbouring ranks hold the same one. None: each rank holds a
+            different, equal part.
     """
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -44,10 +45,10 @@ class MambaSpec:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a state block that is cut over the ranks independently of the others: `nbytes` on this rank.
+    """A part of a state block that is cut over the ranks independently: `nbytes` on this rank.
 
-    `groups` counts the pieces that cannot be cut. With fewer of them than ranks, neighbours hold the same piece; None
-    means that there are pieces enough.
+    `groups`: number of pieces that cannot be cut. With fewer than ranks, neighbours hold the same
+    piece. None: there are enough.
     """
 
     nbytes: int
@@ -56,8 +57,10 @@ class Section:
 
 @dataclass(frozen=True)
 class RangeRead:
-    """`nbytes` bytes at `source` of a prefill rank's memory go to `destination` of the decode rank's. Both count from
-    the start of what is read: a section or a state block here, the image of a whole request in hybridrt.transfer."""
+    """Copy of `nbytes` bytes from `source` of a prefill rank to `destination` of the decode rank.
+    Both count from the start of a section or state block here, of a request's image in
+    hybridrt.transfer.
+    """
 
     source: int
     destination: int
@@ -65,8 +68,8 @@ class RangeRead:
 
 
 def section_reads(sections: Sequence[Section], local_tp: int, rank: int, tp_ratio: int) -> list[RangeRead]:
-    """What one of `local_tp` decode ranks reads of one prefill rank's state block, one read for each section; one of no
-    bytes where another rank's copy is read instead. For `rank` and `tp_ratio` see
+    """What one of `local_tp` decode ranks reads of one prefill rank's state block: one read for
+    each section, of 0 bytes if another rank's copy is read instead. `rank` and `tp_ratio` as in
     `MambaConvSplitInfo.remote_conv_offsets`.
 
     Raises:
@@ -85,8 +88,9 @@ def section_reads(sections: Sequence[Section], local_tp: int, rank: int, tp_rati
 
 
 def _share(section: Section, local_tp: int, offset: int, ratio: int) -> tuple[int, RangeRead]:
-    """Bytes of a section as the prefill rank keeps it of which `ratio` decode ranks read, and what one of them reads;
-    `same` of them read the same bytes."""
+    """Bytes of the prefill rank's section that `ratio` decode ranks read, and what one of them
+    reads; `same` of them read the same bytes.
+    """
     same = 1 if section.groups is None else max(1, local_tp // section.groups)
     _check_ratio(ratio, same, "decode ranks that hold the same piece")
     parts = max(1, ratio // same)
@@ -94,7 +98,9 @@ def _share(section: Section, local_tp: int, offset: int, ratio: int) -> tuple[in
 
 
 def _gather(section: Section, local_tp: int, offset: int, ratio: int) -> tuple[int, RangeRead]:
-    """As `_share`, where one decode rank reads of `ratio` prefill ranks, of which `same` hold the same bytes."""
+    """As `_share`, if one decode rank reads of `ratio` prefill ranks; `same` of them hold the same
+    bytes.
+    """
     pieces = ratio if section.groups is None else max(1, section.groups // local_tp)
     _check_ratio(ratio, pieces, "pieces on a decode rank")
     parts = min(ratio, pieces)
@@ -119,10 +125,10 @@ class MambaConvSplitInfo:
         local_proj_dims: channels of each sub-projection on this rank, in order.
         conv_dtype_size: bytes of a conv element.
         ssm_sizes: bytes of conv and of recurrent state on this rank.
-        proj_groups: pieces of each sub-projection that cannot be cut, over all ranks, None where there are enough of
-            them for any number of ranks; None for the plain split of everything.
-        state_groups: 1 where each rank keeps all of the recurrent state; None where they share it.
-        local_tp: ranks of this side; means something only beside `proj_groups` or `state_groups`.
+        proj_groups: for each sub-projection, the pieces that cannot be cut, over all ranks; None if
+            there are enough for any number of ranks. None for the plain split of everything.
+        state_groups: 1 if each rank keeps the whole recurrent state; None if they share it.
+        local_tp: ranks of this side; used only with `proj_groups` or `state_groups`.
     """
 
     conv_rows: int
@@ -135,40 +141,35 @@ class MambaConvSplitInfo:
 
     @property
     def local_conv_dim(self) -> int:
-        """Conv channels of this rank."""
         return sum(self.local_proj_dims)
 
     @property
     def proj_bytes(self) -> tuple[int, ...]:
-        """Bytes of each sub-projection on this rank."""
         return tuple(dim * self.conv_rows * self.conv_dtype_size for dim in self.local_proj_dims)
 
     @property
     def local_conv_offsets(self) -> Reads:
-        """(offset, bytes) of each sub-projection within this rank's own state block."""
         ends = [sum(self.proj_bytes[:i]) for i in range(len(self.proj_bytes))]
         return list(zip(ends, self.proj_bytes))
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """The sub-projections, then the recurrent state, which may have no bytes."""
         groups = self.proj_groups or (None,) * len(self.local_proj_dims)
         parts = zip((*self.proj_bytes, self.ssm_sizes[1]), (*groups, self.state_groups), strict=True)
         return tuple(Section(*part) for part in parts)
 
     def reads(self, rank: int, tp_ratio: int) -> list[RangeRead]:
-        """`section_reads` of one prefill rank's block. Arguments as for `remote_conv_offsets`."""
         return section_reads(self.sections, self.local_tp, rank, tp_ratio)
 
     def remote_conv_offsets(self, local_rank_offset: int, tp_ratio: int) -> Reads:
-        """(offset, bytes) of what this rank reads of the conv in one prefill rank's state block.
+        """(offset, bytes) that this rank reads of the conv in one prefill rank's state block.
 
-        A sub-projection of which several prefill ranks hold the same copy is read from the first of them alone.
+        If several prefill ranks hold the same copy of a sub-projection, it is read from the first.
 
         Args:
-            local_rank_offset: with tp_ratio >= 1, which of the tp_ratio decode ranks that share the block this one is;
-                else which of this rank's -tp_ratio sources the block belongs to. Counted from any multiple of the
-                ratio: the whole rank's number does.
+            local_rank_offset: with tp_ratio >= 1, which of the tp_ratio decode ranks that share the
+                block this one is; else which of this rank's -tp_ratio sources the block belongs to.
+                Taken modulo the ratio: the rank's number is valid.
             tp_ratio: signed, see the top of this file.
 
         Raises:
@@ -177,23 +178,22 @@ class MambaConvSplitInfo:
         return [(read.source, read.nbytes) for read in self.reads(local_rank_offset, tp_ratio)[:-1] if read.nbytes]
 
     def write_offsets(self, local_rank_offset: int, tp_ratio: int) -> list[int]:
-        """Where in this rank's state block each of `remote_conv_offsets`, in the same order, is written."""
         return [read.destination for read in self.reads(local_rank_offset, tp_ratio)[:-1] if read.nbytes]
 
     def remote_temporal_offset(self, local_rank_offset: int, tp_ratio: int) -> tuple[int, int]:
-        """(offset, bytes) of what this rank reads of the recurrent state in one prefill rank's state block."""
+        """(offset, bytes) that this rank reads of the recurrent state in one prefill rank's state
+        block.
+        """
         read = self.reads(local_rank_offset, tp_ratio)[-1]
         return read.source, read.nbytes
 
     def temporal_write_offset(self, local_rank_offset: int, tp_ratio: int) -> int:
-        """Where in this rank's state block the recurrent state that was read is written."""
         return self.reads(local_rank_offset, tp_ratio)[-1].destination
 
 
 def derive_mamba_conv_split(spec: MambaSpec, local_tp: int) -> MambaConvSplitInfo:
-    """The parts of a rank's state block, from what a layer keeps there.
-
-    The width of x or v follows from the recurrent state; what is left of the conv is equal parts, B and C or q and k.
+    """The parts of a rank's state block. The width of x or v follows from the recurrent state. The
+    rest of the conv is equal parts: B and C, or q and k.
 
     Args:
         local_tp: ranks of this side.
@@ -228,7 +228,6 @@ def _check_shapes(kind: LinearKind, spec: MambaSpec) -> None:
 
 
 def _conv_parts(kind: LinearKind, spec: MambaSpec, local_tp: int) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """Channels of each sub-projection of the conv, and how many pieces of it there are if ranks hold copies."""
     (conv_dim, _), temporal = spec.shapes
     shared = [name for name, grouped in kind.conv_parts.items() if grouped]
     wide = prod(temporal[:-1]) if kind.temporal_dims else conv_dim
@@ -245,7 +244,7 @@ def _conv_parts(kind: LinearKind, spec: MambaSpec, local_tp: int) -> tuple[tuple
 
 
 def _groups(spec: MambaSpec, local_tp: int, width: int, names: str) -> int | None:
-    """n_groups where ranks hold whole groups; None for the plain split, by default or by `width`."""
+    """n_groups if ranks hold whole groups; None for the plain split, by default or by `width`."""
     groups, state_dim = spec.n_groups, spec.shapes[1][-1]
     if groups is None:
         return None
@@ -261,7 +260,9 @@ def _groups(spec: MambaSpec, local_tp: int, width: int, names: str) -> int | Non
 
 
 def compute_physical_blocks_per_logical(ssm_sizes: Sequence[int], block_len: int) -> int:
-    """KV blocks of `block_len` bytes that a state block of `ssm_sizes` bytes takes, where both share one pool."""
+    """KV blocks of `block_len` bytes that a state block of `ssm_sizes` bytes needs, if both share
+    one pool.
+    """
     if block_len < 1:
         raise ConfigError(f"block_len is {block_len}; a KV block has at least one byte")
     return -(-sum(ssm_sizes) // block_len)

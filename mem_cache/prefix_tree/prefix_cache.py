@@ -1,4 +1,4 @@
-"""What the prefix cache and the requests that use it tell each other: matches, entries and counts."""
+"""Matches, entries and counts that the prefix cache exchanges with its users."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ NO_SLOTS = Slots()
 
 
 class CacheEntries(NamedTuple):
-    """KV pages and state slots that change hands together."""
+    """KV pages and state slots that change owners together."""
 
     pages: Slots = NO_SLOTS
     states: Sequence[Slot] = ()
@@ -18,24 +18,24 @@ class CacheEntries(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A prefix that needs no computing, `length` tokens long.
+    """A prefix of `length` tokens that needs no computing. The request copies `tail` and `window`.
 
     Attributes:
-        pages: the cache's whole KV pages of it, in order; none for a model without attention layers.
-        state: the cache's slot with the recurrent state after it; None for a model without recurrent layers. The
+        pages: the cache's whole KV pages of it, in order; none without attention layers.
+        state: the cache's slot with the state after it; None without recurrent layers. The
             request's first step reads this slot and writes the request's own.
-        tail: the cache's page with the tokens behind the last whole page, where the state is in the middle of a
-            page. The request copies it into its own page.
-        known: tokens of the prompt that are in the tree, from the first on: more than `length` where a state is
+        tail: the cache's page with the tokens after the last whole page, if the state is in the
+            middle of a page.
+        known: first tokens of the prompt that are in the tree: more than `length` if a state is
             missing.
         fork: `known`, if another prompt in the tree goes on differently from there; else 0.
-        window: the cache's pages with the KV that the next token sees, where all attention layers have a sliding
-            window. The request copies them into its own pages.
+        window: the cache's pages with the KV that the next token sees, if all attention layers have
+            a sliding window.
         node, tail_node: the tree's entries of the match and the tail.
-        retokenised: tokens of a cached answer behind a place within it where the prompt leaves it.
-        staged: of a prefix that was computed elsewhere, where its state and KV lie in the executor's arena: they are
-            copied into the request's own slot and pages as it is admitted.
-        staged_from: of such a prefix, the tokens whose KV is not there: it is in `pages`.
+        retokenised: tokens of a cached answer after the place where the prompt leaves it.
+        staged: of a prefix that was computed elsewhere: its place in the executor's arena, until
+            admission.
+        staged_from: of such a prefix, the tokens whose KV is in `pages` instead.
     """
 
     length: int = 0
@@ -57,15 +57,15 @@ NO_MATCH = PrefixMatch()
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Tokens of requests that were admitted, since the start; those of a retracted request count once.
+    """Tokens of admitted requests since the start. A retracted request counts once.
 
     Attributes:
-        asked: all of them.
-        hit: of these, tokens that needed no computing.
-        without_state: tokens that the cache knew, but had no state at or behind.
-        without_kv: tokens of a text whose KV the cache has evicted.
-        retokenised: tokens of a cached answer behind a place within it where the prompt leaves it: most often because
-            the history was tokenised anew.
+        asked: all tokens.
+        hit: tokens that needed no computing.
+        without_state: known tokens with no state at or after them.
+        without_kv: tokens whose KV was evicted.
+        retokenised: tokens of a cached answer after the place where the prompt leaves it, mostly
+            because the history was tokenised anew.
         fetched: tokens that were brought back from main memory, or whose state was.
         dropped: entries, not tokens: their use gave logits that are not finite.
     """

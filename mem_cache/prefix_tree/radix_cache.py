@@ -1,19 +1,20 @@
-"""A radix tree over tokens: KV pages and recurrent states of prefixes that requests have left behind.
+"""The prefix tree: a radix tree over tokens with the KV pages and recurrent states of prefixes.
 
-A node is a prefix: the tokens on the path from the root to it. Its edge holds the tokens since its parent. It owns the
-KV pages that become complete within its edge and at most one recurrent state, that after its last token. Page i is
-complete once the tokens up to (i + 1) * page_size + lookahead are on the path: the KV of a prediction head depends on
-the next token, too (lookahead 1). So the contents of a page depend on tokens of its own path alone, and a node can be
-cut in two anywhere. A state in the middle of a page has a tail: the page that holds the tokens between the last
-complete page and the state. (A hit copies the tail with the head's KV of the last token before the state. That KV may
-have been computed with another next token. This can make one draft worse; it changes no output token.)
+A node is a prefix: the tokens on the path from the root. Its edge holds the tokens since its
+parent. It owns the KV pages that become complete within its edge and at most one recurrent state,
+that after its last token. Page i is complete once the tokens up to (i + 1) * page_size + lookahead
+are on the path: the KV of a prediction head depends on the next token too (lookahead 1). So a page
+depends only on tokens of its own path, and a node can be cut anywhere. A state in the middle of a
+page has a tail: the page with the tokens between the last complete page and the state. (A hit
+copies the tail with the head's KV of the last token before the state, which may have been computed
+with another next token. That can make one draft worse; it changes no output token.)
 
     root ── "You are a helpful ..." ──┬── "Hi"            state, tail
                    state              └── "What is ..." ── ...
 
-A prefix is usable up to the deepest node with a state (models without recurrent layers: up to the last complete page).
-Eviction takes pages from the ends of leaves, least recently used first, and with them the states that need them. It
-takes states in the order of mem_cache/prefix_tree/state_worth.py.
+A prefix is usable up to the deepest node with a state (without recurrent layers: up to the last
+complete page). Eviction removes pages from the ends of leaves, least recently used first, with the
+states that need them. It removes states in the order of mem_cache/prefix_tree/state_worth.py.
 """
 
 import heapq
@@ -37,7 +38,7 @@ from hybridrt.mem_cache.prefix_tree.state_worth import NewState, StateWorths
 
 
 class RadixCache:
-    """The prefix cache of an engine: bookkeeping alone, in host memory.
+    """The prefix cache of an engine: bookkeeping in host memory.
 
     Args:
         page_size: tokens of a KV page; 0 for a model without attention layers.
@@ -54,15 +55,16 @@ class RadixCache:
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._worths = StateWorths()
-        self.waiting = self._worths.waiting  # the prompts of waiting requests
+        self.waiting = self._worths.waiting
         self._order = count()
         self._size = 0  # nodes, without roots
         self._leaves: list[tuple[int, int, Node]] = []  # heap by `used`; entries may be out of date
 
-    # -- requests -----------------------------------------------------------------------------------------------
+    # -- requests
 
     def match(self, tokens: np.ndarray, salt: str = "") -> PrefixMatch:
-        """The longest usable prefix of a prompt, shorter than it: the last token is always computed, to give logits.
+        """The longest usable prefix of a prompt, shorter than the prompt: its last token gives
+        logits.
 
         Args:
             tokens: [n] int32.
@@ -89,8 +91,9 @@ class RadixCache:
         return PrefixMatch(node.end, held, node.state, tail, known, node, owner, retokenised=left, fork=fork)
 
     def held(self, tokens: np.ndarray, salt: str = "") -> tuple[PrefixMatch, set[int]]:
-        """What the tree has of a text, usable or not: its complete pages, to be locked or used, and where its states
-        stand."""
+        """The complete pages of a text, to be locked or used, and the positions of its states. They
+        need not be a usable prefix.
+        """
         node, known = self._descend(salt, tokens)
         states = {step.end for step in node.path if step.state is not None and step.end <= known}
         pages = self.complete(known)
@@ -99,19 +102,19 @@ class RadixCache:
         return PrefixMatch(length, self._pages(node)[:pages], node=None if node.parent is None else node), states
 
     def touch(self, tokens: np.ndarray, salt: str) -> int:
-        """Marks what the tree has of a text as used just now. Returns how many of its tokens lie in complete pages."""
+        """Marks a text as used now. Returns how many of its tokens are in complete pages."""
         held, _ = self.held(tokens, salt)
         self.lock(held)
         self.unlock(held)
         return held.length
 
     def complete(self, position: int) -> int:
-        """Pages that are complete once `position` tokens are on the path."""
         return max(position - self.lookahead, 0) // self.page_size if self.page_size else 0
 
     def expect(self, tokens: np.ndarray, arrival: int, salt: str = "") -> None:
-        """A request with this prompt, which arrived as number `arrival`, waits. It awaits the deepest state of its
-        prompt, whatever is inserted or evicted meanwhile."""
+        """Notes that a request waits, of this prompt and number of arrival. It awaits the deepest
+        state of its prompt, whatever is inserted or evicted meanwhile.
+        """
         self.waiting.add(arrival, tokens, salt)
         match = self.match(tokens, salt)
         if match.node is not None:
@@ -120,13 +123,12 @@ class RadixCache:
                 self._worths.await_state(match.node, {arrival})
 
     def forget(self, arrival: int) -> None:
-        """The request waits no longer."""
         self._worths.admitted = max(self._worths.admitted, arrival)
         self.waiting.remove(arrival)
         self._worths.forget(arrival)
 
     def lock(self, match: PrefixMatch) -> None:
-        """A request reads a match: nothing of it is evicted until `unlock`. Locks count."""
+        """Keeps a match from eviction until `unlock`. Locks count."""
         node = match.node
         if node is None:
             return
@@ -140,7 +142,9 @@ class RadixCache:
             match.tail_node.tail_readers += 1
 
     def unlock_state(self, match: PrefixMatch) -> Slots:
-        """The request has read the state and the tail of its match. Returns pages that were kept for it alone."""
+        """The request has read state and tail of its match. Returns pages that were kept for it
+        alone.
+        """
         freed, owner = Slots(), match.tail_node
         if match.node is not None and match.state is not None:
             match.node.state_readers -= 1
@@ -154,7 +158,7 @@ class RadixCache:
         return freed
 
     def unlock(self, match: PrefixMatch) -> None:
-        """The request reads the pages of its match no longer. Its state has been unlocked before."""
+        """The request no longer reads the pages of its match. Call `unlock_state` first."""
         if match.node is not None:
             match.node.readers -= 1
             self._worths.left(match.node)
@@ -173,14 +177,15 @@ class RadixCache:
 
         Args:
             tokens: [n] int32, those whose KV the pages hold; the last page may be partly filled.
-            pages: all pages of the text, in order. The tree recognises by their index those that it has already.
-            states: slots by the number of tokens whose state they hold.
+            pages: all pages of the text, in order. The tree recognises by their index those that it
+                already has.
+            states: slots by the number of tokens in the state.
             prompt: how many of the tokens were a prompt; None: all.
-            kinds: of `states`, those where prompts part and those within an answer.
+            kinds: kinds of `states` at forks and within an answer.
 
         Returns:
-            The entries that the tree takes over (the caller keeps the others), and the deepest node of the text: a root
-            (parent None) if the tree keeps nothing of it.
+            The entries that the tree takes over (the caller keeps the others), and the deepest node
+                of the text: a root (parent None) if the tree keeps nothing of it.
         """
         pages, taken_pages = Slots(pages), Slots()
         answer = len(tokens) if prompt is None else prompt
@@ -191,7 +196,7 @@ class RadixCache:
         for end in (*ends, last):
             path.append(self._extend(path[-1], tokens[:end], pages, taken_pages, answer))
         deepest, made = path[-1], [node for node in path[1:-1] if node.state is None]
-        # The deepest node first: one of its pages may hold the tail of a state above.
+        # Deepest first: a page of a deeper node may hold the tail of a state above.
         for node in reversed(made):
             whole = node.end + self.lookahead >= len(tokens)
             node.kind = kinds.get(node.end, StateKind.END if whole else StateKind.PROMPT)
@@ -202,8 +207,9 @@ class RadixCache:
         return CacheEntries(taken_pages, [node.state for node in made if node.state is not None]), deepest
 
     def evict(self, num_pages: int, num_states: int, *, new: NewState | None = None) -> CacheEntries:
-        """Removes entries that no request reads, up to these numbers, and returns them. `new`: the state that takes the
-        place of the evicted one, if that is worth less."""
+        """Removes and returns up to so many entries that no request reads. `new`: the state that
+        replaces the evicted one, if that is worth less.
+        """
         pages, states = Slots(), list[Slot]()
         while len(pages) < num_pages and (leaf := self._oldest_leaf()) is not None:
             self._shorten(leaf, num_pages - len(pages), pages, states)
@@ -215,7 +221,9 @@ class RadixCache:
         return CacheEntries(pages, states)
 
     def thin(self, node: Node, most: int) -> CacheEntries:
-        """Removes the states within answers on the path of a node, but for the deepest `most`, and returns them."""
+        """Removes and returns the states within answers on the path of a node, except the deepest
+        `most`.
+        """
         within = [step for step in node.path if step.state is not None and step.kind is StateKind.ANSWER]
         pages, states = Slots(), list[Slot]()
         for step in within[most:]:
@@ -224,12 +232,12 @@ class RadixCache:
         return CacheEntries(pages, states)
 
     def supersede(self, match: PrefixMatch) -> Slot | None:
-        """Takes the state that a request has started from out of the tree, for the slot to hold a later state of the
-        same request. The request's lock on it, if it still has one, is gone then.
+        """Removes the state that a request has started from, so that its slot can hold a later
+        state of the request. The request's lock on it ends.
 
         Returns:
-            The slot. None, and nothing has changed: prompts part there, another request has used the state or will use
-            it, or the tail beside it is still being read.
+            The slot. None, with nothing changed, if the state is at a fork, another request has
+                used or awaits it, or its tail is still being read.
         """
         node = match.node
         if node is None or node.state is None or node.end != match.length or node.kind is StateKind.FORK:
@@ -243,23 +251,20 @@ class RadixCache:
 
     @property
     def num_within(self) -> int:
-        """States within answers."""
         return len(self._worths.answers)
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents first."""
         below = [node for root in self._roots.values() for node in root.children.values()]
         while below:
             yield (node := below.pop())
             below += node.children.values()
 
-    # -- walking ------------------------------------------------------------------------------------------------
+    # -- walking
 
     def _root(self, salt: str) -> Node:
         return self._roots.get(salt) or self._roots.setdefault(salt, Node(np.empty(0, np.int32), 0, salt=salt))
 
     def _descend(self, salt: str, tokens: np.ndarray) -> tuple[Node, int]:
-        """The deepest node whose edge has a token in common with `tokens`, and how many tokens are in common."""
         node, known = self._roots.get(salt) or Node(np.empty(0, np.int32), 0), 0
         while known < len(tokens) and (child := node.children.get(int(tokens[known]))) is not None:
             shared = in_common(child.tokens, tokens[known:])
@@ -269,19 +274,18 @@ class RadixCache:
         return node, known
 
     def _pages(self, node: Node) -> Slots:
-        """The complete pages of a path."""
         path = list(node.path)
         return Slots(*[step.pages for step in reversed(path)])
 
     def _covering(self, node: Node, pages: int) -> Node:
-        """The highest node of a path whose end has so many complete pages."""
         while node.parent is not None and self.complete(node.parent.end) >= pages:
             node = node.parent
         return node
 
     def _tail_node(self, node: Node) -> Node | None:
-        """The node that owns the page with the tokens after a node's last complete page, or None if there are no such
-        tokens. It is the node itself, or a node below, whose page holds the same tokens and more."""
+        """Owner of the page with the tokens after a node's last complete page; None if there are no
+        such tokens. It is the node, or one below with a page of the same tokens and more.
+        """
         index = self.complete(node.end)
         if not self.page_size or index * self.page_size == node.end:
             return None
@@ -293,10 +297,9 @@ class RadixCache:
             below += node.found
         return None
 
-    # -- growing ------------------------------------------------------------------------------------------------
+    # -- growing
 
     def _extend(self, node: Node, tokens: np.ndarray, pages: Slots, taken: Slots, answer: int) -> Node:
-        """The node of `tokens`, made if there is none, below a node of a prefix of them."""
         while node.end < len(tokens):
             child = node.children.get(int(tokens[node.end]))
             if child is None:
@@ -312,7 +315,6 @@ class RadixCache:
         return node
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cuts an edge after `at` tokens; returns the upper node."""
         kept = node.state or node.tail or node.readers or node.children
         if not kept and self.complete(node.start) + len(node.pages) <= self.complete(node.start + at):
             node.tokens = node.tokens[:at].copy()  # nothing would be left below
@@ -327,7 +329,7 @@ class RadixCache:
             node.tail = pages[index]
             taken.append(node.tail)
 
-    # -- giving up ----------------------------------------------------------------------------------------------
+    # -- giving up
 
     def _use(self, node: Node) -> None:
         self._clock += 1
@@ -335,7 +337,6 @@ class RadixCache:
             step.used = self._clock
 
     def _enlist(self, node: Node) -> None:
-        """Adds a leaf that no request reads to the heap of leaves whose pages may be evicted."""
         if is_idle_leaf(node):
             heapq.heappush(self._leaves, (node.used, next(self._order), node))
         if len(self._leaves) > 64 + 4 * self._size:
@@ -352,17 +353,17 @@ class RadixCache:
         return None
 
     def _shorten(self, leaf: Node, max_pages: int, pages: Slots, states: list[Slot]) -> None:
-        """Removes the state of a leaf, and up to `max_pages` pages from its end; adds them to `pages` and `states`."""
         first, wanted = self.complete(leaf.start), len(pages) + max_pages
         self._drop_state(leaf, pages, states)
-        if leaf.pages:  # of those whose tokens are all the leaf's, no state above can need any as its tail
+        if leaf.pages:  # all their tokens are the leaf's, so no state above needs one as its tail
             own = len(leaf.pages) + first - -(-leaf.start // self.page_size)
             pages.extend(leaf.pages.cut(max(min(own, wanted - len(pages)), 0)))
         while leaf.pages and len(pages) < wanted:
             self._let_go(leaf, first + len(leaf.pages) - 1, leaf.pages.cut(1)[0], pages)
         end = (first + len(leaf.pages)) * self.page_size + self.lookahead if leaf.pages else leaf.start
         leaf.tokens = leaf.tokens[: end - leaf.start].copy()
-        # With recurrent layers the rest of the leaf has no state after it, so no request can use it: evict it next.
+        # With recurrent layers no request can use the rest of the leaf without a state: evict it
+        # next.
         leaf.used = 0 if self.recurrent else leaf.used
         self._prune(leaf)
 
@@ -374,14 +375,17 @@ class RadixCache:
         self._drop_tail(node, pages)
 
     def _drop_tail(self, node: Node, pages: Slots) -> None:
-        """Lets go of the tail of a node without a state, unless a request reads it for a state further up."""
+        """Releases the tail of a node without a state, unless a request reads it for a state
+        further up.
+        """
         if node.tail is not None and not node.tail_readers:
             tail, node.tail = node.tail, None
             self._let_go(node, self.complete(node.end), tail, pages)
 
     def _let_go(self, node: Node, index: int, page: Slot, pages: Slots) -> None:
-        """Adds page `index`, which `node` has owned, to `pages`. But if a state above it ends in the middle of the page
-        and has no other tail, the page becomes its tail."""
+        """Adds page `index` of `node` to `pages`. If a state above ends in the middle of it and has
+        no other tail, the page becomes its tail instead.
+        """
         for step in node.path:
             if step.end <= index * self.page_size:
                 break
@@ -391,7 +395,6 @@ class RadixCache:
         pages.append(page)
 
     def _prune(self, node: Node, kept: Node | None = None) -> None:
-        """Removes nodes that keep nothing, from a node upwards; `kept`: not this one, if something is below."""
         while node.parent is not None and not (node.children or node.pages or node.state or node.tail or node.readers):
             parent, node.parent = node.parent, None
             del parent.children[node.first]
@@ -399,7 +402,7 @@ class RadixCache:
             node = parent
         if node.parent is None and not node.children:
             self._roots.pop(node.salt, None)
-        # Without recurrent layers the tokens above may have been used later than those below.
+        # Without recurrent layers, tokens above may have been used later than those below.
         if self.recurrent and node is not kept and node.join():
             self._size -= 1
         self._enlist(node)

@@ -1,8 +1,8 @@
-"""Takes a part of a radix tree away that no request may use again, while some requests still read it.
+"""Removes a bad part of the radix tree from matching while some requests still read it.
 
-The part stays where it is, so that locks and eviction go on as before. But its parent has it under a number below 0,
-which is no token, so that no walk along tokens finds it. Part of the tree's own code: it uses what the tree keeps to
-itself.
+The part stays in place, so locks and eviction go on as before. Its parent stores it under a
+negative number, which is no token, so no match finds it. This code uses private members of the
+tree.
 """
 
 import numpy as np
@@ -14,12 +14,12 @@ from hybridrt.mem_cache.prefix_tree.radix_node import Node, is_idle_leaf
 
 
 def drop(tree: RadixCache, tokens: np.ndarray, salt: str, *, whole: bool) -> CacheEntries:
-    """No later match finds the deepest entry on the path of a text [n] int32, nor anything below it: all of that was
-    computed from it. `whole`: nor the entries above it.
+    """Hides the deepest entry on the path of a text [n] int32, and all below, because it was
+    computed from the entry. `whole`: also hides the entries above.
 
     Returns:
-        The entries that no request reads, which are not the tree's any more. The others are evicted before all others,
-        once they are unlocked.
+        The entries that no request reads; the tree has given them up. The others are evicted first,
+            once they are unlocked.
     """
     found, _ = tree._descend(salt, tokens)
     path = [node for node in reversed(list(found.path)) if node.start < len(tokens)]
@@ -45,12 +45,11 @@ def drop(tree: RadixCache, tokens: np.ndarray, salt: str, *, whole: bool) -> Cac
 def _hide(tree: RadixCache, node: Node) -> None:
     assert node.parent is not None
     del node.parent.children[node.first]
-    node.first = -2 - next(tree._order)  # -1 stands for a token that no text has
+    node.first = -2 - next(tree._order)  # -1 marks a token that no text has
     node.parent.children[node.first] = node
 
 
 def _with_tail(tree: RadixCache, path: list[Node], top: Node) -> Node:
-    """`top`, or the first node on its path with a state that needs a page at or below `top` as its tail."""
     for node in path:
         owner = tree._tail_node(node) if node.state is not None else None
         if node is top or (owner is not None and top in owner.path):

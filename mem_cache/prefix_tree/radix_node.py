@@ -1,4 +1,4 @@
-"""A node of the radix tree in mem_cache/prefix_tree/radix_cache.py: its edge, and what is kept at its end."""
+"""A node of the radix tree: its edge, and the entries at the edge's end."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -10,34 +10,39 @@ from hybridrt.mem_cache.pools.slots import Slot, Slots
 
 
 class StateKind(IntEnum):
-    """Where in a text a state is: at the end of its prompt (on the grid), at the end of all of it, where prompts
-    part, or within an answer, left while it was decoded. States of one kind are used about equally often. One within an
-    answer becomes one of a prompt when a prompt needs it."""
+    """Where in a text a state is: at the end of its prompt (on the grid), at the end of the text,
+    at a fork, or within an answer. States of one kind are used about equally often. A state within
+    an answer becomes one of a prompt when a prompt needs it.
+    """
 
     PROMPT, END, FORK, ANSWER = range(4)
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One edge of the tree and what is kept at its end.
+    """One edge of the tree and the entries at its end.
 
     Attributes:
         tokens: [n] int32 of the edge.
         start: tokens on the path before the edge.
         pages: the complete pages of the edge, in order.
         state: the slot with the state after the last token.
-        tail: the page with the tokens after the last complete page, if a state is kept in the middle of a page.
+        tail: the page with the tokens after the last complete page, if a state is in the middle of
+            a page.
         readers: requests that read the path up to here.
         state_readers: requests that are about to read the state and the tail.
-        tail_readers: requests that are about to read this node's tail, or its first page, as the tail of their state.
+        tail_readers: requests that are about to read this node's tail, or its first page, as the
+            tail of their state.
         used: when the node was last matched or inserted.
         answer: tokens before the answer of the text that brought the edge.
-        first: the first token of the edge, under which the parent has the node. Below 0: no match finds the node.
+        first: the first token of the edge, the parent's key for the node. Below 0: no match finds
+            it.
         salt: of a root, whose prompts the tree holds.
-        base: GreedyDual's inflation when the state was last used. Its worth is that plus the tokens that it saves.
+        base: GreedyDual's inflation when the state was last used. Its worth is that plus the tokens
+            that it saves.
         hits: how often the state has been used.
         kind: where in a text the state is.
-        passed: the state was used once, and the request that used it has left a state further down its path.
+        passed: the state was used once, and its request has left a state further down.
         awaited: order of arrival of waiting requests that match the state.
     """
 
@@ -63,29 +68,27 @@ class Node:
 
     @property
     def end(self) -> int:
-        """Tokens on the path up to here."""
         return self.start + len(self.tokens)
 
     @property
     def hidden(self) -> bool:
-        """No match finds the node."""
         return any(node.first < 0 for node in self.path)
 
     @property
     def found(self) -> "list[Node]":
-        """The nodes below that matches find."""
         return [child for first, child in self.children.items() if first >= 0]
 
     @property
     def path(self) -> "Iterator[Node]":
-        """The node, its parent and so on; the root excepted."""
         node = self
         while node.parent is not None:
             yield node
             node = node.parent
 
     def cut(self, at: int, held: int) -> "Node":
-        """Cuts the edge after `at` tokens, within which `held` of its pages become complete. Returns the upper node."""
+        """Cuts the edge after `at` tokens, within which `held` of its pages become complete.
+        Returns the upper node.
+        """
         assert self.parent is not None
         upper = Node(self.tokens[:at], self.start, self.parent, used=self.used, answer=self.answer, first=self.first)
         self.parent.children[self.first] = upper
@@ -96,8 +99,9 @@ class Node:
         return upper
 
     def join(self) -> bool:
-        """Joins the edge of a node that is needed no longer with the one behind it, if there is one alone. True if that
-        was done: the node is out of the tree then."""
+        """Joins an unneeded node's edge with that of its only child. True if done: the node has
+        then left the tree.
+        """
         if self.parent is None or self.state or self.tail or self.readers or len(self.children) != 1:
             return False
         (below,) = self.children.values()
@@ -110,7 +114,6 @@ class Node:
 
 
 def in_common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many first elements of both are equal."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     first = int(differ.argmax()) if n else 0
@@ -118,8 +121,9 @@ def in_common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def left_answer(node: Node, known: int, asked: int) -> int:
-    """How many tokens of a cached answer a prompt misses: it shares at least one token of the answer, and differs from
-    it after `known` tokens."""
+    """Tokens of a cached answer after the place where a prompt leaves it: the prompt shares at
+    least one token of the answer and differs after `known` tokens.
+    """
     edges, end = [edge for edge in _edges_behind(node, known) if edge.answer < known], known
     while edges:
         edge = edges.pop()
@@ -129,13 +133,13 @@ def left_answer(node: Node, known: int, asked: int) -> int:
 
 
 def leaves_prompt(node: Node, known: int) -> bool:
-    """Whether another prompt goes on differently after `known` tokens. An answer that goes on there does not count:
-    the same conversation has left it."""
+    """True if another prompt goes on differently after `known` tokens. Answers do not count: the
+    same conversation has left them.
+    """
     return any(edge.answer > known for edge in _edges_behind(node, known))
 
 
 def _edges_behind(node: Node, known: int) -> Collection[Node]:
-    """The edges that go on after `known` tokens, the last of which are on the edge of `node`."""
     return [node] if known < node.end else node.found
 
 

@@ -1,4 +1,4 @@
-"""Which texts there have been, whether or not anything of them is still cached: to tell what eviction has cost."""
+"""Hashes of all texts so far, cached or not: they show what eviction has cost."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ MAX_BLOCKS = 65_536
 
 
 class SeenTexts:
-    """Hashes of the beginnings of texts, in blocks of BLOCK tokens; the latest MAX_BLOCKS of them."""
+    """Hashes of the beginnings of texts in blocks of BLOCK tokens; the latest MAX_BLOCKS of them."""
 
     def __init__(self) -> None:
         self._blocks = dict[int, None]()
@@ -16,7 +16,6 @@ class SeenTexts:
         self._blocks.clear()
 
     def note(self, tokens: np.ndarray, salt: str) -> None:
-        """There was a text of these tokens [n] int32."""
         for block in _hashes(tokens, salt):
             self._blocks.pop(block, None)
             self._blocks[block] = None
@@ -24,7 +23,7 @@ class SeenTexts:
             del self._blocks[next(iter(self._blocks))]
 
     def length(self, tokens: np.ndarray, salt: str) -> int:
-        """How many first tokens another text had, too, in whole blocks."""
+        """How many first tokens another text had too, in whole blocks."""
         count = 0
         for block in _hashes(tokens, salt):
             if block not in self._blocks:

@@ -1,29 +1,32 @@
-"""Which state a radix tree gives up first.
+"""The order in which a radix tree gives up states.
 
-States are ordered by GreedyDual (Cao and Irani 1997). All have one size. The cost of a state is the number of tokens
-that it saves, times how often states of its class were used, relative to the other classes. There are three classes
-(StateKind). A state at the end of a text serves requests whose prompt contains the whole answer. A state at the end of
-a prompt serves requests whose prompt leaves out the beginning of the answer. A state where prompts part serves all
-prompts that go on from there.
+States are ordered by GreedyDual (Cao and Irani 1997). All have one size. The cost of a state is the
+tokens that it saves, times how often states of its class (StateKind) were used, relative to the
+other classes. A state at the end of a text serves prompts that contain the whole answer. A state at
+the end of a prompt serves prompts that leave out the beginning of the answer. A state at a fork
+serves all prompts that go on from there.
 
-A state within one conversation is evicted first of all if one request has used it and has left a state further down.
+First of all, evict states of one conversation that one request has used and passed: it has left a
+state further down.
 
-The prompts of waiting requests are known, so the next uses of many states are known, too. States that waiting requests
-will use are evicted last. Among them, those go first that save few tokens, few requests, and requests that wait longest
-from now. If such a state is evicted, its requests count for the next state above it. So the state above is kept (of a
-system prompt, for example). A new state counts for all waiting requests that go on from it.
+The prompts of waiting requests are known, so some next uses are known. Evict the states that they
+await last. Among these, evict first the state with the lowest (tokens saved, number of waiting
+requests, how soon they run). The requests of an evicted state then count for the next state above,
+which is so kept (of a system prompt, for example). A new state counts for all waiting requests that
+go on from it.
 
-A prompt's state may evict any state for which no request waits. The exceptions are new states that save as many tokens:
-else each conversation would lose its state to the next one before its own next turn.
+A new state of a prompt may replace any state that no request awaits, except new ones that save as
+many tokens. Without the exception each conversation would lose its state to the next one before its
+own next turn.
 
-States within answers are evicted before all others, the oldest first, and do not count for what others save. Once a
-request starts from one or waits for it, it is like that of a prompt.
+States within answers are evicted before all others, oldest first, and do not reduce what others
+save. Once a request starts from one or awaits it, it counts as a prompt's.
 
-Value compared with least recently used: the mean hit rate of the four traces is 76.2% instead of
-68.6%. With 8 slots for cached states it is 60.7% instead of 50.6% if all requests come at once,
-and 83.3% instead of 81.5% at 60% load. With 80 slots it is 84.4% instead of 78.5% at once, and
-the same at 60% load. (python -m benchmarks.bench_policy --slots 1 2 5 20 --seeds 3 --rounds 1,
-and the same with `of` giving Node.used and `_gives_way` giving True.)
+Compared with least recently used, the mean hit rate of the four traces is 76.2% instead of 68.6%.
+With 8 slots for cached states it is 60.7% instead of 50.6% if all requests come at once, and 83.3%
+instead of 81.5% at 60% load. With 80 slots it is 84.4% instead of 78.5% at once, and the same at
+60% load. (python -m benchmarks.bench_policy --slots 1 2 5 20 --seeds 3 --rounds 1, and the same
+with `of` giving Node.used and `_gives_way` giving True.)
 """
 
 import heapq
@@ -38,15 +41,15 @@ from hybridrt.mem_cache.prefix_tree.radix_node import Node, StateKind, has_idle_
 from hybridrt.mem_cache.prefix_tree.waiting_texts import WaitingTexts
 
 AWAITED = 2.0**40  # above the worth of other states, and small enough for fractions of a token
-RECENT = 32  # matches and insertions of the tree: those of some eight requests
+RECENT = 32  # matches and insertions of the tree: about eight requests
 
 
 class NewState(NamedTuple):
-    """A state of a prompt that might be kept instead of another one.
+    """A new state of a prompt that may replace another one.
 
     Attributes:
-        saved: tokens between the state that the prompt starts from and this one; 0 for a state within an answer, which
-            takes the place of another one of its kind alone.
+        saved: tokens since the state that the prompt starts from; 0 for a state within an answer,
+            which replaces only states of its kind.
         arrivals: of waiting requests whose prompts go on from it.
     """
 
@@ -63,8 +66,9 @@ class StateClass:
 
     @property
     def share(self) -> float:
-        """The share that was used, with four used states added to both counts: the first few states then decide
-        nothing."""
+        """The share that was used. Four used states are added to both counts, so that the first few
+        states decide nothing.
+        """
         return (self.used + 4) / (self.made + 4)
 
 
@@ -74,7 +78,7 @@ class StateWorths:
     Attributes:
         waiting: the prompts of waiting requests.
         inflation: GreedyDual's L: the greatest worth of a state that was evicted.
-        admitted: the latest arrival that waits no longer.
+        admitted: the latest arrival that no longer waits.
         classes: by Node.kind.
         answers: nodes whose states are within answers, the oldest first.
     """
@@ -84,17 +88,17 @@ class StateWorths:
         self.inflation = 0.0
         self.admitted = 0
         self.classes = {kind: StateClass() for kind in StateKind}
-        self._best = 1.0  # the greatest share of a class that has states
-        self._awaited = dict[int, Node]()  # by arrival: the node of a waiting request's state
+        self._best = 1.0  # greatest share of a class that has states
+        self._awaited = dict[int, Node]()  # by arrival: the node of the awaited state
         self._order = count()
         self._states = dict[Node, None]()  # nodes that have a state
         self.answers = dict[Node, None]()
         self._heap: list[tuple[float, int, Node]] = []  # the others by worth; entries may be out of date
 
     def of(self, node: Node) -> float:
-        """GreedyDual's value of a node's state: the inflation at its last use (now, while the request that has left it
-        still runs), plus the tokens between the state before it and this one, weighted by how often states of its class
-        are used."""
+        """GreedyDual's value: inflation at the last use (now, while the request that left the state
+        runs) plus the tokens since the state before, weighted by how often the class is used.
+        """
         if node in self.answers or (node.passed and not node.awaited):
             return 0.0
         saved = saved_tokens(node)
@@ -104,7 +108,8 @@ class StateWorths:
         return base + saved * self.classes[node.kind].share / self._best
 
     def least(self, new: NewState | None, clock: int) -> Node | None:
-        """The node whose state goes first. None: no state is idle, or the least one must not make room for `new`.
+        """The node to lose its state first. None: no state is idle, or the least one must not give
+        way to `new`.
 
         Args:
             clock: of the tree, as Node.used.
@@ -125,7 +130,6 @@ class StateWorths:
         return None
 
     def enlist(self, node: Node) -> None:
-        """The worth of a node's state may have changed, or it may be evicted from here on."""
         if self._is_ranked(node):
             heapq.heappush(self._heap, (self.of(node), next(self._order), node))
         if len(self._heap) > 64 + 4 * len(self._states):
@@ -133,12 +137,13 @@ class StateWorths:
             heapq.heapify(self._heap)
 
     def made(self, nodes: Sequence[Node], tokens: np.ndarray, salt: str) -> None:
-        """Nodes of one path have got states, the highest first. Waiting requests that go on from there await them.
+        """Nodes of one path have got states, the highest first. Waiting requests that go on from
+        there await them.
 
         Args:
             tokens: [n] int32, those of the path and maybe more.
         """
-        for node in nodes:  # all are counted before any is worth something: a class's share depends on them
+        for node in nodes:  # all are counted first: the worths depend on the shares of classes
             self._states[node] = None
             node.base, node.hits, node.passed = self.inflation, 0, False
             if node.kind is StateKind.ANSWER:
@@ -150,14 +155,13 @@ class StateWorths:
             if node.kind is not StateKind.ANSWER:
                 self._rank(node)
         behind = self.waiting.behind_each([tokens[: node.end] for node in nodes], salt)
-        for node, arrivals in reversed(list(zip(nodes, behind))):  # a request awaits the deepest alone
+        for node, arrivals in reversed(list(zip(nodes, behind))):  # a request awaits only the deepest
             self._expected(node, arrivals)
 
     def _compare_classes(self) -> None:
         self._best = max((each.share for each in self.classes.values() if each.made), default=1.0)
 
     def _expected(self, node: Node, arrivals: Collection[int]) -> None:
-        """These waiting requests go on from a node that has got a state."""
         for arrival in arrivals:
             now = self._awaited.get(arrival)
             if now is None or now.end < node.end:
@@ -165,7 +169,6 @@ class StateWorths:
                 self.await_state(node, {arrival})
 
     def _rank(self, node: Node) -> None:
-        """A node's new state is one of those in order of worth."""
         before = state_before(node)
         if before is not None and before.hits == 1 and before.kind is not StateKind.FORK:
             before.passed = True
@@ -181,7 +184,6 @@ class StateWorths:
         return has_idle_state(node) and node.kind is not StateKind.ANSWER
 
     def _needed(self, node: Node) -> None:
-        """A request needs a node's state. If that is within an answer, it is like a prompt's from here on."""
         if node in self.answers:
             del self.answers[node]
             node.kind = StateKind.PROMPT
@@ -190,14 +192,12 @@ class StateWorths:
             self._rank(node)
 
     def used(self, node: Node) -> None:
-        """A request starts from a node's state."""
         self._needed(node)
         self.classes[node.kind].used += not node.hits
         self._compare_classes()
         node.base, node.passed, node.hits = self.inflation, False, node.hits + 1
 
     def left(self, node: Node) -> None:
-        """A request reads the path up to a node no longer."""
         state = next((step for step in node.path if step.state is not None), None)
         if state is not None:
             self.enlist(state)
@@ -213,27 +213,26 @@ class StateWorths:
             self.await_state(before, arrivals)
 
     def await_state(self, node: Node, arrivals: Collection[int]) -> None:
-        """These waiting requests, which await no state yet, will use that of a node."""
+        """These requests, which await no state yet, will use that of a node."""
         self._needed(node)
         node.awaited.update(arrivals)
         self._awaited |= dict.fromkeys(arrivals, node)
         self.enlist(node)
 
     def forget(self, arrival: int) -> None:
-        """A request awaits no state any more."""
         node = self._awaited.pop(arrival, None)
         if node is not None:
             node.awaited.discard(arrival)
             self.enlist(node)
 
     def _of_awaited(self, saved: int, arrivals: Collection[int]) -> float:
-        """The worth of a state that saves so many tokens to each of these waiting requests: tokens, divided by the
-        requests that are admitted until then."""
+        """Worth of a state that saves so many tokens to each of these requests: tokens / requests
+        that are admitted first.
+        """
         ahead = (max(arrival - self.admitted, 1) for arrival in sorted(arrivals))
         return AWAITED + max(saved * uses / n for uses, n in enumerate(ahead, 1))
 
     def _gives_way(self, node: Node, new: NewState, clock: int) -> bool:
-        """Whether a node's state may be evicted for a new one of a prompt."""
         if node.awaited or new.arrivals:
             return bool(new.arrivals) and self.of(node) < self._of_awaited(new.saved, new.arrivals)
         recent = node.kind is not StateKind.END and clock - node.used < RECENT
@@ -242,18 +241,18 @@ class StateWorths:
 
 
 def _is_read(node: Node) -> bool:
-    """Whether a request runs that has left the node's state: it reads the pages up to there or to the end of its
-    prompt."""
+    """True if the request that has left the state still runs: it reads the pages up to there or to
+    the end of its prompt.
+    """
     return bool(node.readers) or any(child.readers for child in node.children.values())
 
 
 def state_before(node: Node, within_answers: bool = False) -> Node | None:
-    """The next node above that has a state. `within_answers`: those within answers count, too."""
+    """The next node above that has a state. `within_answers`: count those within answers too."""
     above = (step for step in node.path if step is not node and step.state is not None)
     return next((step for step in above if within_answers or step.kind is not StateKind.ANSWER), None)
 
 
 def saved_tokens(node: Node) -> int:
-    """Tokens between the state before a node's and its own."""
     before = state_before(node)
     return node.end - (before.end if before else 0)

@@ -1,4 +1,4 @@
-"""Which prompts wait for admission: the next uses of cached states that are known."""
+"""Prompts that wait for admission: the known next uses of cached states."""
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
@@ -25,25 +25,21 @@ class WaitingTexts:
         return len(self._texts)
 
     def add(self, arrival: int, tokens: np.ndarray, salt: str) -> None:
-        """A prompt [n] int32 waits."""
         self._texts[arrival] = _Text(tokens, salt)
 
     def remove(self, arrival: int) -> None:
-        """It waits no longer."""
         self._texts.pop(arrival, None)
 
     def behind(self, tokens: np.ndarray, salt: str) -> set[int]:
-        """Arrivals of the prompts that begin with `tokens` [n] int32 and are longer."""
+        """Arrivals of the longer prompts that begin with `tokens` [n] int32."""
         return self._going_on(tokens, salt, self._texts)
 
     def behind_each(self, beginnings: Iterable[np.ndarray], salt: str) -> Iterator[set[int]]:
-        """`behind` of the beginnings of one text, each longer than the one before."""
         found: Collection[int] = self._texts
         for tokens in beginnings:
             yield (found := self._going_on(tokens, salt, found))
 
     def _going_on(self, tokens: np.ndarray, salt: str, arrivals: Collection[int]) -> set[int]:
-        """`behind`, of some arrivals."""
         size = len(tokens)
         last = tokens[-1] if arrivals else None
         return {
@@ -56,7 +52,7 @@ class WaitingTexts:
         }
 
     def partings(self, tokens: np.ndarray, salt: str) -> Iterator[int]:
-        """How many first tokens `tokens` [n] int32 has in common with each of the nearest prompts."""
+        """Length of the common prefix of `tokens` [n] int32 with each of the nearest prompts."""
         for i, text in enumerate(self._texts.values()):
             if i == NEAREST:
                 return

@@ -1,4 +1,4 @@
-"""What the runtime must know of a family of models: how its config.json is read, and which class builds it."""
+"""What a family is: fields of its config.json, how to read them, and its model class."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +15,9 @@ from hybridrt.kinds.mamba2 import Mamba2Config
 
 FamilyFields = dict[str, Any]
 
-# Kinds of layers by the names that files had before.
+# Older names of layer kinds.
 KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
-# Of Mamba-2, by the names that transformers gives them.
+# Fields of Mamba-2 under transformers' names.
 MAMBA2: FieldTypes = {
     **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_expand"), SIZE),
     "mamba_d_state": STATE,
@@ -31,7 +31,7 @@ MAMBA2_DEFAULTS: dict[str, Any] = {
     "mamba_d_conv": 4, "mamba_chunk_size": 256, "time_step_limit": (0.0, math.inf), "mamba_conv_bias": True,
     "mamba_proj_bias": False,
 }  # fmt: skip
-# Of layers that are a Gated Delta Net or attention, likewise.
+# Fields of models that mix Gated Delta Net and attention layers, under transformers' names.
 GDN: FieldTypes = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), SIZE),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), STATE),
@@ -42,7 +42,7 @@ GDN_DEFAULTS: dict[str, Any] = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4, "layer_types": None, "full_attention_interval": 4,
 }  # fmt: skip
-# Of families whose models in transformers rotate whole heads, whatever the factor is.
+# Whole heads are rotated, whatever the factor is, as in transformers.
 FULL_ROPE = FieldType(
     "an object whose partial_rotary_factor is 1 or null: this architecture rotates whole heads",
     lambda v: isinstance(v, Mapping) and v.get("partial_rotary_factor") in (None, 1),
@@ -54,24 +54,23 @@ class Family:
     """One family of models.
 
     Attributes:
-        model: "module:class" of its CausalLM. The class has the name that config.json gives the architecture.
-        fields: the values that the fields of its config.json may have: every field that the model or its plan reads.
-        describe: from the object that holds these fields to what the family decides of a ModelConfig: `layers`,
-            `linear`, `attention` and, where it has a prediction head, `mtp_layers`. Raises ConfigError.
+        model: "module:class" of its CausalLM. The class has the architecture's name.
+        fields: allowed values of every config.json field that the model or its plan reads.
+        describe: from an object with these fields to the family's part of a ModelConfig: `layers`,
+            `linear`, `attention` and, with a prediction head, `mtp_layers`. Raises ConfigError.
         model_type: what config.json must say, if it says any.
-        defaults: of fields that a config.json may leave out, as transformers' class has them. None and "auto" are left
-            to `derive`.
-        older: names that files may have for fields, which then win, unless they are null and the field may be so.
-        derive: fills fields in that follow from others, all of which have their types. Raises ConfigError.
-        read: (config.json's object, its path) to the object that `describe` takes, for a family that reads its fields
-            by itself: the four attributes above mean nothing then.
-        rewrite: (config.json's object, its path) to the object that is read, for a family whose files spell fields in
-            another way. Raises ConfigError.
+        defaults: for omitted fields, as in transformers. None and "auto" are left to `derive`.
+        older: older field names. They win, unless null where the field may be null.
+        derive: fills fields that follow from others, whose types are checked. Raises ConfigError.
+        read: (config.json's object, its path) to the object for `describe`, for a family with its
+            own reader. The four attributes above are unused then.
+        rewrite: (config.json's object, its path) to the object to read, for other spellings of
+            fields. Raises ConfigError.
         activation: hidden_act that the model implements.
         mtp_head: "module:class" of its multi-token-prediction head.
-        section: for a model of text and images: the object of config.json that describes its text part, the only part
-            that runs. It is read like the file of a text model.
-        image_tokens: fields of config.json that give the tokens in whose place images stand.
+        section: config.json's object of the text part of a model with images. Only the text part
+            runs.
+        image_tokens: config.json fields with the tokens that stand for images.
     """
 
     model: str
@@ -90,12 +89,11 @@ class Family:
 
     @property
     def architecture(self) -> str:
-        """Its name in config.json."""
         return self.model.partition(":")[2]
 
 
 def attention_config(hf: Any, rotary: bool = True, scale: float | None = None) -> AttentionConfig:
-    """Grouped-query attention by the names that transformers gives its fields; without rotary no positions."""
+    """Grouped-query attention from transformers' fields. Without `rotary`, no positions."""
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     check_heads(hf)
     rope = dict(hf.rope_parameters) if rotary else None
@@ -103,11 +101,12 @@ def attention_config(hf: Any, rotary: bool = True, scale: float | None = None) -
 
 
 def latent_attention(hf: Any, rotary: bool) -> AttentionConfig:
-    """Latent attention by the fields of `LATENT`. Its cache has one head, whose values are a part of its keys. Keys are
-    made for all heads: num_key_value_heads means nothing here."""
+    """Latent attention from the fields of `LATENT`. Its cache has one head, whose values are a part
+    of its keys. num_key_value_heads is ignored, because keys are made for all heads."""
     rope, rank = dict(hf.rope_parameters) if rotary else None, hf.kv_lora_rank
     if rope:
-        # Published files have the share of a whole head that is rotated, and qk_rope_head_dim is that part already.
+        # qk_rope_head_dim is the rotated part already. Published files have its share of the whole
+        # head.
         rope.pop("partial_rotary_factor", None)
     query_rank = getattr(hf, "q_lora_rank", None)
     latent = LatentConfig(rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim, query_rank)
@@ -118,8 +117,8 @@ def latent_attention(hf: Any, rotary: bool) -> AttentionConfig:
 
 
 def _yarn_scale(rope: Mapping[str, Any]) -> float:
-    """What scores are multiplied by where positions are stretched, if config.json asks for it (DeepSeek-V2, section
-    3.1.4)."""
+    """Multiplier of scores with stretched positions, if config.json asks for it (DeepSeek-V2,
+    section 3.1.4)."""
     weight, factor = rope.get("mscale_all_dim") or 0, rope.get("factor", 1)
     if not weight or rope.get("rope_type", "default") == "default":
         return 1.0
@@ -129,15 +128,15 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float:
 
 
 def derive_mamba2(fields: dict[str, Any], own: int | None = None) -> None:
-    """The size of a head where `MAMBA2_DEFAULTS` leave it open; `own` is the width of all heads where a family has a
-    field of it."""
+    """Derives the head size that `MAMBA2_DEFAULTS` leaves open. `own`: the width of all heads, if a
+    family has a field for it."""
     if fields["mamba_d_head"] == "auto":
         width = fields["mamba_expand"] * fields["hidden_size"] if own is None else own
         fields["mamba_d_head"] = width // fields["mamba_n_heads"]
 
 
 def mamba2_config(hf: Any, own: int | None = None) -> Mamba2Config:
-    """Mamba-2 by the fields of `MAMBA2`, and `own` as in `derive_mamba2`."""
+    """Mamba-2 from the fields of `MAMBA2`. `own` as in `derive_mamba2`."""
     width = hf.mamba_expand * hf.hidden_size if own is None else own
     if hf.mamba_n_heads * hf.mamba_d_head != width:
         raise ConfigError(
@@ -156,14 +155,14 @@ def mamba2_config(hf: Any, own: int | None = None) -> Mamba2Config:
 
 
 def derive_gdn(fields: dict[str, Any]) -> None:
-    """Attention in every fourth layer, or however many the file says, where it does not list the kinds."""
+    """Without a list of kinds: attention in every fourth layer, or at the file's interval."""
     if fields["layer_types"] is None:
         every, count = fields["full_attention_interval"], fields["num_hidden_layers"]
         fields["layer_types"] = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
 
 
 def derive_ffns(fields: dict[str, Any]) -> None:
-    """An MLP in the first layers, and experts in the others, where the file does not list them."""
+    """Without a list: an MLP in the first layers, experts in the others."""
     if fields["mlp_layer_types"] is None:
         dense = fields["first_k_dense_replace"]
         fields["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(fields["num_hidden_layers"])]
@@ -175,7 +174,7 @@ def ffns(hf: Any) -> list[str]:
 
 
 def gdn_config(hf: Any, beta_scale: float = 1.0) -> GDNConfig:
-    """Gated Delta Net by the names that transformers gives its fields."""
+    """Gated Delta Net from transformers' fields."""
     return GDNConfig(
         num_k_heads=hf.linear_num_key_heads,
         num_v_heads=hf.linear_num_value_heads,
@@ -189,7 +188,7 @@ def gdn_config(hf: Any, beta_scale: float = 1.0) -> GDNConfig:
 def interleaved(
     hf: Any, mixer: LinearConfig, attention: AttentionConfig, ffn: str | Sequence[str], full: Sequence[bool] = ()
 ) -> FamilyFields:
-    """What `Family.describe` returns for layers that hold attention where `full`, and `mixer` elsewhere.
+    """Result of `Family.describe`: attention in layers where `full`, `mixer` in the others.
 
     Args:
         ffn: "mlp" or "moe", of all layers or of each.
@@ -202,12 +201,11 @@ def interleaved(
 
 
 def current_kind(kind: Any) -> Any:
-    """A kind of layers by its present name."""
     return KINDS.get(kind, kind) if isinstance(kind, str) else kind
 
 
 def check_heads(hf: Any) -> None:
-    """ConfigError unless each KV head serves as many query heads as the others."""
+    """ConfigError unless each KV head serves equally many query heads."""
     if hf.num_attention_heads % hf.num_key_value_heads:
         raise ConfigError(
             f"num_attention_heads {hf.num_attention_heads} is no multiple of num_key_value_heads "
@@ -216,7 +214,7 @@ def check_heads(hf: Any) -> None:
 
 
 def check_experts(hf: Any, experts: int, chosen: int, where: object) -> None:
-    """ConfigError, which names `where`, unless a router can choose so many of the experts of a layer."""
+    """ConfigError, with `where`, unless a router can choose that many experts of a layer."""
     if not 1 <= chosen <= experts:
         raise ConfigError(f"{where}: num_experts_per_tok is {chosen}, but there are {experts} experts")
     groups, best = getattr(hf, "n_group", None), getattr(hf, "topk_group", None)
@@ -229,7 +227,8 @@ def check_experts(hf: Any, experts: int, chosen: int, where: object) -> None:
 
 
 def routed_experts(hf: Any) -> int:
-    """Experts of a layer among which a router chooses; 0 without."""
-    # n_routed_experts is last: only Nemotron-H reads it, and a file of another family may hold it beside its own.
+    """Experts that a layer's router chooses from; 0: none."""
+    # n_routed_experts is last: only Nemotron-H reads it, and files of other families may hold it
+    # too.
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((count for name in names if (count := getattr(hf, name, 0))), 0)

@@ -1,4 +1,4 @@
-"""Architectures to families: a table of those of this package, and those that other packages name in entry points."""
+"""Finds the family of an architecture, in this package or in an entry point."""
 
 from functools import cache
 
@@ -6,7 +6,7 @@ from hybridrt.base.errors import BackendError, UnsupportedModelError
 from hybridrt.base.plugins import Plugins
 from hybridrt.models.config.family import Family
 
-# A table and no scan of the folder: to read a config.json then imports one model and not all of them.
+# A table, so that reading a config.json imports only one model.
 PLACES = {
     "BailingHybridForCausalLM": "hybridrt.models.bailing_hybrid:FAMILY",
     "BailingMoeV3ForCausalLM": "hybridrt.models.bailing_hybrid:PUBLISHED",
@@ -35,7 +35,7 @@ PLACES = {
     "SwaSsmForCausalLM": "hybridrt.models.swa_ssm:FAMILY",
     "Zamba2ForCausalLM": "hybridrt.models.zamba2:FAMILY",
 }
-# Packages add families: an entry point of this group names a Family, "architecture = module:object".
+# Packages add a Family by an entry point of this group, "architecture = module:object".
 KNOWN_FAMILIES = Plugins("hybridrt.families", PLACES, "architecture", Family, UnsupportedModelError)
 
 

@@ -1,6 +1,6 @@
-"""Reads a Hugging Face config.json into a ModelConfig: what all families share.
+"""Reads a Hugging Face config.json into a ModelConfig: the part that all families share.
 
-The file is not trusted: fields are compared with `config_fields` before they are used. Code of a checkpoint is never
+The file is not trusted: `config_fields` checks fields before use. No code of a checkpoint is
 imported.
 """
 
@@ -19,12 +19,13 @@ from hybridrt.models.config.family_registry import family_of
 from hybridrt.models.config.read_fields import read_fields
 
 _GGUF = re.compile(r"[.\-_]gguf/?$", re.IGNORECASE)
-# Longest request of a model whose config.json sets no limit, because the model does not use positions.
+# The longest request if config.json sets no limit, for models without positions.
 UNLIMITED_POSITIONS = 2**20
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """Reads config.json (and generation_config.json for end-of-sequence ids) of a checkpoint directory.
+    """Reads config.json of a checkpoint directory, and end-of-sequence ids of
+    generation_config.json.
 
     Raises:
         ConfigError: no such directory, no config.json, or fields that cannot be used.
@@ -66,8 +67,8 @@ def read_model_config(path: Path) -> ModelConfig:
 
 
 def _text_part(raw: dict[str, Any], family: Family, file: Path) -> dict[str, Any]:
-    """The fields of the text part: of a model of text and images, those of its section, and of the whole file what
-    they leave out."""
+    """Fields of the text part. For a model with images: those of its section, completed from the
+    whole file."""
     if family.section is None:
         return raw
     text = raw.get(family.section)
@@ -82,13 +83,11 @@ def _text_part(raw: dict[str, Any], family: Family, file: Path) -> dict[str, Any
 
 
 def _image_tokens(raw: Mapping[str, Any], family: Family, file: Path) -> dict[int, str]:
-    """Tokens in whose place images stand, and the fields that name them."""
     check_fields(raw, dict.fromkeys(family.image_tokens, either(NULL, integer(0, 2**31 - 1))), file)
     return {raw[name]: name for name in family.image_tokens if raw.get(name) is not None}
 
 
 def _attentions(fields: FamilyFields) -> list[AttentionConfig]:
-    """The model's softmax attention, and that of layers that bring their own."""
     layers = (*fields["layers"], *fields.get("mtp_layers", ()))
     return [fields["attention"], *(a for layer in layers if isinstance(a := layer.attention, AttentionConfig))]
 
@@ -97,7 +96,7 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
     parameters = attention.rope or {}
     required = {"rope_theta", *parameters} if attention.rope is not None else set()
     check_fields({name: parameters.get(name) for name in required}, ROPE, f"{file}: rope_parameters")
-    # An odd number is rounded up to pairs, as in transformers.
+    # Odd numbers are rounded up to pairs, as in transformers.
     rotated, size = int(attention.rotary_dim * (parameters.get("partial_rotary_factor") or 1.0)), attention.rotary_dim
     if required and (rotated < 1 or rotated + rotated % 2 > size):
         raise ConfigError(
@@ -107,7 +106,7 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
 
 
 def _check_window(raw: Mapping[str, Any], fields: FamilyFields, file: Path) -> None:
-    """A window that the family does not know is no window that may be left out."""
+    """Refuses a window that the family does not implement."""
     asked = raw.get("sliding_window") is not None and raw.get("use_sliding_window") is not False
     if asked and all(attention.sliding_window is None for attention in _attentions(fields)):
         raise ConfigError(
@@ -117,7 +116,7 @@ def _check_window(raw: Mapping[str, Any], fields: FamilyFields, file: Path) -> N
 
 
 def _check_sizes(fields: FamilyFields, file: Path) -> None:
-    """Raises ConfigError for products of sizes that are too large although each size is allowed."""
+    """ConfigError if products of allowed sizes are too large."""
     widths = {"attention heads x head_dim": max(a.num_heads * a.head_dim for a in _attentions(fields))}
     for kind, linear in fields["linear"].items():
         widths |= {f"the width of {name} ({kind})": width for name, width in state_shape(linear).segments}
@@ -152,7 +151,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def refuse_gguf(name: str | Path) -> None:
-    """Raises UnsupportedModelError for a file or a repository that says by its name that it holds GGUF."""
+    """UnsupportedModelError if the name is that of a GGUF file or repository."""
     if _GGUF.search(str(name)):
         raise UnsupportedModelError(
             f"{name} is a model in the format GGUF, which hybridrt does not read: pass the checkpoint that it was made "
@@ -161,8 +160,7 @@ def refuse_gguf(name: str | Path) -> None:
 
 
 def _refuse_quantised_files(path: Path) -> None:
-    """Raises UnsupportedModelError for files that say, next to config.json or without one, that weights are
-    quantised."""
+    """UnsupportedModelError for files of quantised weights next to config.json, or without one."""
     if not any(path.glob("*.safetensors")):
         for found in sorted(path.glob("*.[gG][gG][uU][fF]"))[:1]:
             refuse_gguf(found)
@@ -181,7 +179,6 @@ def _refuse_quantised_files(path: Path) -> None:
 
 
 def _family(path: Path, raw: Mapping[str, Any]) -> Family:
-    """The family of the first architecture in the file."""
     try:
         return family_of((raw.get("architectures") or [""])[0])
     except UnsupportedModelError as e:
@@ -195,8 +192,7 @@ def _family(path: Path, raw: Mapping[str, Any]) -> Family:
 
 
 def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids. generation_config.json overrides config.json: chat models list their end-of-turn ids
-    there."""
+    """generation_config.json overrides config.json, because chat models list end-of-turn ids there."""
     file = path / "generation_config.json"
     generation = read_object(file) if file.exists() else {}
     check_fields(generation, EOS, file)

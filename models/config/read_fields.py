@@ -1,5 +1,7 @@
-"""Reads the fields of a config.json as transformers' configuration classes do, with their defaults, older names and
-derived fields. transformers itself is not imported: that takes seconds, and its defaults may change."""
+"""Reads config.json fields as transformers does, with defaults, older names and derived fields.
+
+It does not import transformers, which takes seconds and may change its defaults.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +14,14 @@ from hybridrt.models.config.family import Family, current_kind
 
 # Lists with an entry for each layer.
 LAYER_LISTS = {"layer_types", "layers_block_type", "mlp_layer_types"}
-# Defaults of fields that others say. The file may say them too, or null.
+# Defaults that `derive` replaces. A file may give them too.
 OPEN = (None, "auto")
-# Scaled rotary embeddings that start from the length of the training.
+# Scaled rotary embeddings that start from the training length.
 SCALED_FROM_LENGTH = ("llama3", "longrope", "yarn")
 
 
 def read_fields(raw: Mapping[str, Any], family: Family, file: Path) -> SimpleNamespace:
-    """What `Family.describe` takes: the fields of config.json's object, and those that it leaves out.
+    """The object for `Family.describe`: the fields of config.json, with defaults.
 
     Raises:
         ConfigError: the file is of another type of model, or fields cannot be used.
@@ -39,7 +41,7 @@ def read_fields(raw: Mapping[str, Any], family: Family, file: Path) -> SimpleNam
     for name in (LAYER_LISTS | {"mtp_layers_block_type"}) & family.fields.keys():
         if isinstance(kinds := fields.get(name), list):
             fields[name] = [current_kind(kind) for kind in kinds]
-    # What a default leaves open may be left open in the file as well: `derive` fills it in.
+    # A field with an open default may be open in the file too.
     left = {name for name, value in family.defaults.items() if value in OPEN and fields[name] in (None, value)}
     check_fields({k: v for k, v in fields.items() if k not in left}, family.fields, file)
     try:
@@ -61,7 +63,7 @@ def _derive(fields: dict[str, Any], family: Family) -> None:
 
 
 def _rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """One object of all that files say about rotary embeddings, in one place or in four."""
+    """Merges rope_parameters, rope_scaling, rope_theta and partial_rotary_factor into one dict."""
     check_fields(fields, dict.fromkeys(("rope_parameters", "rope_scaling"), either(NULL, OBJECT)), "rope")
     rope = dict(fields.pop("rope_scaling", None) or fields["rope_parameters"] or {})
     if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:

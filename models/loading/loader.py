@@ -1,4 +1,4 @@
-"""Fills a model: from safetensors, a tensor at a time, or with seeded random numbers."""
+"""Fills a model from safetensors, one tensor at a time, or with seeded random numbers."""
 
 import re
 from collections import Counter
@@ -15,19 +15,19 @@ from hybridrt.models.base import MTP_KEYS, CausalLM
 from hybridrt.models.loading.weight_files import equal_tensors, keys_of
 from hybridrt.models.loading.weight_reader import read_tensors
 
-# Frequencies of rotary embeddings, which older versions of transformers saved: they follow from config.json.
+# Rotary frequencies, saved by older transformers. They follow from config.json.
 FREQUENCIES = r".*rotary_emb\.inv_freq"
 
 
 def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[str]:
-    """Streams a checkpoint into the model; peak memory is the model, what is read ahead, and one tensor.
+    """Streams a checkpoint into the model. Peak memory: the model, what is read ahead, one tensor.
 
     Returns:
-        The keys that the model skips by its own rule.
+        The keys that the model skips on purpose.
 
     Raises:
-        CheckpointError: no weights, an unreadable shard, a key that nothing consumes, a parameter that nothing
-            fills or that two keys fill, a shape that does not fit. It lists the offenders.
+        CheckpointError: no weights, an unreadable shard, keys without a target, parameters that no
+            key or two keys fill, or wrong shapes. It lists the offenders.
     """
     targets = model.checkpoint_map()
     if model.mtp is not None:
@@ -52,8 +52,8 @@ def load_weights(model: CausalLM, path: Path, progress: bool = False) -> list[st
 
 
 def has_own_head(path: Path) -> bool:
-    """True if a checkpoint stores an output head that differs from its embedding: whatever config.json says about
-    tying, the two are not one then. (Equal ones are a tied matrix that was written twice.)"""
+    """True if a checkpoint's output head differs from its embedding. They are not tied then,
+    whatever config.json says. Equal ones are a tied matrix written twice."""
     files = {key: file for file, keys in _shards(path).items() for key in keys}
     ends = (
         r"(lm_head|model(\.language_model)?\.embed_tokens|model\.word_embeddings|(model|backbone)\.embeddings?)\.weight"
@@ -77,7 +77,7 @@ def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]
     missing = sorted(wanted - named)
     left_over = sorted(key for key in named - wanted if not _skipped(model, key, wanted))
     if model.config.tie_word_embeddings and "lm_head.weight" in left_over:
-        left_over.remove("lm_head.weight")  # some writers store the tied matrix twice
+        left_over.remove("lm_head.weight")  # some writers store a tied matrix twice
         model.skipped_keys = (*model.skipped_keys, r"lm_head\.weight")
     problems = []
     if missing:
@@ -89,7 +89,7 @@ def _check_keys(model: CausalLM, path: Path, wanted: set[str], present: set[str]
 
 
 def _shards(path: Path) -> dict[Path, list[str]]:
-    """Keys of each safetensors file; the index, where there is one, must agree with the files."""
+    """Keys of each safetensors file. They must agree with the index, if there is one."""
     index = path / "model.safetensors.index.json"
     if index.exists():
         return _indexed_shards(index)
@@ -114,8 +114,8 @@ def _indexed_shards(index: Path) -> dict[Path, list[str]]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each key. The names are checked, not what they resolve to: a hub snapshot's files are symbolic links
-    that leave its directory."""
+    """The file of each key. Only names are checked: files of a hub snapshot are symbolic links to
+    elsewhere."""
     weight_map = read_object(index, CheckpointError, INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
@@ -131,7 +131,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    """A file name without a way to another directory, on any platform."""
+    """A file name that leads to no other directory, on any platform."""
     return name.endswith(".safetensors") and not set(name) & set("/\\:\0")
 
 
@@ -142,7 +142,7 @@ def _some(names: list[str], limit: int = 8) -> str:
 
 @torch.no_grad()
 def fill_dummy(model: nn.Module, seed: int) -> None:
-    """Seeded random weights, drawn on the device, in ranges that keep activations and states finite.
+    """Fills in seeded random weights whose activations and states stay finite.
 
     Raises:
         ConfigError: a parameter's `dummy` names no way to fill it.

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: their tensors by name."""
+"""Tensors of a checkpoint's safetensors files by name."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from hybridrt.base.files import WEIGHTS_HEADER_BYTES
 from hybridrt.base.files_safetensors import DamagedFileError, TensorFile
 
 Shards = dict[Path, list[str]]
-_COMPARED = 1 << 24  # bytes of two tensors that are compared at a time
+_COMPARED = 1 << 24  # bytes of each tensor compared at a time
 
 
 def keys_of(file: Path) -> list[str]:
@@ -25,7 +25,7 @@ def keys_of(file: Path) -> list[str]:
 
 
 def equal_tensors(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
-    """Whether two tensors (file, name) have the same dtype, shape and bytes. Little of them is in memory at a time.
+    """Whether two tensors (file, name) have equal dtype, shape and bytes. Compares block by block.
 
     Raises:
         CheckpointError: one cannot be read.
@@ -44,7 +44,7 @@ def equal_tensors(first: tuple[Path, str], second: tuple[Path, str]) -> bool:
 
 
 def tensors_of(shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of all files, file by file, in main memory of their own.
+    """All tensors, file by file, as copies in main memory.
 
     Raises:
         CheckpointError: a tensor cannot be read, or the file was changed meanwhile.
@@ -56,7 +56,7 @@ def tensors_of(shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[TensorFile]:
-    """An open file. Whatever is wrong with it, or changes before the end, is a CheckpointError."""
+    """An open file. CheckpointError if it is damaged, or changes before the end."""
     try:
         with TensorFile(file, WEIGHTS_HEADER_BYTES) as f:
             yield f

@@ -1,8 +1,7 @@
-"""Reads all tensors of safetensors files: for a GPU in blocks by several threads, through pinned memory.
+"""Reads all tensors of safetensors files; for a GPU by several threads, through pinned memory.
 
-One thread that reads and copies is slow. Here READERS threads read blocks of BLOCK bytes, each into pinned memory of
-its own, from where a copy takes them to the device. The tensors come in order; those after them are read meanwhile, up
-to AHEAD bytes.
+One thread is slow. READERS threads read blocks of BLOCK bytes into their pinned memory, from which
+copies go to the device. Tensors come in order; up to AHEAD bytes are read ahead.
 """
 
 import os
@@ -22,12 +21,12 @@ from hybridrt.base.files_safetensors import DTYPES, DamagedFileError, Entry, Ten
 from hybridrt.models.loading.weight_files import Shards, opened, tensors_of
 
 READERS, BLOCK, AHEAD = 8, 32 << 20, 2 << 30
-SMALL = 1 << 20  # bytes; smaller tensors stay in main memory: what is made of them is computed there
+SMALL = 1 << 20  # bytes; smaller tensors stay in main memory and are converted there
 
 
 def read_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of all files, file by file. For a GPU large ones come on the device, where their memory is lent
-    until the next is asked for.
+    """All tensors, file by file. For a GPU large ones are on the device, valid until the next
+    tensor is requested.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -36,11 +35,11 @@ def read_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, to
 
 
 def staged_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `read_tensors`, for any device, with threads."""
+    """`read_tensors` with threads, for any device."""
     with _Readers(device) as readers, ExitStack() as files:
         waiting: deque[tuple[str, int, Callable[[], torch.Tensor]]] = deque()
         ahead = 0
-        sources = [files.enter_context(opened(file)) for file in shards]  # at the end each must be as it is here
+        sources = [files.enter_context(opened(file)) for file in shards]  # checks at the end that files did not change
         for held, keys in zip(sources, shards.values()):
             for entry in sorted((held.entry(key) for key in keys), key=lambda entry: entry.start):
                 waiting.append((entry.key, entry.size, readers.read(held, entry)))
@@ -55,12 +54,9 @@ def staged_tensors(shards: Shards, device: torch.device) -> Iterator[tuple[str, 
 
 
 class _Readers(AbstractContextManager["_Readers"]):
-    """Threads that read tensors to a device."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One stream for the copies and for what is done with them: memory that is lent again is written after its last
-        # use.
+        # One stream for copies and their uses, so that reused memory is written after its last use.
         self._in_stream = current_stream(device)
         self._local, self._files = threading.local(), ExitStack()
         self._pool = ThreadPoolExecutor(READERS, "weights")
@@ -70,7 +66,7 @@ class _Readers(AbstractContextManager["_Readers"]):
         self._files.close()
 
     def read(self, file: TensorFile, entry: Entry) -> Callable[[], torch.Tensor]:
-        """Begins to read a tensor; what it returns waits for it."""
+        """Begins to read a tensor. Returns a function that waits for it."""
         device = self._device if entry.size >= SMALL else torch.device("cpu")
         flat = torch.empty(entry.size, dtype=torch.uint8, device=device)
         blocks = [(at, min(at + BLOCK, entry.size)) for at in range(0, entry.size, BLOCK)]
@@ -78,7 +74,7 @@ class _Readers(AbstractContextManager["_Readers"]):
         return lambda: _joined(file.path, entry, flat.view(DTYPES[entry.dtype]).view(entry.shape), reads)
 
     def _block(self, source: TensorFile, start: int, into: torch.Tensor) -> None:
-        """In a reader's thread: bytes of a file from `start` on."""
+        """In a reader's thread: reads bytes of a file from `start`."""
         file, size = self._file(source), into.numel()
         if not into.is_cuda:
             return _fill(file, start, into)
@@ -86,7 +82,7 @@ class _Readers(AbstractContextManager["_Readers"]):
             staging = self._staging()[:size]
             _fill(file, start, staging)
             into.copy_(staging, non_blocking=True)
-            record_event(into.device).synchronize()  # this thread's staging memory is free again
+            record_event(into.device).synchronize()  # until this thread's staging memory is free
 
     def _staging(self) -> torch.Tensor:
         """[BLOCK] bytes of pinned memory of this thread."""
@@ -95,7 +91,7 @@ class _Readers(AbstractContextManager["_Readers"]):
         return self._local.staging
 
     def _file(self, source: TensorFile) -> int:
-        """A descriptor of this thread: the system reads ahead by descriptor."""
+        """A descriptor of this thread, because the system reads ahead by descriptor."""
         files: dict[TensorFile, int] = self._local.__dict__.setdefault("files", {})
         if source not in files:
             files[source] = source.again()
@@ -104,7 +100,7 @@ class _Readers(AbstractContextManager["_Readers"]):
 
 
 def _fill(file: int, start: int, into: torch.Tensor) -> None:
-    """Reads [n] bytes from `start` on into main memory."""
+    """Reads [n] bytes from `start` into main memory."""
     found: Any = into.numpy()
     os.posix_fadvise(file, start, into.numel(), os.POSIX_FADV_WILLNEED)
     read_exactly(file, start, memoryview(found))

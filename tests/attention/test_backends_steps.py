@@ -13,6 +13,7 @@ from hybridrt.kernels.core.chunk_plan import plan_chunks
 from tests.attention.test_backends_verify import MODELS, oracle, random_tokens
 from tests.support.by_hand import ByHand, Row, assert_close
 from tests.support.checkpoints import CheckpointStore, has_replay
+from tests.support.levels import sweep
 from tests.support.tree_paths import ancestry
 
 MODES = (("classic", 1), ("intermediate", 4), ("replay", 1), ("replay", 4))
@@ -37,7 +38,7 @@ def pages(hand: ByHand, row: Row) -> set[int]:
     return {int(table[row.computed + i]) // hand.plan.page_size for i in range(len(row.tokens))}
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), STEPS)
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5))
 def test_a_step_touches_only_its_own_rows(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Decode, verify and extend steps with padding rows: no byte of another slot, row or page changes, and what the
     padding rows give is finite."""
@@ -68,7 +69,7 @@ def test_a_step_touches_only_its_own_rows(name: str, mode: str, tokens: int, che
             break  # extend rows of one request come before its decode rows
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), STEPS)
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5))
 def test_scratch_stays_finite(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     hand, _ = started(checkpoints[name].path, mode, tokens, {3: 5})
     for step in range(20):
@@ -89,7 +90,7 @@ def test_rejected_drafts_leave_the_state_alone(name: str, checkpoints: Checkpoin
     assert_close(hand.state(1, 6), before, 0.0)
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), STEPS)
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5))
 def test_idle_steps_give_empty_tensors(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     hand, _ = started(checkpoints[name].path, mode, tokens, {1: 3})
     before = hand.snapshot()
@@ -99,7 +100,7 @@ def test_idle_steps_give_empty_tensors(name: str, mode: str, tokens: int, checkp
     assert not any(hand.touched(before).values())
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), STEPS)
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5))
 def test_mixed_batch_equals_rows_alone(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Two decode (or verify) rows, a new prompt, a later chunk and a last chunk of one token."""
     lengths = {1: 6, 2: 17, 3: 20, 4: 5}
@@ -125,7 +126,7 @@ def test_mixed_batch_equals_rows_alone(name: str, mode: str, tokens: int, checkp
         assert_close(hand.state(row.row, length), alone.state(row.row, length))
 
 
-@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, mode, tokens in STEPS if tokens == 1])
+@pytest.mark.parametrize(("name", "mode"), sweep([(name, mode) for name, mode, tokens in STEPS if tokens == 1], 5))
 def test_prefill_then_decode_equals_longer_prefill(name: str, mode: str, checkpoints: CheckpointStore) -> None:
     """Logits, recurrent state, conv window and KV, wherever prefill ends and decoding begins."""
     tokens = random_tokens(torch.Generator().manual_seed(6), 36)
@@ -141,7 +142,7 @@ def test_prefill_then_decode_equals_longer_prefill(name: str, mode: str, checkpo
         assert_close(hand.state(2, len(tokens)), whole.state(2, len(tokens)), 2e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sweep(MODELS, 3))
 def test_chunked_prefill_equals_whole_prefill(name: str, checkpoints: CheckpointStore) -> None:
     """States too, for chunk ends on both sides of the scan's own chunks."""
     tokens = random_tokens(torch.Generator().manual_seed(6), 80)
@@ -166,7 +167,7 @@ def test_prompt_chunks_leave_the_ring_empty(name: str, checkpoints: CheckpointSt
     assert int(hand.mamba.ring_length[1]) == 1
 
 
-@pytest.mark.parametrize(("name", "mode", "tokens"), STEPS)
+@pytest.mark.parametrize(("name", "mode", "tokens"), sweep(STEPS, 5))
 def test_a_new_tenant_sees_nothing_of_the_last(name: str, mode: str, tokens: int, checkpoints: CheckpointStore) -> None:
     """Row, slot, ring and pages of a request that decoded for a while go to another one."""
     hand, _ = started(checkpoints[name].path, mode, tokens, {1: 30})
@@ -242,7 +243,7 @@ def test_metadata_of_a_mixed_step(checkpoints: CheckpointStore) -> None:
     batch = hand.batch([Row(3, 3, [5])], [Row(4, 0, [5] * 18), Row(2, 20, [6] * 15)])
     linear = hand.backend.linear_attn_backend
     linear.prepare(batch)
-    step = linear.begin(batch)
+    step = linear.begin_step(batch)
     mixed = step.extends[16]
     assert step.decode.buffers.state_slots.tolist() == [hand.slot(3)]
     assert mixed.write_state_slots.tolist() == [hand.slot(4), hand.slot(2)] == mixed.read_state_slots.tolist()
@@ -252,7 +253,7 @@ def test_metadata_of_a_mixed_step(checkpoints: CheckpointStore) -> None:
     assert mixed.prompts.plan.seq_idx.tolist() == [0, 0, 1, 1]
     assert mixed.prompts.query_start_loc.tolist() == [0, 18, 33]
     assert step.decode.buffers.start_positions.tolist() == [3]
-    decode, extend = (linear.begin(linear.restrict_to_phase(batch, decode=decode)) for decode in (True, False))
+    decode, extend = (linear.begin_step(linear.restrict_to_phase(batch, decode=decode)) for decode in (True, False))
     assert (decode.num_tokens, extend.num_tokens, step.num_tokens) == (1, 33, 34)
 
 
@@ -265,7 +266,7 @@ def test_padding_rows_get_slot_minus_one(where: str, checkpoints: CheckpointStor
     batch = hand.batch(rows, padding=2) if where == "decode" else hand.batch((), rows, padding=2)
     linear = hand.backend.linear_attn_backend
     linear.prepare(batch)
-    step = linear.begin(batch)
+    step = linear.begin_step(batch)
     slots = step.decode.buffers.state_slots if where == "decode" else step.extends[16].write_state_slots
     assert slots.tolist() == [hand.slot(1), hand.slot(2), -1, -1]
 

@@ -36,7 +36,7 @@ def log(monkeypatch):
 
 
 def run(branch, log):
-    with branch.beside():
+    with branch.side_stream():
         log.append(f"first on {torch.cuda.current_stream().name}")
     log.append(f"second on {torch.cuda.current_stream().name}")
     branch.join()

@@ -70,14 +70,14 @@ def test_a_conversation_with_commands(tmp_path: Path, capsys: pytest.CaptureFixt
     talk, model = repl(*HI)
     file = tmp_path / "talk.json"
     for text in ("/system Be brief.", "hello\nyou", f"/save {file}", "/reset", " /etc is a directory?"):
-        talk.take(text)
+        talk.answer_line(text)
     assert shown(model.asked[0]) == [("system", "Be brief."), ("user", "hello\nyou")]
     assert shown(model.asked[1]) == [("system", "Be brief."), ("user", "/etc is a directory?")]
     captured = capsys.readouterr()
     assert captured.out == "Hi there\nHi there\n"
     assert "2 tokens, 10.0 tokens/s, 4 of 8 prompt tokens cached" in captured.err
-    talk.take(f"/load {file}")
-    talk.take("/system")
+    talk.answer_line(f"/load {file}")
+    talk.answer_line("/system")
     assert shown(talk.turns) == [("user", "hello\nyou"), ("assistant", "Hi there")]
     assert json.loads(file.read_text())["messages"][0] == {"role": "system", "content": "Be brief."}
     assert file.stat().st_mode & 0o077 == 0 and [f.name for f in tmp_path.iterdir()] == ["talk.json"]
@@ -85,21 +85,21 @@ def test_a_conversation_with_commands(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_reasoning_is_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
     talk, _ = repl(Piece(reasoning="Hm"), Piece(reasoning="."), Piece("Yes"))
-    talk.take("so?")
+    talk.answer_line("so?")
     assert talk.turns[-1] == Turn("assistant", "Yes", "Hm.")
     assert capsys.readouterr().out == "Hm.\n\nYes\n"
 
 
 def test_an_interrupt_keeps_what_was_said_and_a_failure_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     talk, _ = repl(Piece("He"), KeyboardInterrupt())
-    talk.take("a")
+    talk.answer_line("a")
     assert shown(talk.turns) == [("user", "a"), ("assistant", "He")]
     silent, _ = repl(KeyboardInterrupt())
-    silent.take("a")
+    silent.answer_line("a")
     assert silent.turns == [] and "stopped" in capsys.readouterr().err
     failing, _ = repl(Piece("He"), RequestError("too long"))
     with pytest.raises(RequestError):
-        failing.take("a")
+        failing.answer_line("a")
     assert failing.turns == [] and capsys.readouterr().out.endswith("He\n")
 
 
@@ -109,7 +109,7 @@ def test_ctrl_c_again_while_an_answer_ends_is_not_heard(monkeypatch: pytest.Monk
     for name in ("end_answer", "note"):
         real = getattr(Screen, name)
         monkeypatch.setattr(Screen, name, lambda *args, real=real: (signal.raise_signal(signal.SIGINT), real(*args)))
-    talk.take("a")
+    talk.answer_line("a")
     assert shown(talk.turns) == [("user", "a"), ("assistant", "He")]
     keys = Mock(side_effect=["/reset", KeyboardInterrupt, None])
     talk._reader = SimpleNamespace(read=keys, interactive=False)  # type: ignore[assignment]
@@ -133,7 +133,7 @@ def test_ctrl_c_again_while_an_answer_ends_is_not_heard(monkeypatch: pytest.Monk
 def test_what_is_mistyped_is_an_error(text: str, error: str) -> None:
     talk, model = repl()
     with pytest.raises(RequestError, match=error):
-        talk.take(text)
+        talk.answer_line(text)
     assert talk.turns == [] and model.asked == []
 
 
@@ -159,14 +159,14 @@ def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
     with pytest.raises(RequestError, match=error):
         load(file)
     with pytest.raises(RequestError, match="choose another name"):
-        talk.take(f"/save {file}")
+        talk.answer_line(f"/save {file}")
     assert file.read_bytes() == content
 
 
 def test_what_cannot_be_saved_is_said_in_the_users_words(tmp_path: Path) -> None:
     talk, _ = repl()
     with pytest.raises(FileNotFoundError) as error:
-        talk.take(f"/save {tmp_path / 'none' / 'talk.json'}")
+        talk.answer_line(f"/save {tmp_path / 'none' / 'talk.json'}")
     assert error.value.filename == str(tmp_path / "none" / "talk.json")
     nothing: Any = None
     with pytest.raises(RequestError, match="nothing was said yet"):
@@ -247,7 +247,7 @@ Repl(Model(), make_reader(list(COMMANDS)), Screen()).run()
 """
 
 
-@pytest.mark.parametrize("term", ["xterm", "dumb"])
+@pytest.mark.parametrize("term", ["xterm", pytest.param("dumb", marks=pytest.mark.slow)])
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(term: str, tmp_path: Path) -> None:
     terminal = Terminal("-c", LOOP, TERM=term, XDG_STATE_HOME=str(tmp_path))
     terminal.wait_for("Ctrl-D ends.")

@@ -24,7 +24,7 @@ class Compiler:
     def __init__(self, *asked: Any) -> None:
         Compiler.asked = asked
 
-    def begin(self, gpu: GPUFacts) -> None:
+    def start_compiling(self, gpu: GPUFacts) -> None:
         Compiler.gpu = gpu
 
     def wait(self) -> CompileReport:

@@ -313,6 +313,7 @@ def test_text_has_the_form_that_options_ask_for(tmp_path: Path) -> None:
         assert result.exit_code == 2 and text in result.stderr and "structured_outputs" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_leaves_no_traceback(tiny: Path) -> None:
     process = start(tiny, "--token-ids", "5 6", "--max-tokens", "4000")
     assert process.stdout is not None and process.stderr is not None

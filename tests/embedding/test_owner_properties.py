@@ -65,7 +65,7 @@ class Host:
 
     def admit(self, row: int, slot: int) -> None:
         self.owners.check_free(int32s(row), int32s(slot))
-        self.owners.admit(int32s(row), int32s(slot))
+        self.owners.admit_rows(int32s(row), int32s(slot))
         self.memory.admit(row, slot)
 
     def write(self, row: int, index: int, page: int) -> None:
@@ -88,7 +88,7 @@ class Host:
             self.batches.append(use)
 
     def prepare(self, use: StepUse) -> None:
-        self.owners.check(use)
+        self.owners.check_step(use)
         if [self.memory.position[row] for row in use.lines.tolist()] != use.starts.tolist():
             return  # its states stand elsewhere, which is another check
         self.owners.prepared(use)

@@ -19,6 +19,7 @@ from hybridrt.runtime.step.plan import StepPlan
 from tests.engine.test_prefix_states import rig_with_cache
 from tests.support.cache_ledger import check_cache
 from tests.support.engine_harness import VOCAB, Rig
+from tests.support.levels import sweep
 from tests.support.mock_executor import tokens_alone
 
 PROMPT, COUNT, GRID = [3, 1, 4, 1, 5, 9], 40, 4
@@ -50,8 +51,10 @@ def states(rig: Rig, kind: StateKind = StateKind.ANSWER) -> list[int]:
     return sorted(node.end for node in nodes if node.state is not None and node.kind is kind)
 
 
-@pytest.mark.parametrize("replay", [False, True])
-@pytest.mark.parametrize("drafts, overlap, page_size", [(0, True, 1), (0, False, 4), (3, True, 1), (3, False, 4)])
+@pytest.mark.parametrize(
+    ("drafts", "overlap", "page_size", "replay"),
+    sweep([(*way, r) for way in ((0, True, 1), (0, False, 4), (3, True, 1), (3, False, 4)) for r in (False, True)], 7),
+)
 def test_wherever_a_history_leaves_an_answer_the_grid_bounds_what_is_computed_again(
     drafts: int, overlap: bool, page_size: int, replay: bool
 ) -> None:
@@ -171,8 +174,7 @@ def test_main_memory_and_sessions_have_none() -> None:
     assert [length for length, _ in store.path(text[:30], "")[1]] == [4, 29]
 
 
-@settings(deadline=None)
-@given(
+TURNS = given(
     cuts=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=1, max_size=6),
     slots=st.integers(2, 12),
     drafts=st.sampled_from([0, 3]),
@@ -183,9 +185,14 @@ def test_main_memory_and_sessions_have_none() -> None:
     late=st.integers(0, 2),
     at_once=st.sampled_from([1, AT_ONCE]),
 )
-def test_any_turns_get_what_they_get_alone(
-    cuts: list[tuple[int, int]], slots: int, at_once: int, host: Any, **config: Any
-) -> None:
+
+
+@pytest.mark.parametrize("examples", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_any_turns_get_what_they_get_alone(examples: int) -> None:
+    settings(max_examples=examples, deadline=None)(TURNS(play_turns))()
+
+
+def play_turns(cuts: list[tuple[int, int]], slots: int, at_once: int, host: Any, **config: Any) -> None:
     """Each turn keeps some of the text of the last one. The rig checks the ledgers after every step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answer_states, "AT_ONCE", at_once)

@@ -62,7 +62,7 @@ class Device(Bench):
             self.scheduler.add(r)
 
     def complete(self, step: ScheduledStep) -> None:
-        self.now += seconds(StepWork.of(step.plan))
+        self.now += seconds(StepWork.from_plan(step.plan))
         super().complete(step)
 
     def join(self, arrival: int, prompt: int) -> None:
@@ -72,7 +72,7 @@ class Device(Bench):
 
 
 def decoding(rows: int) -> DecodeRows:
-    return DecodeRows.of([DecodeRow(i + 1, 500, 3) for i in range(rows)])
+    return DecodeRows.from_rows([DecodeRow(i + 1, 500, 3) for i in range(rows)])
 
 
 @pytest.mark.parametrize("buckets", [(), BUCKETS])
@@ -89,7 +89,7 @@ def test_a_chunk_is_the_longest_that_ends_in_time(
     work, cost = StepWork(rows, 500 * rows), Known(most, buckets)
     budget, target = ChunkBudget(tokens + before, cost, target, work), max(target, 1.1 * cost.predict(work))
     budget.room(start)
-    budget.take(0, before)
+    budget.spend_tokens(0, before)
     work = work.with_chunk(0, before) if before else work
     least, known = min(max(LEAST_TOKENS - before, 0), tokens), min(tokens, 2 * most - before)
     in_time = [n for n in range(1, known + 1) if cost.predict(work.with_chunk(start, n)) <= target]
@@ -139,7 +139,7 @@ def test_prompts_that_join_do_not_stop_the_others() -> None:
             device.join(prompt, 3000)
             while (step := device.run()[0]).plan.extend:
                 if len(step.plan.decode) and prompt > 5:
-                    took.append(seconds(StepWork.of(step.plan)))
+                    took.append(seconds(StepWork.from_plan(step.plan)))
         assert device.target is None or (device.target.cost.error or 1.0) < 0.08
         return took
 
@@ -167,7 +167,7 @@ def test_a_step_counts_from_the_end_of_the_one_before() -> None:
     cost, now = Known(), 0.0
     target = ItlTarget(1.0, cost=cost, clock=lambda: now)
     plan, chunk = StepPlan(decode=decoding(2)), StepPlan(extend=[ExtendRow(9, 0, [1] * 50, 0, False)])
-    one, part = StepWork.of(plan), StepWork.of(chunk)
+    one, part = StepWork.from_plan(plan), StepWork.from_plan(chunk)
     first = target.clock()
     now = 1.0
     second = target.clock()
@@ -207,7 +207,7 @@ def test_few_steps_are_longer_for_a_request_that_waits() -> None:
         room = target.budget(CHUNK, decoding(4), 100.0 - waited).room() if chunks else 0
         plan = StepPlan(decode=decoding(4), extend=[ExtendRow(9, 0, [1] * room, 0, True)] if room else [])
         target.ended(plan, 0.0, 5)
-        took.append(seconds(StepWork.of(plan)))
+        took.append(seconds(StepWork.from_plan(plan)))
         return took[-1]
 
     for _ in range(LONG_EVERY - 1):
@@ -299,13 +299,19 @@ def test_tokens_are_the_same_and_the_error_is_counted(tmp_path: Any) -> None:
 def test_without_a_number_a_step_takes_four_times_as_long_as_its_decode_rows() -> None:
     """On a GPU, where a step of few tokens takes little longer than one of a single token."""
     auto, cuda = EngineConfig("x", target_itl_ms="auto"), torch.device("cuda")
-    assert ItlTarget.of(auto, torch.device("cpu"), ()) is None and ItlTarget.of(EngineConfig("x"), cuda, ()) is None
-    fixed, target = ItlTarget.of(EngineConfig("x", target_itl_ms=15), cuda, BUCKETS), ItlTarget.of(auto, cuda, BUCKETS)
+    assert (
+        ItlTarget.from_config(auto, torch.device("cpu"), ()) is None
+        and ItlTarget.from_config(EngineConfig("x"), cuda, ()) is None
+    )
+    fixed, target = (
+        ItlTarget.from_config(EngineConfig("x", target_itl_ms=15), cuda, BUCKETS),
+        ItlTarget.from_config(auto, cuda, BUCKETS),
+    )
     assert fixed is not None and target is not None and fixed.seconds == 0.015
     assert fixed.cost.fills(StepWork()) == target.cost.fills(StepWork()) != []
     for row_count, waited in ((1, 0.0), (40, 0.3), (300, 10.0)):
         target.cost, now = Known(), target.clock()
-        alone = seconds(StepWork.of(StepPlan(decode=decoding(row_count))))
+        alone = seconds(StepWork.from_plan(StepPlan(decode=decoding(row_count))))
         room = target.budget(CHUNK, decoding(row_count), now - waited).room()
         took = seconds(StepWork(row_count, 500 * row_count).with_chunk(0, room))
         assert room == CHUNK if took < 3.9 * alone else took == pytest.approx(4 * alone, rel=0.01)

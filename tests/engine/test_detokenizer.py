@@ -40,7 +40,7 @@ def feed(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:
     shown = [""]
     for token in tokens:
         detokenizer.advance([token])
-        shown.append(shown[-1] + detokenizer.take(final=False))
+        shown.append(shown[-1] + detokenizer.take_text(final=False))
     return shown[1:]
 
 
@@ -49,9 +49,9 @@ def take_until_stopped(detokenizer: Detokenizer, tokens: Sequence[int]) -> tuple
     shown = ""
     for i, token in enumerate(tokens):
         if detokenizer.advance([token]):
-            return i + 1, shown + detokenizer.take(final=True)
-        shown += detokenizer.take(final=False)
-    return len(tokens), shown + detokenizer.take(final=True)
+            return i + 1, shown + detokenizer.take_text(final=True)
+        shown += detokenizer.take_text(final=False)
+    return len(tokens), shown + detokenizer.take_text(final=True)
 
 
 @given(st.text("ab\N{EURO SIGN}", max_size=12), st.integers(0, 20), st.text("ab\N{EURO SIGN}", min_size=1, max_size=3))
@@ -72,7 +72,7 @@ def test_split_characters_never_show_as_replacements(text: str, prompt: bytes) -
         assert after.startswith(before)
     assert all("\N{REPLACEMENT CHARACTER}" not in s and text.startswith(s) for s in shown)
     assert not detokenizer.finish([])
-    assert "".join(shown[-1:]) + detokenizer.take(final=True) == text
+    assert "".join(shown[-1:]) + detokenizer.take_text(final=True) == text
 
 
 def test_what_is_complete_shows_at_once() -> None:
@@ -85,7 +85,7 @@ def test_streamed_text_equals_the_text_decoded_at_once(data: bytes) -> None:
     shown = "".join(feed(streamed, list(data))[-1:])
     streamed.finish([]), at_once.finish(data)
     text = data.decode(errors="replace").rstrip("\N{REPLACEMENT CHARACTER}")
-    assert shown + streamed.take(final=True) == at_once.take(final=True) == text
+    assert shown + streamed.take_text(final=True) == at_once.take_text(final=True) == text
 
 
 def test_bytes_that_are_no_character_appear_once_the_text_continues() -> None:
@@ -96,7 +96,7 @@ def test_an_unfinished_character_at_the_end_is_dropped() -> None:
     detokenizer = Detokenizer(ByteTokenizer(), [65])
     assert feed(detokenizer, list("x\N{EURO SIGN}".encode())[:-1])[-1] == "x"
     detokenizer.finish([])
-    assert detokenizer.take(final=True) == ""
+    assert detokenizer.take_text(final=True) == ""
 
 
 def test_output_reads_as_the_prompts_continuation() -> None:
@@ -111,19 +111,19 @@ def test_tokens_without_text_do_not_lose_the_space_after_them() -> None:
 def test_a_stop_string_across_tokens_cuts_before_its_first_match() -> None:
     detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(["END", "Nothing"]))
     assert take_until_stopped(detokenizer, b"so it ENENDs") == (11, "so it EN")
-    assert not detokenizer.finish([]) and detokenizer.take(final=True) == ""
+    assert not detokenizer.finish([]) and detokenizer.take_text(final=True) == ""
 
 
 def test_the_first_of_several_stop_strings_wins() -> None:
     detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(["cd", "bcd"]))
-    assert detokenizer.finish(b"abcd") and detokenizer.take(final=True) == "a"
+    assert detokenizer.finish(b"abcd") and detokenizer.take_text(final=True) == "a"
 
 
 def test_a_possible_stop_string_is_held_back_until_it_is_none() -> None:
     detokenizer = Detokenizer(ByteTokenizer(), [65], stop=StopStrings(["END", "DO"]))
     assert feed(detokenizer, b"E.ENxEN") == ["", "E.", "E.", "E.", "E.ENx", "E.ENx", "E.ENx"]
     detokenizer.finish([])
-    assert detokenizer.take(final=True) == "EN", "the end of the text releases it"
+    assert detokenizer.take_text(final=True) == "EN", "the end of the text releases it"
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
@@ -143,7 +143,7 @@ def test_a_stop_string_hidden_behind_an_unfinished_character_is_found_at_the_end
 
     detokenizer = Detokenizer(Pairs(), [1], stop=StopStrings(["END"]))
     assert not detokenizer.advance([0])
-    assert detokenizer.finish([]) and detokenizer.take(final=True) == ""
+    assert detokenizer.finish([]) and detokenizer.take_text(final=True) == ""
 
 
 def byte_level() -> Any:
@@ -187,10 +187,10 @@ def test_streamed_text_is_that_of_the_tokenizer(name: str, data: st.DataObject) 
     streamed.finish([]), at_once.finish(output)
     whole = tokenizer.hf.decode([*prompt, *output], skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
     text = whole[len(tokenizer.decode(prompt)) :]
-    assert at_once.take(final=True) == text
+    assert at_once.take_text(final=True) == text
     # Byte fallback reads a run of bytes anew with each: what it took for characters may have been shown before.
     if "\N{REPLACEMENT CHARACTER}" not in tokenizer.decode([*prompt, *output]) or name == "byte_level":
-        assert shown + streamed.take(final=True) == text
+        assert shown + streamed.take_text(final=True) == text
 
 
 def test_special_tokens_in_a_row_are_not_decoded_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

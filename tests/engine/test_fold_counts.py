@@ -30,7 +30,7 @@ def folds_of(admissions: list[Admission], steps: int) -> list[int]:
     counts, rows = FoldCounts(len(admissions), 16, 1), [DecodeRow(a.row, 0, 0) for a in admissions]
     found = []
     for i in range(steps):
-        plan = StepPlan(admissions=admissions if i == 0 else [], decode=DecodeRows.of(rows))
+        plan = StepPlan(admissions=admissions if i == 0 else [], decode=DecodeRows.from_rows(rows))
         found.append(counts.of_step(plan, [1] * len(rows)))
     return found
 
@@ -68,7 +68,9 @@ def test_the_host_counts_what_the_device_folds(data: st.DataObject, tokens: int,
     length, pending = torch.zeros(num + 1).int(), np.zeros(num + 1, int)
     for i in range(data.draw(st.integers(1, 40))):
         accepted = data.draw(st.lists(st.integers(1, tokens), min_size=num, max_size=num))
-        plan = StepPlan([] if i else admissions, decode=DecodeRows.of(DecodeRow(r, 0, 0) for r in range(1, num + 1)))
+        plan = StepPlan(
+            [] if i else admissions, decode=DecodeRows.from_rows(DecodeRow(r, 0, 0) for r in range(1, num + 1))
+        )
         folds = advance_ring(start, length, rows, torch.tensor(accepted).int(), rows, width=width, widest=tokens)
         assert counts.of_step(plan, accepted) == int(folds.count)
         pending[1:] += accepted

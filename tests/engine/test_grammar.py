@@ -132,7 +132,7 @@ def test_what_the_grammar_forbids_is_an_error(compiler: GrammarCompiler) -> None
     with pytest.raises(EngineError, match="structured_outputs"):
         matcher.advance(5)
     fine = compiler.matcher(StructuredOutputs(choice=["red"]))
-    fine.check()
+    fine.check_limits()
 
 
 def test_as_many_choices_as_may_be_are_followed_to_their_ends(compiler: GrammarCompiler) -> None:

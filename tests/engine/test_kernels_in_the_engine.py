@@ -16,6 +16,7 @@ from hybridrt.runtime.step import pack_padded as prompt_columns
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import StepPlan
 from tests.support.checkpoints import Checkpoint, CheckpointStore, has_replay
+from tests.support.levels import sweep
 from tests.support.prompt_steps import capture_prompts
 from tests.support.session import Sample, Session, check_sample, greedy
 
@@ -24,11 +25,11 @@ from tests.support.session import Sample, Session, check_sample, greedy
 TEXT, CHUNK = [3 + i * 37 % 120 for i in range(200)], 100
 # Step, prompt, and tokens to generate: two that come while the first one decodes, then one behind the second's state.
 ARRIVALS = ((0, TEXT, 6), (3, [*TEXT[:196], 3, 4], 3), (3, [9], 3), (4, [*TEXT[:195], 5, 6, 7], 2))
-# A checkpoint for each kind of layer and of attention: the smallest that has it.
-USUAL = (
-    "minimax-lightning_alone", "bamba-mamba_alone", "olmo-attention_first", "falcon_mamba-plain", "kimi-dense_alone",
+# A checkpoint for each kind of layer and of attention: the smallest that has it. The first one runs by default.
+NAMES = (
+    "falcon_mamba-plain", "minimax-lightning_alone", "bamba-mamba_alone", "olmo-attention_first", "kimi-dense_alone",
+    "lfm2-plain", "swa_ssm-plain", "ling25-plain",
 )  # fmt: skip
-SLOW = ("lfm2-plain", "swa_ssm-plain", "ling25-plain")
 # Files of kernels whose tokens know nothing of each other: tests of kernels alone have all that engines ask of them.
 OF_TOKENS = (
     "activation", "gated_norm", "moe", "moe_router", "rms_norm", "sampling", "sampling_filters", "skinny_linear",
@@ -80,7 +81,7 @@ def check(session: Session, checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("provider", ["triton-shuffled"], indirect=True)
-@pytest.mark.parametrize("name", [*USUAL, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", sweep(NAMES, len(NAMES)))
 def test_prompts_that_leave_and_find_states(name: str, kernels: None, checkpoints: CheckpointStore) -> None:
     check(session_of(checkpoints[name]), checkpoints[name])
 

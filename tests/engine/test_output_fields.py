@@ -21,7 +21,7 @@ def test_the_text_ends_before_or_behind_a_stop_string(pieces: list[str], include
     text = ""
     for piece in pieces:
         stopped = detokenizer.advance(list(piece.encode()))
-        text += detokenizer.take(stopped)
+        text += detokenizer.take_text(stopped)
         if stopped:
             break
     assert stopped and text == want
@@ -29,7 +29,7 @@ def test_the_text_ends_before_or_behind_a_stop_string(pieces: list[str], include
 
 def test_of_two_that_begin_together_the_shorter_one_ends_the_text() -> None:
     detokenizer = Detokenizer(ByteTokenizer(), [65], StopStrings(["ENDING", "END"]), include_stop=True)
-    assert detokenizer.advance(list(b"aENDINGb")) and detokenizer.take(True) == "aEND"
+    assert detokenizer.advance(list(b"aENDINGb")) and detokenizer.take_text(True) == "aEND"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -54,7 +54,7 @@ class Talks:
 
     def take(self) -> None:
         """Compares what has ended, and lets later requests go on from there."""
-        for name in [name for name in self.open if not self.rig.engine._samples.of(name)]:
+        for name in [name for name in self.open if not self.rig.engine._samples.samples_of_request(name)]:
             prompt, params = self.open.pop(name)
             sample = self.rig.outputs.pop((name, 0))
             for index in range(1, params.n):

@@ -264,7 +264,7 @@ def test_a_state_takes_no_slot_that_a_waiting_request_needs() -> None:
 def test_marked_boundaries_leave_states() -> None:
     rig = rig_with_cache(grid=2, slots=9, chunk=40)
     rig.add(TEXT[:15], "r", max_tokens=1, seed=1)
-    rig.engine._samples.of("r")[0].boundaries = [3, 9]
+    rig.engine._samples.samples_of_request("r")[0].boundaries = [3, 9]
     rig.run()
     assert [end for end, _ in rig.executor.plans[0].extend[0].saves] == [2, 8, 14]
 

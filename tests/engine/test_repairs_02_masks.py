@@ -117,7 +117,7 @@ def failed(rows: list[MaskedRow]) -> int:
     for row in rows:
         assert row.matcher is not None
         try:
-            row.matcher.check()
+            row.matcher.check_limits()
         except GrammarError as e:
             assert "delay all other requests" in str(e)
             count += 1
@@ -175,7 +175,7 @@ def test_an_ambiguous_grammar_ends_with_an_error_and_not_with_masks_of_a_quarter
     with pytest.raises(GrammarError):
         for _ in range(400):
             fill_masks([MaskedRow(matcher, Draft())], compiler.words, compiler.executor)
-            matcher.check()
+            matcher.check_limits()
             matcher.advance(token)
     assert time.thread_time() - began < 3.0
 
@@ -185,7 +185,7 @@ def test_an_allowance_grows_with_tokens_up_to_its_limit() -> None:
     for _ in range(1000):
         allowance.advanced(0.001)
     allowance.masked(0.9 * BURST_SECONDS, 1)
-    allowance.check()
+    allowance.check_time()
     allowance.spend(0.2 * BURST_SECONDS)
     with pytest.raises(GrammarError, match="3 ms of CPU time a token"):
-        allowance.check()
+        allowance.check_time()

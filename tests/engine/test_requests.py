@@ -235,8 +235,8 @@ def test_a_reader_that_lags_gets_the_gains_of_several_steps_in_one_delta() -> No
     while rig.engine.has_unfinished():
         rig.engine.run_step()
         if len(rig.executor.plans) % 4 == 0:
-            taken.append(queue.take())
-    taken.append(queue.take())
+            taken.append(queue.take_deltas())
+    taken.append(queue.take_deltas())
     assert max(len(delta.token_ids) for deltas in taken for delta in deltas) > 1
     assert all(len({delta.index for delta in deltas}) == len(deltas) for deltas in taken), "one a sample"
     samples = Samples()
@@ -247,7 +247,7 @@ def test_a_reader_that_lags_gets_the_gains_of_several_steps_in_one_delta() -> No
         sample = samples[name, index]
         assert (sample.token_ids, sample.text) == (tokens, ByteTokenizer().decode(tokens))
         assert sample.logprobs is not None and len(sample.logprobs) == 9
-    assert queue.take() == [] and not queue
+    assert queue.take_deltas() == [] and not queue
 
 
 def test_deltas_are_plain_data() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -94,25 +95,27 @@ long_prompts = st.builds(
     st.builds(SamplingParams, max_tokens=st.sampled_from([1, 3, 12]), seed=st.integers(0, 2**63 - 1)),
 )
 schedules = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+by_level = pytest.mark.parametrize("examples", [40, pytest.param(200, marks=pytest.mark.slow)])
 
 
-@schedules
-@given(rigs, histories)
-def test_tokens_equal_the_request_alone(config: dict, history: list[Add | Step | Abort]) -> None:
-    play(config, history)
+@by_level
+def test_tokens_equal_the_request_alone(examples: int) -> None:
+    draw(examples, rigs, histories)
 
 
-@schedules
-@given(tight_rigs, st.lists(st.one_of(long_adds, long_adds, others), min_size=6, max_size=12))
-def test_tokens_survive_retraction(config: dict, history: list[Add | Step | Abort]) -> None:
-    play(config, history)
+@by_level
+def test_tokens_survive_retraction(examples: int) -> None:
+    draw(examples, tight_rigs, st.lists(st.one_of(long_adds, long_adds, others), min_size=6, max_size=12))
 
 
-@schedules
-@given(sliding_rigs, st.lists(st.one_of(long_prompts, long_adds, others), min_size=5, max_size=10))
-def test_tokens_survive_a_sliding_window(config: dict, history: list[Add | Step | Abort]) -> None:
+@by_level
+def test_tokens_survive_a_sliding_window(examples: int) -> None:
     """Pages go back while requests run, to themselves and to others, also between the chunks of a prompt."""
-    play(config, history)
+    draw(examples, sliding_rigs, st.lists(st.one_of(long_prompts, long_adds, others), min_size=5, max_size=10))
+
+
+def draw(examples: int, configs: st.SearchStrategy[dict], histories: st.SearchStrategy[list]) -> None:
+    settings(schedules, max_examples=examples)(given(configs, histories)(play))()
 
 
 def play(config: dict, history: list[Add | Step | Abort]) -> None:

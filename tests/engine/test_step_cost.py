@@ -162,11 +162,11 @@ def test_nothing_is_predicted_before_a_few_steps_have_run() -> None:
 
 
 def test_work_of_a_plan() -> None:
-    decode = DecodeRows.of([DecodeRow(1, 10, 0, [5, 6]), DecodeRow(2, 30, 4)])
+    decode = DecodeRows.from_rows([DecodeRow(1, 10, 0, [5, 6]), DecodeRow(2, 30, 4)])
     plan = StepPlan(
         decode=decode, extend=[ExtendRow(3, 8, [1, 2, 3], 0, False, saves=[(1, 5)]), ExtendRow(4, 0, [1, 2], 0, True)]
     )
-    assert StepWork.of(plan) == StepWork(4, 40, 2, 5, 9 + 10 + 11 + 1 + 2, 1)
+    assert StepWork.from_plan(plan) == StepWork(4, 40, 2, 5, 9 + 10 + 11 + 1 + 2, 1)
 
 
 @settings(max_examples=40, deadline=None)

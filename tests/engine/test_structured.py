@@ -232,6 +232,27 @@ def test_a_step_whose_masks_cannot_be_given_ends_its_requests_alone(
     assert tokens(plain.generate([PROMPT] * 2, [FREE, structured(json=SCHEMAS[0])])) == [found[-1], found[0]]
 
 
+def test_a_launch_that_was_broken_off_leaves_no_step_that_waits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception comes after the launch and before the engine has stored its handle."""
+    with load(path) as llm:
+        executor, bound = (
+            llm.engine.executor,
+            SamplingParams(temperature=0.0, max_tokens=4, structured_outputs=StructuredOutputs(regex="a+")),
+        )
+        expected, launch = llm.generate([PROMPT], bound)[0].token_ids, executor.launch
+
+        def broken(plan: Any) -> Any:
+            if launch(plan).needs_masks:
+                raise SystemExit
+            raise AssertionError("the first step of a constrained request needs masks")
+
+        monkeypatch.setattr(executor, "launch", broken)
+        with pytest.raises(SystemExit):
+            llm.generate([PROMPT], bound)
+        monkeypatch.undo()
+        assert llm.generate([PROMPT], bound)[0].token_ids == expected
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("where", ["making", "giving"])
 def test_a_step_that_gets_no_masks_is_read_before_its_row_is_lent_again(

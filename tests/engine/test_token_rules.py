@@ -12,6 +12,7 @@ from hybridrt.base.errors import RequestError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.api.llm import LLM
 from hybridrt.engine.request.outputs import RequestOutput
+from tests.support.levels import sweep
 
 PROMPT = "def main():\n    import "
 MODES: dict[str, dict[str, Any]] = {
@@ -107,7 +108,7 @@ def alone(plain: LLM) -> list[tuple[SamplingParams, RequestOutput]]:
     return [(params, plain.generate(PROMPT, params)[0]) for params in cases(plain)]
 
 
-@pytest.mark.parametrize("mode", list(MODES)[1:])
+@pytest.mark.parametrize("mode", sweep(list(MODES)[1:], 3))
 def test_every_way_of_running_gives_the_same_tokens(
     alone: list[tuple[SamplingParams, RequestOutput]], mode: str
 ) -> None:
@@ -136,7 +137,7 @@ def test_min_tokens_holds_stop_strings_back(plain: LLM) -> None:
 SCORED = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
 
 
-@pytest.mark.parametrize("mode", ["plain", "chunked", "retracted", "chain"])
+@pytest.mark.parametrize("mode", sweep(["plain", "chunked", "retracted", "chain"], 2))
 def test_prompts_have_the_log_probabilities_that_generation_gave(plain: LLM, mode: str) -> None:
     written = plain.generate(PROMPT, SCORED)[0]
     start, whole = len(written.prompt_token_ids), written.prompt_token_ids + written.token_ids

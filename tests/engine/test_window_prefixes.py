@@ -120,7 +120,7 @@ window_rigs = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("examples", [50, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [20, pytest.param(150, marks=pytest.mark.slow)])
 def test_cached_tokens_equal_uncached_ones(examples: int) -> None:
     """The ledgers are compared after every step."""
 

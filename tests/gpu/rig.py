@@ -144,7 +144,9 @@ class Rows:
 
     def decode_plan(self, *rows: int) -> StepPlan:
         """A decode step of rows, counted as computed."""
-        plan = StepPlan(decode=DecodeRows.of(DecodeRow(row, self.computed[row], self.computed[row]) for row in rows))
+        plan = StepPlan(
+            decode=DecodeRows.from_rows(DecodeRow(row, self.computed[row], self.computed[row]) for row in rows)
+        )
         for row in rows:
             self.computed[row] += 1
         return plan

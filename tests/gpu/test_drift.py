@@ -39,7 +39,7 @@ def forced_logits(path: Path, tokens: list[int], **config: Any) -> Tensor:
     logits = torch.empty(len(tokens), runner.model_config.vocab_size, device=runner.device)
     for i in range(len(tokens)):
         runner.last_tokens[1] = teacher[i]
-        logits[i] = runner.graphs[1].replay(DecodeRows.of([DecodeRow(1, i + 1, 0)]))[0]
+        logits[i] = runner.graphs[1].replay(DecodeRows.from_rows([DecodeRow(1, i + 1, 0)]))[0]
     return logits.cpu()
 
 

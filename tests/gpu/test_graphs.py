@@ -41,7 +41,7 @@ class Twin:
     def inputs(self, chosen: list[int]) -> DecodeRows:
         """A step of the chosen rows, each with a random number of random drafts."""
         counts = [self.rows.random.randint(0, self.tokens - 1) for _ in chosen]
-        return DecodeRows.of(
+        return DecodeRows.from_rows(
             DecodeRow(row, self.rows.computed[row], 0, self.rows.prompt(count)) for row, count in zip(chosen, counts)
         )
 

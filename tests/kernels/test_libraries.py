@@ -119,7 +119,7 @@ def test_pages_that_arrive_with_the_step(backend: str, tmp_path: Path) -> None:
         for computed, page in ((3, 4), (4, 12), (5, 12), (6, 3), (7, 3)):
             writes = [PageWrite(1, computed // 2, int32s([page]))] if computed % 2 == 0 else []
             found += (
-                runner.launch(StepPlan(page_writes=writes, decode=DecodeRows.of([DecodeRow(1, computed, 0)])))
+                runner.launch(StepPlan(page_writes=writes, decode=DecodeRows.from_rows([DecodeRow(1, computed, 0)])))
                 .result()
                 .tokens
             )

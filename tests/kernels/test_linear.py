@@ -41,7 +41,7 @@ def test_the_size_of_a_product_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_that_stand_column_by_column_go_there_with_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(module, "TURNS_FROM", 4)
+    monkeypatch.setattr(module, "TRANSPOSE_FROM", 4)
     weight = torch.randn(1024, 1024).t()
     for tokens in (3, 4):
         x = torch.randn(tokens, 1024)

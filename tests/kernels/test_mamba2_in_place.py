@@ -105,13 +105,13 @@ def test_steps_that_keep_the_state_take_the_general_path(
     none, out = torch.empty(0), torch.zeros(2, tokens, 4, 2)
     cache = LayerCache(none, none, ring_values=none if ring else None)
     backend = object.__new__(Mamba2AttnBackend)
-    monkeypatch.setattr(backend, "layer_cache", lambda _: cache, raising=False)
+    backend.layer_cache = lambda _: cache
     monkeypatch.setattr(DecodeSegment, "fused_step", lambda *_: None)
     monkeypatch.setattr(mamba2, "mamba2_in_place", None)
     monkeypatch.setattr(mamba2, "mamba2_decode", lambda *_, **__: out)
-    rows = Mamba2Inputs(torch.zeros(2 * tokens, 10), torch.zeros(2 * tokens, 4))
-    layer = SimpleNamespace(layer_id=0, gates=False, head_dim=2, conv_weights=None, weights=None)
-    assert backend.decode(layer, rows, segment).data_ptr() == out.data_ptr()
+    inputs = Mamba2Inputs(torch.zeros(2 * tokens, 10), torch.zeros(2 * tokens, 4))
+    layer: Any = SimpleNamespace(layer_id=0, gates=False, head_dim=2, conv_weights=None, weights=None)
+    assert backend.decode(layer, inputs, segment).data_ptr() == out.data_ptr()
 
 
 @pytest.mark.parametrize(

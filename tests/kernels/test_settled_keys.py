@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridrt.kernels.core.launch import settle_keys
+from hybridrt.kernels.core.launch import compute_keys
 
 
 class Function:
@@ -33,7 +33,7 @@ def test_imported_functions_come_first_and_helpers_before_kernels(monkeypatch: p
     add(kernels, kernel=Function("kernel", "kernels", noted))
     for module in (helpers, kernels):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    settle_keys(kernels)
+    compute_keys(kernels)
     firsts = list(dict.fromkeys(noted))
     assert firsts.index("inner") < firsts.index("outer") < firsts.index("kernel")
     assert firsts.index("first") < firsts.index("kernel")

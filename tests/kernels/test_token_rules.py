@@ -61,7 +61,7 @@ class Ruled:
 
 def admit(table: SamplingTable, admissions: Sequence[Admission]) -> None:
     arrays = map_arrays(torch.from_numpy, SamplingTable.pack(admissions))
-    table.admit(torch.tensor([a.row for a in admissions]), arrays)
+    table.enter_rows(torch.tensor([a.row for a in admissions]), arrays)
 
 
 def int32(*values: Any) -> torch.Tensor:
@@ -124,10 +124,10 @@ def test_rules_that_hold_no_more_cost_nothing() -> None:
     required, rows = RowRequirements(2), np.array([1, 2])
     least, biased = SamplingParams(min_tokens=3), SamplingParams(logit_bias={1: 1.0})
     for row, params in ((1, least), (2, SamplingParams())):
-        required.admit([Admission.from_prompt(row, row, [1], params, 0, make_rules(params, STOP, [], 40))])
-    assert [required.of(rows, np.array([i, 0]))[0] & RULES > 0 for i in (2, 3)] == [True, False]
-    required.admit([Admission.from_prompt(2, 2, [1], biased, 0, make_rules(biased, STOP, [], 40))])
-    assert required.of(rows, np.array([3, 900]))[0] & RULES
+        required.note_admissions([Admission.from_prompt(row, row, [1], params, 0, make_rules(params, STOP, [], 40))])
+    assert [required.required_by_rows(rows, np.array([i, 0]))[0] & RULES > 0 for i in (2, 3)] == [True, False]
+    required.note_admissions([Admission.from_prompt(2, 2, [1], biased, 0, make_rules(biased, STOP, [], 40))])
+    assert required.required_by_rows(rows, np.array([3, 900]))[0] & RULES
 
 
 def alone(request: Ruled, logits: Sequence[torch.Tensor], output: Sequence[int]) -> list[int]:

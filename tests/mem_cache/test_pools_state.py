@@ -111,7 +111,9 @@ def test_a_new_tenant_gets_zeros_and_no_other_row_does() -> None:
             untouched = [i for i in range(6) if tensor[i].isnan().all()]
             assert (zeroed, untouched) == ([2, 5], [0, 1, 3, 4])
     assert pool.ring_start.tolist() == [7, 0, 7, 0] and pool.ring_length.tolist() == [9, 0, 9, 0]
-    assert table.state_slots(torch.tensor([1, 3, 0], dtype=torch.int32)).tolist() == [5, 2, 0]
+    rows = torch.tensor([1, 3, 0], dtype=torch.int32)
+    for slots in (table.state_slots(rows), table.get_mamba_indices(rows)):
+        assert slots.tolist() == [5, 2, 0] and slots.dtype == torch.int32
     assert table.mamba2_layer_cache(1) is pool.layer_cache(1)
     table.admit(torch.tensor([3, 1]), torch.tensor([2, 5]), torch.tensor([19, 31]))
     assert pool.spec.phases_apart == 16 - 1 + 1 and pool.ring_start.tolist() == [7, 15, 7, 3]

@@ -39,9 +39,9 @@ def state_modes(name: str) -> tuple[str, ...]:
     return ("classic", "replay") if has_replay(name) else ("classic",)
 
 
-def with_modes(names: Sequence[str]) -> pytest.MarkDecorator:
+def with_modes(names: Sequence[str], every: int = 1) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        ("name", "state_mode"), [(name, mode) for name in names for mode in state_modes(name)]
+        ("name", "state_mode"), sweep([(name, mode) for name in names for mode in state_modes(name)], every)
     )
 
 
@@ -66,7 +66,7 @@ def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pyte
         check_sample(checkpoint, sample, name)
 
 
-@pytest.mark.parametrize("name", sweep(CASES, 6))
+@pytest.mark.parametrize("name", sweep(CASES, 12))
 def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointStore) -> None:
     """Arrivals one after the other, chunks of 7 tokens, and KV for one or two requests out of three."""
     checkpoint = checkpoints[name]
@@ -83,7 +83,7 @@ def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointS
         check_sample(checkpoint, sample, name)
 
 
-@with_modes(BASES)
+@with_modes(BASES, 3)
 def test_single_request(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     checkpoint = checkpoints[name]
     session = Session(checkpoint.path, max_running_requests=1, state_mode=state_mode)
@@ -113,7 +113,7 @@ def test_parallel_branches_leave_their_results_side_by_side(
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk"), sweep([(name, chunk) for name in BASES for chunk in (1, 2, 3, 15, 16, 17, 31, 50)], 7)
+    ("name", "chunk"), sweep([(name, chunk) for name in BASES for chunk in (1, 2, 3, 15, 16, 17, 31, 50)], 15)
 )
 def test_any_chunk_size(name: str, chunk: int, checkpoints: CheckpointStore) -> None:
     """Chunks below, at and above the conv's taps and the scan's own chunk (16 tokens; 64 for the delta rule)."""
@@ -123,7 +123,7 @@ def test_any_chunk_size(name: str, chunk: int, checkpoints: CheckpointStore) -> 
         check_sample(checkpoint, sample, f"{name}, chunks of {chunk}")
 
 
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("name", sweep(BASES, 3))
 def test_prompts_longer_than_every_chunk(name: str, checkpoints: CheckpointStore) -> None:
     checkpoint = checkpoints[name]
     session = Session(checkpoint.path, max_model_len=256)
@@ -131,7 +131,7 @@ def test_prompts_longer_than_every_chunk(name: str, checkpoints: CheckpointStore
         check_sample(checkpoint, sample, name)
 
 
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("name", sweep(BASES, 4))
 def test_overlap_and_other_pages_change_nothing(name: str, checkpoints: CheckpointStore) -> None:
     checkpoint = checkpoints[name]
     asked = requests(*LENGTHS, steps=24)
@@ -190,7 +190,7 @@ def mean_error(logits: Tensor, oracle: Tensor) -> float:
     return float(((logits.float() - oracle) / spread).abs().mean())
 
 
-@with_modes(DENSE)
+@with_modes(DENSE, 4)
 def test_bfloat16_is_as_near_as_transformers_own(name: str, state_mode: str, checkpoints: CheckpointStore) -> None:
     checkpoint = checkpoints[name]
     rounded = Checkpoint(checkpoint.path, copy.deepcopy(checkpoint.model).bfloat16())
@@ -207,7 +207,7 @@ def test_bfloat16_is_as_near_as_transformers_own(name: str, state_mode: str, che
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 3e-3), ("float16", 4e-4)])
-@with_modes(DENSE)
+@with_modes(DENSE, 4)
 def test_rounded_states_stay_near(
     name: str, state_mode: str, dtype: str, tolerance: float, checkpoints: CheckpointStore
 ) -> None:

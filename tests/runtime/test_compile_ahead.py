@@ -75,7 +75,7 @@ def start(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
         monkeypatch.setattr(compile_ahead, "start_child", child)
         ahead = CompileAhead(config, 2, KEY)
-        ahead.begin(GPU)
+        ahead.start_compiling(GPU)
         return ahead
 
     return started
@@ -170,7 +170,9 @@ class Started:
     def __call__(self, config: EngineConfig, workers: int, key: object) -> Any:
         assert key is KEY
         self.made += 1
-        return SimpleNamespace(**{name: lambda *_, name=name: self.calls.append(name) for name in ("begin", "close")})
+        return SimpleNamespace(
+            **{name: lambda *_, name=name: self.calls.append(name) for name in ("start_compiling", "close")}
+        )
 
 
 @pytest.fixture
@@ -179,7 +181,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     found = Started()
     monkeypatch.setattr(compile_ahead, "CompileAhead", found)
     monkeypatch.setattr(compile_ahead, "TritonKey", lambda: KEY)
-    monkeypatch.setattr(GPUFacts, "of", lambda device: GPU)
+    monkeypatch.setattr(GPUFacts, "of_device", lambda device: GPU)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("HYBRIDRT_COMPILE_WORKERS", raising=False)
@@ -192,21 +194,21 @@ CUDA = torch.device("cuda", 0)
 def test_processes_start_before_the_gpu_is_known(config: EngineConfig, started: Started) -> None:
     kernels = KernelsAhead(config, TPGroup())
     assert started.made == 1 and started.calls == []
-    kernels.begin(CUDA, Path(config.model))
-    assert started.made == 1 and started.calls == ["begin"]
+    kernels.start_compiling(CUDA, Path(config.model))
+    assert started.made == 1 and started.calls == ["start_compiling"]
 
 
 def test_nothing_starts_where_nothing_is_missing(
     config: EngineConfig, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path(config.model)
-    KernelsAhead(replace(config, device="cpu"), TPGroup()).begin(torch.device("cpu"), path)
-    KernelsAhead(config, TPGroup(1, 2)).begin(CUDA, path)
+    KernelsAhead(replace(config, device="cpu"), TPGroup()).start_compiling(torch.device("cpu"), path)
+    KernelsAhead(config, TPGroup(1, 2)).start_compiling(CUDA, path)
     monkeypatch.setenv("HYBRIDRT_COMPILE_WORKERS", "0")
-    KernelsAhead(config, TPGroup()).begin(CUDA, path)
+    KernelsAhead(config, TPGroup()).start_compiling(CUDA, path)
     monkeypatch.delenv("HYBRIDRT_COMPILE_WORKERS")
     write_mark(find_mark(replace(config, seed=7), replace(GPU, free_bytes=5)), 3)  # kernels depend on neither
-    KernelsAhead(config, TPGroup()).begin(CUDA, path)
+    KernelsAhead(config, TPGroup()).start_compiling(CUDA, path)
     assert started.made == 0
 
 
@@ -214,9 +216,9 @@ def test_kernels_for_another_gpu_are_no_kernels(config: EngineConfig, started: S
     write_mark(find_mark(config, replace(GPU, multiprocessors=1)), 3)
     kernels = KernelsAhead(config, TPGroup())
     assert started.made == 0
-    kernels.begin(CUDA, Path(config.model))
+    kernels.start_compiling(CUDA, Path(config.model))
     KernelsAhead(replace(config, state_mode="classic"), TPGroup())
-    assert started.made == 2 and started.calls == ["begin"]
+    assert started.made == 2 and started.calls == ["start_compiling"]
 
 
 def test_the_start_waits_for_the_key_of_triton(
@@ -237,7 +239,7 @@ def test_the_start_waits_for_the_key_of_triton(
 
 
 def test_processes_end_where_there_is_no_gpu_after_all(config: EngineConfig, started: Started) -> None:
-    KernelsAhead(config, TPGroup()).begin(torch.device("cpu"), Path(config.model))
+    KernelsAhead(config, TPGroup()).start_compiling(torch.device("cpu"), Path(config.model))
     assert started.made == 1 and started.calls == ["close"]
 
 
@@ -287,7 +289,7 @@ class Noting:
     def __init__(self, config: EngineConfig, tp: TPGroup) -> None:
         NOTED.append(config.model)
 
-    def begin(self, device: torch.device, path: Path) -> None:
+    def start_compiling(self, device: torch.device, path: Path) -> None:
         NOTED.append(f"begin on {device}")
 
     def wait_for_start(self) -> None:

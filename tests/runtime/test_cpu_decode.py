@@ -45,7 +45,7 @@ def test_equal_eager_steps(tmp_path: Path, mode: str, monkeypatch: pytest.Monkey
         runner.last_tokens[3] = -1
     computed = {row: len(prompt) for row, prompt in enumerate(PROMPTS, 1)}
     for rows in ([1, 2, 3], [3, 1], [2, 3, 1], *[[1, 2, 3]] * 4):
-        decode = DecodeRows.of(DecodeRow(row, computed[row], computed[row]) for row in rows)
+        decode = DecodeRows.from_rows(DecodeRow(row, computed[row], computed[row]) for row in rows)
         pages = [PageWrite(row, 2, [6 + row]) for row in rows if computed[row] == 8]
         plan = StepPlan(page_writes=pages, decode=decode)
         expected = eager.launch(plan).result().tokens
@@ -72,7 +72,7 @@ def test_keys_of_recordings(tmp_path: Path, mode: str) -> None:
 
     @torch.inference_mode()
     def key(rows: Sequence[int], computed: int) -> Hashable:
-        batch, _ = steps.prepare(DecodeRows.of(DecodeRow(row, computed, 0) for row in rows))
+        batch, _ = steps.prepare(DecodeRows.from_rows(DecodeRow(row, computed, 0) for row in rows))
         runner.backend.drop_step()
         return steps.key(batch)
 

@@ -48,7 +48,7 @@ def runner_of(hand: ByHand, max_bs: int = ROWS, **changes: Any) -> GraphRunner:
 def inputs_of(rows: Sequence[Row], tokens: int) -> DecodeRows:
     """The graph finds the first token of a row itself; the others are drafts."""
     assert all(len(r.tokens) == tokens for r in rows)
-    return DecodeRows.of(DecodeRow(r.row, r.computed, 0, r.tokens[1:]) for r in rows)
+    return DecodeRows.from_rows(DecodeRow(r.row, r.computed, 0, r.tokens[1:]) for r in rows)
 
 
 def twins(path: Any, mode: str, tokens: int) -> tuple[ByHand, ByHand, dict[int, int]]:

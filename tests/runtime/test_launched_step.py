@@ -9,6 +9,7 @@ import torch
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import EngineError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.runtime.run.launched_step import MaskedLines
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
@@ -26,7 +27,7 @@ def prefilled(path: Path, drafts: int = 0) -> ModelRunner:
     runner = ModelRunner(config)
     rows = list(enumerate(PROMPTS, 1))
     plan = StepPlan(
-        [Admission(row, row, prompt, len(prompt), GREEDY, row) for row, prompt in rows],
+        [Admission.from_prompt(row, row, prompt, GREEDY, row) for row, prompt in rows],
         [PageWrite(row, 0, int32s([2 * row - 1, 2 * row])) for row, _ in rows],
         extend=[ExtendRow(row, 0, prompt, 0, True) for row, prompt in rows],
     )
@@ -36,7 +37,7 @@ def prefilled(path: Path, drafts: int = 0) -> ModelRunner:
 
 def decode(constrained: tuple[int, ...], drafts: int = 0) -> StepPlan:
     rows = [DecodeRow(row, len(prompt), 1, [3] * drafts) for row, prompt in enumerate(PROMPTS, 1)]
-    return StepPlan(decode=DecodeRows.of(rows), constrained=list(constrained))
+    return StepPlan(decode=DecodeRows.from_rows(rows), constrained=list(constrained))
 
 
 def masks_for(runner: ModelRunner, lines: int, token: int = 7) -> np.ndarray:
@@ -64,10 +65,12 @@ def tensors(runner: ModelRunner) -> list[torch.Tensor]:
 def test_a_forgotten_handle_is_an_error_that_changes_nothing(path: Path, drafts: int) -> None:
     runner, other = prefilled(path, drafts), prefilled(path, drafts)
     step, same = (r.launch(decode((0, 2), drafts)) for r in (runner, other))
-    before, admitted = tensors(runner), Admission(1, 1, [2], 1, SamplingParams(logprobs=3), 9)
+    before, admitted = tensors(runner), Admission.from_prompt(1, 1, [2], SamplingParams(logprobs=3), 9)
     for _ in range(2):
         with pytest.raises(EngineError, match="has not sampled: give its handle the masks"):
-            runner.launch(StepPlan([admitted], extend=[ExtendRow(1, 0, [2], 0, True)], donations=[2]))
+            runner.launch(
+                StepPlan([admitted], extend=[ExtendRow(1, 0, [2], 0, True)], moves=[StateMove(2, 2, 2, When.FIRST)])
+            )
     assert all(map(torch.equal, tensors(runner), before)) and step.needs_masks
     for each, of in ((step, runner), (same, other)):
         each.sample(masks_for(of, 2 * (1 + drafts)))
@@ -124,7 +127,7 @@ def test_a_sampling_that_fails_leaves_no_step(path: Path, monkeypatch: pytest.Mo
 
 def test_which_lines_have_masks() -> None:
     """Of decode rows the input and the drafts, not the padding; of prompts the last token."""
-    decode = DecodeRows.of([DecodeRow(1, 4, 1, [3]), DecodeRow(2, 4, 1, [3, 3])])
+    decode = DecodeRows.from_rows([DecodeRow(1, 4, 1, [3]), DecodeRow(2, 4, 1, [3, 3])])
     extend = [ExtendRow(3, 0, [1], 0, True), ExtendRow(4, 0, [1], 0, False), ExtendRow(5, 0, [1], 0, True)]
     lines, total = MaskedLines.from_plan(StepPlan(decode=decode, extend=extend, constrained=[0, 3]), 3)
     assert lines.tolist() == [0, 1, 7] and total == 8

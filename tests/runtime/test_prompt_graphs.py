@@ -159,7 +159,7 @@ def test_kernels_see_bounds_alone(
     saving = ExtendRow(4, 0, TEXT[4:13], 0, True, saves=[(6, SPARE)])
     first = StepPlan(extend=[saving, ExtendRow(2, 0, TEXT[9:14], 0, True)])
     behind = [ExtendRow(2, 5, TEXT[14:16], 0, True), ExtendRow(5, 0, TEXT[3:5], 0, True, read_state_slot=SPARE)]
-    second = StepPlan(decode=DecodeRows.of([DecodeRow(4, 9, 0)]), extend=behind)
+    second = StepPlan(decode=DecodeRows.from_rows([DecodeRow(4, 9, 0)]), extend=behind)
     for plan in (first, second):
         bucket = graphs.bucket(plan)
         assert bucket is not None
@@ -252,7 +252,7 @@ def test_what_a_bucket_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     def holds(
         *lengths: int, rows: int = 0, saves: Sequence[int] = (), how: StateSaves = StateSaves.SECOND_PASS
     ) -> bool:
-        decode = DecodeRows.of(DecodeRow(row, 3, 0) for row in range(rows))
+        decode = DecodeRows.from_rows(DecodeRow(row, 3, 0) for row in range(rows))
         last = [(end, SPARE) for end in saves]
         chunks = [ExtendRow(5, 0, [7] * n, 0, True, saves=last if i == 0 else ()) for i, n in enumerate(lengths)]
         return bucket.holds(StepPlan(decode=decode, extend=chunks), how)

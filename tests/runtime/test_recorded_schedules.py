@@ -47,7 +47,7 @@ SCHEDULES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "changes", "seed"), sweep(SCHEDULES, 7, len(SCHEDULES) // 4))
+@pytest.mark.parametrize(("name", "changes", "seed"), sweep(SCHEDULES, 15, len(SCHEDULES) // 4))
 def test_schedules_give_the_same_samples(
     name: str, changes: dict[str, Any], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ def test_verify_and_plain_steps_in_turn(path: str, mode: str) -> None:
     with_graphs, eager = runner(path, mode, True), runner(path, mode, False)
     computed = [len(prompt) for prompt in PROMPTS]
     for drafts in ([(7, 8, 9), (4,), ()], [(), (), ()], [(), (3, 3, 3), (5, 6)], [(), (), ()]):
-        decode = DecodeRows.of(DecodeRow(i + 1, computed[i], 0, drafts[i]) for i in range(3))
+        decode = DecodeRows.from_rows(DecodeRow(i + 1, computed[i], 0, drafts[i]) for i in range(3))
         tokens = with_graphs.launch(StepPlan(decode=decode)).result().tokens
         assert tokens == eager.launch(StepPlan(decode=decode)).result().tokens
         computed = [done + len(gained) for done, gained in zip(computed, tokens, strict=True)]

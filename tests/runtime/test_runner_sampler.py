@@ -31,7 +31,7 @@ def draw(rows: Sequence[int], logits: torch.Tensor) -> list[int]:
         Admission.from_prompt(row, row, [row, 5], params, 100 + row, None, [9, 9]) for row, params in PARAMS.items()
     ]
     arrays = map_arrays(torch.from_numpy, SamplingTable.pack(admissions))
-    table.admit(torch.tensor(list(PARAMS)), arrays)
+    table.enter_rows(torch.tensor(list(PARAMS)), arrays)
     index = torch.tensor(rows, dtype=torch.int32)
     parts = used_parts(PARAMS.values())
     return Sampler(table)(logits[index.long()], index, index + 10, parts).tolist()
@@ -50,7 +50,7 @@ def test_a_new_tenant_of_a_row_forgets_the_old_ones_tokens() -> None:
     for prompt, output in (([4, 5], [6, 6]), ([7], [])):
         admission = Admission.from_prompt(2, 2, prompt, SamplingParams(presence_penalty=1.0), 0, None, output)
         arrays = map_arrays(torch.from_numpy, SamplingTable.pack([admission]))
-        table.admit(torch.tensor([2]), arrays)
+        table.enter_rows(torch.tensor([2]), arrays)
         assert table.prompt_mask[2].nonzero().flatten().tolist() == prompt
         assert table.output_counts[2].nonzero().flatten().tolist() == sorted(set(output))
         assert int(table.output_counts[2].sum()) == len(output)
@@ -79,8 +79,7 @@ def test_penalties_are_those_of_all_tokens_of_a_request(
         [Admission.from_prompt(1, 1, [3], others, 0), Admission.from_prompt(2, 1, prompt, params, 0, None, output)],
     ):
         found = decode(encode(StepPlan(admissions))).admissions
-        sections = {name: torch.from_numpy(array) for name, array in SamplingTable.pack(found).items()}
-        table.admit(torch.tensor([a.row for a in found]), sections)
+        table.enter_rows(torch.tensor([a.row for a in found]), map_arrays(torch.from_numpy, SamplingTable.pack(found)))
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(seed))
     wanted = logits.clone()
     for token in {*prompt, *output}:

@@ -96,7 +96,7 @@ def test_chunk_plans_start_on_16_bytes(new: tuple[int, ...]) -> None:
 
 
 def plan_of_three() -> StepPlan:
-    decode = DecodeRows.of([DecodeRow(4, 9, 2, [7, 8]), DecodeRow(2, 5, 1), DecodeRow(3, 6, 0, [1], [0])])
+    decode = DecodeRows.from_rows([DecodeRow(4, 9, 2, [7, 8]), DecodeRow(2, 5, 1), DecodeRow(3, 6, 0, [1], [0])])
     return StepPlan(decode=decode, extend=[ExtendRow(1, 3, [5, 6, 7], 0, False, 8), ExtendRow(5, 0, [9], 4, True)])
 
 
@@ -104,7 +104,7 @@ def plan_of_three() -> StepPlan:
 def test_graphs_and_eager_steps_pack_rows_alike(tree: bool) -> None:
     plan = plan_of_three()
     eager = pack_step(StepPlan(decode=plan.decode), 3, tree)
-    padding = pack_rows(DecodeRows.of([DecodeRow(0, 0, 0)]), 3, tree, np.array([-1], np.int32))
+    padding = pack_rows(DecodeRows.from_rows([DecodeRow(0, 0, 0)]), 3, tree, np.array([-1], np.int32))
     whole: StepArrays[np.ndarray] = map_arrays(lambda array: array.repeat(8, 0), padding)
     flat, starts = np.empty(packed_size(arrays_of(whole)), np.int32), section_starts(arrays_of(whole))
     pack_arrays(arrays_of(whole), flat)
@@ -146,7 +146,7 @@ def test_a_step_holds_what_changes_in_tables_and_no_more() -> None:
     assert pack_step(StepPlan(page_writes=[PageWrite(1, 0, NO_INTEGERS)]), 1).tables is None, "no page, no write"
     tables = pack_step(
         StepPlan(
-            [Admission(3, 7, [5, 6], 2, params, 9), Admission(1, 8, [5], 1, params, 2**40)],
+            [Admission.from_prompt(3, 7, [5, 6], params, 9), Admission.from_prompt(1, 8, [5], params, 2**40)],
             [PageWrite(3, 2, int32s([40, 30])), PageWrite(2, 0, NO_INTEGERS), PageWrite(1, 5, int32s([20]))],
             page_copies=[PageCopy(11, 12), PageCopy(11, 13)],
         ),

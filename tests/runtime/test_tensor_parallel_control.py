@@ -64,7 +64,7 @@ def test_plans_survive_the_way(checkpoints: CheckpointStore) -> None:
     """Every field of every part, and a small message."""
     session = Session(checkpoints["falcon-split"].path, page_size=4)
     session.run(requests(1, 17, steps=4), chunk=7, gap=2)
-    rows = DecodeRows.of([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
+    rows = DecodeRows.from_rows([DecodeRow(1, 2, 3, [4, 5], [0, 0])] * 64)
     full = replace(session.plans[0], decode=rows, imports=[StateCopy(1, 2, 8, 9, 1)], constrained=[0])
     full.page_copies, full.host_copies = [PageCopy(3, 4)], [HostCopy(5, True, [6], [7], [HostState(8, 9, 10)])]
     full.after_copies, full.kept_pages, full.moves = 5, [PageCopy(5, 6)], [StateMove(1, 2, 3, When.BEFORE_ROWS)]
@@ -148,7 +148,7 @@ def task(name: Any, body: Any = b"") -> bytes:
 
 
 def refused() -> Iterator[bytes]:
-    bodies = msgspec.msgpack.decode(encode(StepPlan(decode=DecodeRows.of([DecodeRow(1, 2, 3)]))))["body"]
+    bodies = msgspec.msgpack.decode(encode(StepPlan(decode=DecodeRows.from_rows([DecodeRow(1, 2, 3)]))))["body"]
     raw: list[Any] = [{}, {"type": None}, {"type": []}, {"type": "task"}, {"type": "step"}, [], None]
     yield from (msgspec.msgpack.encode(value) for value in raw)
     yield from (task("os"), task(None), task("step"), task("step", "text"), b"", pickle.dumps(Runs()))
@@ -176,7 +176,7 @@ def test_spoilt_bytes_are_refused_or_still_a_plan() -> None:
     plan = StepPlan(
         [Admission.from_prompt(1, 1, [5] * 40, PARAMS, 3)],
         [PageWrite(1, 0, int32s([7]))],
-        DecodeRows.of([DecodeRow(2, 3, 4, [5], [0])]),
+        DecodeRows.from_rows([DecodeRow(2, 3, 4, [5], [0])]),
     )
     body, rng = msgspec.msgpack.decode(encode(plan))["body"], random.Random(0)
     for _ in range(2000):
@@ -247,7 +247,7 @@ def leader(link: Link, timeout: float = 30) -> Ranks:
 def wait_for_loss(ranks: Ranks) -> str:
     assert ranks._named.wait(30)
     with pytest.raises(RankError) as caught:
-        ranks.check()
+        ranks.check_alive()
     return str(caught.value)
 
 

@@ -55,6 +55,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(PROMPTS, greedy(8))]
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_the_ranks_in_step(started: list[Ranks], checkpoints: CheckpointStore) -> None:
     with make(checkpoints["falcon-split"].path) as llm:
         want = tokens(llm)
@@ -86,6 +87,7 @@ def test_a_killed_rank_is_named_and_ends_the_others(started: list[Ranks], checkp
     assert all(status in (LOST, -signal.SIGKILL) for status in statuses(started[0]))
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_an_interrupt_is_taken(
     started: list[Ranks], checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,15 +108,16 @@ def test_a_stopped_rank_is_named_and_an_interrupt_is_taken(
 
 def test_a_failed_rank_reports_its_reason() -> None:
     ranks = start_ranks(2, "cpu")
-    ranks.begin(EngineConfig("/no/checkpoint", device="cpu", tp_size=2))
+    ranks.start_service(EngineConfig("/no/checkpoint", device="cpu", tp_size=2))
     with pytest.raises(RankError, match=r"rank 1 was lost: .*/no/checkpoint.*build a new LLM"), ranks.together():
         ranks.comm.barrier()
     with pytest.raises(RankError, match="rank 1"):
-        ranks.check()
+        ranks.check_alive()
     ranks.close()
     assert statuses(ranks)[0] in (1, -signal.SIGKILL)  # rank 0 does not wait for its end
 
 
+@pytest.mark.slow
 def test_what_fails_everywhere_is_raised_as_it_is(
     started: list[Ranks], checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:
@@ -127,6 +130,7 @@ def test_what_fails_everywhere_is_raised_as_it_is(
     assert None not in statuses(started[0])
 
 
+@pytest.mark.slow
 def test_a_forgotten_llm_lets_its_ranks_go(started: list[Ranks], checkpoints: CheckpointStore) -> None:
     llm = make(checkpoints["falcon-split"].path)
     del llm
@@ -140,12 +144,13 @@ from hybridrt.base.config import EngineConfig
 from hybridrt.parallel.rank_start import start_ranks
 
 ranks = start_ranks(3, "cpu")
-ranks.begin(EngineConfig(sys.argv[1], device="cpu", tp_size=3, load_format="dummy"))
+ranks.start_service(EngineConfig(sys.argv[1], device="cpu", tp_size=3, load_format="dummy"))
 print(*(process.pid for process in ranks._processes), flush=True)
 time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_ranks_end_with_rank_0(checkpoints: CheckpointStore) -> None:
     """Even those that build a model, or wait in a collective."""
     command = [sys.executable, "-c", FOLLOWERS, str(checkpoints["falcon-split"].path)]
@@ -173,6 +178,7 @@ def torchrun(*command: str, text: str = "") -> "subprocess.CompletedProcess[str]
     return subprocess.run([*launcher, *command], input=text, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_torchrun_reads_and_prints_once(checkpoints: CheckpointStore) -> None:
     path = checkpoints["falcon-split"].path
     with LLM(str(path), device="cpu", max_model_len=128) as llm:

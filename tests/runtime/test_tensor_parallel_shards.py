@@ -66,7 +66,7 @@ def is_made_of(whole: Tensor, parts: list[Tensor]) -> bool:
     return torch.equal(joined, padded) and all(torch.equal(p, parts[i // copies * copies]) for i, p in enumerate(parts))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SPLIT)
 def test_shards_make_up_the_whole(name: str, size: int, checkpoints: CheckpointStore) -> None:
     path = checkpoints[name].path

@@ -102,6 +102,7 @@ def test_requests_that_do_not_wait_for_the_answer_before_end_with_the_connection
     assert served.llm.engine.counters().aborted == count + 1
 
 
+@pytest.mark.slow
 def test_slow_readers_do_not_delay_others(served: Served) -> None:
     """Clients that ask for more than the buffers on the way hold and read none of it, while others get theirs."""
     slow = []

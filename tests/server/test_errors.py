@@ -172,6 +172,7 @@ def test_chat_names_what_is_wrong(change: dict[str, Any], field: str | None, tex
     assert_error(served.post("/v1/chat/completions", CHAT | change), 400, field, text)
 
 
+@pytest.mark.slow
 def test_too_many_messages(served: Served) -> None:
     many = [{"role": "user", "content": "a"}] * 16385
     for path, body in (

@@ -130,7 +130,7 @@ def fuzz(served: Served, examples: int) -> None:
 
 @pytest.mark.parametrize(
     "examples",
-    [100, pytest.param(300, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.soak)],
+    [40, pytest.param(300, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.soak)],
 )
 def test_malformed_bodies_and_headers(examples: int, served: Served) -> None:
     fuzz(served, examples)

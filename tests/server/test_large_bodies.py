@@ -9,6 +9,7 @@ from hybridrt.base import pace
 from hybridrt.base.pace import REST, WORK_SECONDS, paced, rest, with_rests
 from hybridrt.engine.api.lanes import Lanes
 from tests.support.http_server import Served
+from tests.support.levels import sweep
 
 COUNT = 2000
 
@@ -80,7 +81,7 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), CHATS)
+@pytest.mark.parametrize(("path", "body"), sweep(CHATS, 3))
 def test_large_bodies_are_checked_outside_the_event_loop(
     path: str, body: dict[str, Any], served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

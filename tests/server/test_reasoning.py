@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.http_server import Served, serving
 from tests.support.lazily import lazily
+from tests.support.levels import sweep
 from tests.support.scripted_llm import TEMPLATE, Scripted, scripted
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def test_a_form_that_no_text_has_is_refused_before_the_reasoning(talker: Talker)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "response_format", answer.text
 
 
-@pytest.mark.parametrize("closed", ["<think>\n\n</think>\n\n", "</think>", "<think></think>\n"])
+@pytest.mark.parametrize("closed", sweep(["<think>\n\n</think>\n\n", "</think>", "<think></think>\n"], 3))
 def test_a_prompt_that_has_closed_the_reasoning(closed: str, talker: Talker) -> None:
     """As templates write it that are told not to reason. The answer is content at once; a fixed form begins at once. A
     model that reasons nevertheless keeps to its budget."""

@@ -248,7 +248,7 @@ def test_tokens_of_text_do_not_depend_on_the_deltas(seed: int) -> None:
         delta = Delta("x", 0, fresh, text, [{token: -1.0} for token in fresh], "stop" if last else None)
         for piece, _, reason in reader.pieces(delta):
             for event in parser.feed(piece) + (parser.finish() if reason else []):
-                found = reader.take(event.text)  # type: ignore[union-attr]
+                found = reader.tokens_of_text(event.text)  # type: ignore[union-attr]
                 if isinstance(event, Content):
                     content += event.text
                     taken += [entry["token"] for entry in found]

@@ -95,7 +95,7 @@ def test_deltas_are_written_at_once_and_joined_for_a_slow_client() -> None:
         client.deltas.put(delta("g", finish_reason="length"))
         await client.task
         ways = [("send", b"b"), ("send", b"cde"), ("now", b"1\r\nf\r\n"), ("now", b"1\r\ng\r\n"), ("send", b"end")]
-        assert client.written[1:] == ways and client.deltas.take is None
+        assert client.written[1:] == ways and client.deltas.write_now is None
 
     run(main())
 

@@ -164,7 +164,7 @@ def assert_chains(naive: NaiveHead, seen: list[Chain], drafts: int) -> None:
 @pytest.mark.parametrize(("mode", "drafts", "graphs", "chunk", "pages"), sweep([
     ("intermediate", 4, False, 8192, None), ("replay", 1, False, 2, None), ("replay", 7, True, 3, None),
     ("intermediate", 15, False, 4, None), ("intermediate", 7, True, 8192, 0), ("replay", 3, False, 5, 0),
-], 2))  # fmt: skip
+], 5))  # fmt: skip
 @pytest.mark.parametrize("name", ["qwen", "nemotron"])
 def test_drafts_are_those_of_the_naive_head(
     name: str, mode: str, drafts: int, graphs: bool, chunk: int, pages: int | None, heads: Store
@@ -178,7 +178,7 @@ def test_drafts_are_those_of_the_naive_head(
     assert_chains(heads.naive(name), seen, drafts)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", sweep([True, False], 2))
 def test_behind_trees_the_head_follows_the_path_that_stays(graphs: bool, heads: Store) -> None:
     rig = Rig(heads.path("qwen"), mode="intermediate", drafts=7, topk=2, graphs=graphs, method="mtp")
     seen = watched_run(rig, greedy_asks(), 7, topk=2, chunk=4)
@@ -186,7 +186,7 @@ def test_behind_trees_the_head_follows_the_path_that_stays(graphs: bool, heads: 
     assert_chains(heads.naive("qwen"), seen, 4)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", sweep(HEADS, 3))
 def test_heads_of_every_shape(name: str, heads: Store) -> None:
     rig = Rig(heads.path(name), drafts=3, method="mtp")
     assert_chains(heads.naive(name), watched_run(rig, greedy_asks(10), 3), 3)

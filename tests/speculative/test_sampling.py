@@ -282,5 +282,5 @@ def _table(params: Sequence[SamplingParams], prompts: Sequence[list[int]], vocab
         Admission.from_prompt(i + 1, 0, p, s, derive_seed(7, i)) for i, (s, p) in enumerate(zip(params, prompts))
     ]
     arrays = map_arrays(torch.from_numpy, SamplingTable.pack(admissions))
-    table.admit(torch.arange(1, len(params) + 1), arrays)
+    table.enter_rows(torch.arange(1, len(params) + 1), arrays)
     return table

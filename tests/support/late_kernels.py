@@ -67,7 +67,7 @@ class OneThread:
 @contextmanager
 def random_results() -> Iterator[None]:
     """Tokens that come from the device are random; of drafts a random number stays."""
-    draw, check = random.Random(1), ScheduledStep.check
+    draw, check = random.Random(1), ScheduledStep.check_result
     function = pretend_gpu._MetaTensors.__torch_function__
 
     def copy(self: Any, called: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -84,7 +84,7 @@ def random_results() -> Iterator[None]:
 
     with (
         mock.patch.object(pretend_gpu._MetaTensors, "__torch_function__", copy),
-        mock.patch.object(ScheduledStep, "check", gain),
+        mock.patch.object(ScheduledStep, "check_result", gain),
         mock.patch.object(Matcher, "advance", lambda *_: False),
         mock.patch.object(compile_ahead, "start_cuda", mock.Mock()),
         mock.patch.object(build, "fill_dummy", mock.Mock()),

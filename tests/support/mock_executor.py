@@ -239,6 +239,8 @@ class MockExecutor:
         assert all(step.consumed for b in self.borrowers.pop(page, []) for step, _ in b.steps)
         self.page_owner[page] = Tenant(Admission.from_prompt(0, 0, [], SamplingParams(), 0)), 0
 
+    def drop_last(self) -> None: ...
+
     def copied(self, ticket: int) -> bool:
         """Copies run as late as they may: when a plan waits for them, or after several polls."""
         if any(copy.ticket == ticket for handle in self.queue for copy in handle.plan.host_copies):

@@ -57,7 +57,7 @@ class Play:
             if length > 0:
                 chunks.append(self._chunk(row, length, len(chunks)))
                 left -= length
-        decode = DecodeRows.of(DecodeRow(row, self.computed[row], 0) for row in decoding)
+        decode = DecodeRows.from_rows(DecodeRow(row, self.computed[row], 0) for row in decoding)
         for row in decoding:
             self.computed[row] += 1
         return StepPlan(decode=decode, extend=chunks)

@@ -39,7 +39,7 @@ class Prefiller:
     """A prefill worker, its memory in the hub."""
 
     def __init__(self, llm: LLM, hub: dict[str, torch.Tensor], name: str = "prefill") -> None:
-        self.side = WorkerSide.of(llm)
+        self.side = WorkerSide.from_llm(llm)
         self.transport = InProcessTransport(hub, name, self.side.arena)
         self.worker = PrefillWorker(self.side, [ImageReader(self.transport, self.side.layout)], linger=0.0)
         self.alive = True
@@ -70,7 +70,7 @@ class Decoder:
     """A decode worker, and the outputs of its engine by request and sample."""
 
     def __init__(self, llm: LLM, hub: dict[str, torch.Tensor], **options: Any) -> None:
-        self.side = WorkerSide.of(llm)
+        self.side = WorkerSide.from_llm(llm)
         self.engine = llm.engine
         transport = InProcessTransport(hub, "decode", self.side.arena, piece=1500)
         self.worker = DecodeWorker(self.side, [ImageReader(transport, self.side.layout)], **options)

@@ -1,1 +1,1 @@
-"""Formats of tool calls, a file each."""
+"""Formats of tool calls, one file each."""

@@ -45,7 +45,8 @@ class Glm(ToolParser):
     tokens = (_KEY, _VALUE)
 
     def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
-        """Parameters come in the schema's order. Enumerations of text are enforced, its length and patterns are not."""
+        """Parameters in the schema's order. Enumerations of text are enforced, its length and
+        patterns are not."""
         check_names(tools, _NAME)
         before, between, close = literal(_KEY), f'{literal(_KEY_END)} "\\n" {literal(_VALUE)}', literal(_TAGS.close)
         layout = Layout(

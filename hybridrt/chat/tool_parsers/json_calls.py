@@ -1,4 +1,4 @@
-"""Calls as JSON objects with a name and arguments: what several formats have in common."""
+"""Calls as JSON objects with a name and arguments, shared by several formats."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _CLOSES = re.compile(r"\}*")
 
 
 class JsonCalls(ToolParser):
-    """{"name": "f", "arguments": {...}}, or a list of these. The keys may come in any order.
+    """{"name": "f", "arguments": {...}}, or a list of these. Keys in any order.
 
     Attributes:
         listed: the model writes a list.
@@ -38,12 +38,11 @@ class JsonCalls(ToolParser):
 
 
 def read_list(scanner: Scanner, listed: bool, read: Callable[[], Step[None]], begins: re.Pattern[str]) -> Step[None]:
-    """Calls one after the other, with commas or without: up to the closing bracket if they are
-    `listed`, else up to the last one.
+    """Calls with or without commas: up to the closing bracket if `listed`, else up to the last one.
 
     Args:
         read: reads one call.
-        begins: the character that a call begins with; one that follows without a comma is read, too.
+        begins: the first character of a call.
     """
     while True:
         yield from scanner.space()
@@ -59,7 +58,7 @@ def read_list(scanner: Scanner, listed: bool, read: Callable[[], Step[None]], be
 
 
 def read_call(scanner: Scanner, sink: CallSink) -> Step[None]:
-    """One object. It begins as a call as soon as its name is known and its arguments look like an object."""
+    """One object. The call begins once its name is known and its arguments look like an object."""
     yield from scanner.expect("{")
     yield from scanner.accept("{")  # some models double the braces; no key begins with one
     name, early = "", ""  # `early`: arguments that came before the name
@@ -101,7 +100,7 @@ def _stream_arguments(scanner: Scanner, sink: CallSink, name: str) -> Step[None]
     begun = list[str]()
 
     def emit(text: str) -> None:
-        """Holds the first piece until there is a second: an object that breaks at once is no call."""
+        """Holds the first piece until the second: an object that breaks at once is no call."""
         if sink.inside:
             sink.arguments(text)
             return
@@ -114,7 +113,7 @@ def _stream_arguments(scanner: Scanner, sink: CallSink, name: str) -> Step[None]
 
 
 def _whole_arguments(scanner: Scanner) -> Step[str]:
-    """An object; one within a string, as some models write it; or null, for none."""
+    """An object, also within a string as some models write it; or null, for none."""
     pieces = list[str]()
     first = yield from scanner.peek()
     if first in ('"', "'"):

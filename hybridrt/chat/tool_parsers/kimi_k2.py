@@ -1,8 +1,10 @@
-"""Kimi: calls between tokens of their own, each with an id that names the function, `functions.f:0`, and an object.
+"""Kimi: calls between tokens of their own, each with an id that names the function,
+`functions.f:0`, and an object.
 
-Source: the chat template of moonshotai/Kimi-K2-Instruct, which Kimi-Linear shares. It writes the ids of earlier calls
-as they are, so the model's own ids are kept. Models also write the tags of a section in the singular,
-or leave them out.
+Source: the chat template of moonshotai/Kimi-K2-Instruct, which Kimi-Linear shares. The model's ids
+are kept, since the
+template writes them again. Models also write the tags of a section in the singular, or leave them
+out.
 """
 
 import re
@@ -15,7 +17,7 @@ from hybridrt.chat.tool_parser import CallSink, ToolParser
 from hybridrt.chat.values import MAX_NAME, read_value
 
 _BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_NUMBER = re.compile(r":\d*$")  # behind the name, which may have a colon of its own
+_NUMBER = re.compile(r":\d*$")  # after the name, which may contain a colon
 
 
 class KimiK2(ToolParser):
@@ -53,7 +55,6 @@ class KimiK2(ToolParser):
 
 
 def _call_rules(tools: Sequence[Tool], arguments: str) -> Iterator[str]:
-    """A rule a tool: its id, then `arguments`, which is the tag before the object, then the object."""
     for i, tool in enumerate(tools):
         schema = calls([tool], {"$ref": "#/$defs/0"}) if tool.strict else '{"type": "object"}'
         yield f"call{i}: {json_text(f'functions.{tool.name}:')} /[0-9]{{1,4}}/ {arguments} %json {schema}"

@@ -54,7 +54,6 @@ class MinimaxText(ToolParser):
 
 
 def _call_rules(tools: Sequence[Tool]) -> Iterator[str]:
-    """A rule a tool: its name and an object."""
     for i, tool in enumerate(tools):
         schema = calls([tool], {"$ref": "#/$defs/0"}) if tool.strict else '{"type": "object"}'
         yield f'call{i}: {json_text(f"functions.{tool.name}(")} %json {schema} ")"'

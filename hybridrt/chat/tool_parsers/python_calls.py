@@ -1,4 +1,4 @@
-"""Calls as in Python with arguments by name, `f(a="x", b=1)`: what several formats have in common."""
+"""Calls as in Python with arguments by name, `f(a="x", b=1)`, shared by several formats."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ _OPENS = re.compile(r"\w")
 
 
 class PythonCalls(JsonCalls):
-    """Calls in Python's syntax, or in JSON's: models write it if the system prompt asks for it.
+    """Calls in Python's syntax, or in JSON's, which system prompts may ask for.
 
     Attributes:
         listed: the calls are a list. Else each has a line.
@@ -44,7 +44,6 @@ class PythonCalls(JsonCalls):
 
 
 def _call_rules(tool: Tool, rule: str) -> str:
-    """A rule, and those that it needs, a line each."""
     opened, must, may = json_text(f"{tool.name}("), list[str](), list[str]()
     if not tool.strict:
         return f'{rule}: {opened} (KEYWORD "=" %json {{}} (", " KEYWORD "=" %json {{}})*)? ")"'
@@ -64,7 +63,6 @@ def _call_rules(tool: Tool, rule: str) -> str:
 
 
 def _argument_rules(tool: Tool, arguments: Mapping[str, tuple[Any, bool]]) -> Iterator[str]:
-    """What each argument looks like, with its name."""
     for name, (schema, _) in arguments.items():
         schema = with_definitions(resolved(schema, tool.parameters), tool.parameters)
         yield f"{json_text(f'{name}=')} %json {json_text(schema)}"

@@ -60,7 +60,8 @@ class Qwen3Coder(ToolParser):
     markers = ("<function=", "<parameter=")
 
     def section_rules(self, tools: Sequence[Tool], literal: Callable[[str], str]) -> Sequence[str] | None:
-        """Parameters come in the schema's order. Enumerations of text are enforced, its length and patterns are not."""
+        """Parameters in the schema's order. Enumerations of text are enforced, its length and
+        patterns are not."""
         check_names(tools, _NAME)
         calls = limited(_LAYOUT.call(tool, f"call{i}", _NAME) for i, tool in enumerate(tools))
         names = " | ".join(f"call{i}" for i in range(len(tools)))
@@ -96,7 +97,7 @@ class Qwen3Coder(ToolParser):
                 types = types_of(properties.get(key), schema)
                 found = yield from read_typed(scanner, _TAGS, sink.arguments, types, names, block)
                 before = ", "
-            else:  # a broken tag: its value is dropped, since no one knows which it is
+            else:  # a broken tag: its value is dropped
                 found = yield from read_text(scanner, _TAGS, lambda text: None, names, block)
             if found == _TAGS.close:
                 yield from scanner.space()

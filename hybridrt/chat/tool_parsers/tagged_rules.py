@@ -1,4 +1,4 @@
-"""Grammars of calls whose values stand between tags (`hybridrt.chat.tool_parsers.tagged_values`)."""
+"""Grammars of calls with values between tags (`hybridrt.chat.tool_parsers.tagged_values`)."""
 
 import json
 import re
@@ -14,14 +14,16 @@ from hybridrt.chat.tool_parsers.tagged_values import Tags, converted
 
 @dataclass(frozen=True)
 class Layout:
-    """How a grammar writes a call. The rule `free` is what a function without a strict schema holds after its name, and
-    the rule `value` is text as a parameter with what closes it.
+    """How a grammar writes a call.
+
+    The rule `free` is the text after the name of a function without a strict schema. The rule
+    `value` is a text parameter with its closing tag.
 
     Attributes:
         name: the beginning of a call, from the tool's name.
-        open: what is before a value, from the parameter's name.
-        close: what is after a value.
-        end: what is after the last parameter; "": nothing.
+        open: before a value, from the parameter's name.
+        close: after a value.
+        end: after the last parameter, or "".
     """
 
     tags: Tags
@@ -58,5 +60,4 @@ class Layout:
 
 
 def _as_text(option: Any) -> str:
-    """A value as a parameter holds it."""
     return option if isinstance(option, str) else json_text(option)

@@ -1,7 +1,8 @@
-"""Values between tags, as they are: what formats like XML have in common.
+"""Values between tags, shared by formats like XML.
 
-Nothing is escaped in such a value, so it may hold the format's own tags. A tag ends the value if what
-follows is what the format allows next; so after a tag the reader looks a little ahead.
+Nothing is escaped in a value, so it may hold the format's own tags. A tag ends the value only if
+what follows is
+allowed next; so the reader looks ahead after a tag.
 """
 
 import json
@@ -27,14 +28,14 @@ class Tags:
 
     Attributes:
         close: ends a value.
-        opens: begin the next parameter; the first is the format's own, the others models write by mistake.
+        opens: begin the next parameter; all but the first are mistakes of models.
         name_close: follows a parameter's name.
         value_open: begins a value; "": it begins after the name.
         ends: end what is around the parameters, the innermost first.
         outer: begin a further call.
-        quoted: on a line of its own within a value, it begins a call that the text quotes; "": not looked for.
-        lines: a value may have lines of its own; then a tag has its own line, too, and the line break
-            before it is part of it.
+        quoted: on a line of its own within a value, begins a quoted call; "": not looked for.
+        lines: a value may have lines of its own; a tag then has its own line, with the line break
+            before it.
     """
 
     close: str
@@ -63,14 +64,14 @@ class Tags:
 
     @cached_property
     def all_ends(self) -> re.Pattern[str]:
-        """The end of a call, whole: white space around it, and tags left out except for the last."""
+        """The end of a call, with white space; all tags but the last may be missing."""
         inner = "".join(rf"({re.escape(end)}\s*)?" for end in self.ends[:-1])
         return re.compile(rf"\s*{inner}{re.escape(self.ends[-1])}\s*")
 
 
 def read_name(scanner: Scanner, tags: Tags, known: Collection[str]) -> Step[str]:
-    """A parameter's name and the tag after it. "" if there is none, and then nothing is read. A name has
-    no white space, unless it is a known one."""
+    """A parameter's name and the tag after it. "" if there is none; then nothing is read. Only
+    known names contain white space."""
     name = yield from scanner.ahead(MAX_NAME + len(tags.name_close), partial(_name, tags))
     if name is None:
         raise Malformed
@@ -83,10 +84,10 @@ def read_name(scanner: Scanner, tags: Tags, known: Collection[str]) -> Step[str]
 def read_typed(
     scanner: Scanner, tags: Tags, emit: Emit, types: set[str], names: Collection[str] | None = None, block: bool = False
 ) -> Step[str]:
-    """Reads a value and emits its JSON text. Text streams; other values are converted once they are whole.
+    """Reads a value and emits its JSON text. Text streams; other values are converted when whole.
 
     Args:
-        types: of the schema. Empty: it says nothing; the value is an object, a list, or text.
+        types: of the schema. Empty: unknown; the value is an object, a list, or text.
         names: of parameters that may follow; None: any may.
         block: the value began on a line of its own.
 
@@ -119,8 +120,8 @@ def read_text(
     """As `read_typed`, but the value is passed on as it is.
 
     Args:
-        within_string: whether what was passed on ends within a string of JSON, to which a tag belongs unless a line
-            break precedes it: there are none within such strings.
+        within_string: whether the text so far ends within a JSON string, which contains tags on its
+            own line.
     """
     begun, depth = False, 0
 
@@ -145,8 +146,8 @@ def read_text(
 
 
 def converted(text: str, types: set[str]) -> str:
-    """JSON text of a value: of one of the types if it can be read as one, else of a string. Without types
-    an object or a list is read as such."""
+    """JSON text of a value: of one of the types if possible, else of a string. Without types an
+    object or a list is read as such."""
     found = _python_as_json(text.strip())
     if found is not None:
         value = json.loads(found)
@@ -158,8 +159,6 @@ def converted(text: str, types: set[str]) -> str:
 
 
 class _Collected:
-    """A value that is converted when it is whole."""
-
     def __init__(self) -> None:
         self.pieces: list[str] = []
         self._checked, self._inside = 0, False  # pieces that were looked at, and whether they end within a string
@@ -180,8 +179,9 @@ def _ends(scanner: Scanner, tags: Tags, tag: str, firm: bool, names: Collection[
     """Whether a tag, which was read, ends the value.
 
     Args:
-        firm: it is where such a tag belongs: on a line of its own, or anywhere if the value has no lines of its own.
-        depth: calls that the value quotes and that have not ended. Only the last tags of the answer end it then.
+        firm: the tag is on a line of its own, or the value has no such lines.
+        depth: quoted calls that have not ended. Only the last tags of the answer end the value
+            then.
     """
     decide = partial(_is_last, tags) if depth else partial(_follows, tags, tag, firm, names)
     verdict = yield from scanner.ahead(_WINDOW, decide)
@@ -195,7 +195,7 @@ def _ends(scanner: Scanner, tags: Tags, tag: str, firm: bool, names: Collection[
 
 
 def _follows(tags: Tags, tag: str, firm: bool, names: Collection[str] | None, text: str, whole: bool) -> bool | None:
-    """Whether the text after a tag is what the format allows next. None: more text is needed."""
+    """Whether the text after a tag is allowed there. None: more text is needed."""
     if tag == tags.opens[0]:  # the value's own tag was left out
         return firm and _is_named(tags, text, names, whole, tags.value_open)
     if tag != tags.close:
@@ -211,7 +211,6 @@ def _follows(tags: Tags, tag: str, firm: bool, names: Collection[str] | None, te
 
 
 def _is_named(tags: Tags, text: str, names: Collection[str] | None, whole: bool, then: str = "") -> bool | None:
-    """Whether the name of a parameter that may follow comes next, and a tag after it."""
     name = _name(tags, text, whole)
     if name is None:
         return None
@@ -222,7 +221,7 @@ def _is_named(tags: Tags, text: str, names: Collection[str] | None, whole: bool,
 
 
 def _name(tags: Tags, text: str, whole: bool) -> str | None:
-    """The text up to the tag after a name; "" if another one comes first."""
+    """The text before the tag after a name; "" if another tag comes first."""
     found = _NAME_PART.match(text)
     name = found[0] if found is not None else ""
     rest = text[len(name) :]
@@ -232,7 +231,7 @@ def _name(tags: Tags, text: str, whole: bool) -> str | None:
 
 
 def _is_end(tags: Tags, text: str, whole: bool) -> bool | None:
-    """Whether a call ends here: the next tag does not belong to a parameter."""
+    """Whether the next tag does not belong to a parameter, so that a call ends here."""
     found = tags.any_tag.search(_without_ends(tags, text))
     if found is not None:
         return found[0] not in tags.inner
@@ -240,7 +239,7 @@ def _is_end(tags: Tags, text: str, whole: bool) -> bool | None:
 
 
 def _is_early_end(tags: Tags, text: str, firm: bool, whole: bool) -> bool | None:
-    """Whether a call ends here, though the tag that closes its last value was left out."""
+    """Whether a call ends here without the closing tag of its last value."""
     rest = _without_ends(tags, text)
     if tags.lines and (firm or tags.all_ends.match(text)):
         return _is_end(tags, text, whole)
@@ -251,13 +250,11 @@ def _is_early_end(tags: Tags, text: str, firm: bool, whole: bool) -> bool | None
 
 
 def _is_last(tags: Tags, text: str, whole: bool) -> bool | None:
-    """False once something follows that is not the end of a call."""
     rest = _without_ends(tags, text)
     return None if not whole and (not rest or any(end.startswith(rest) for end in tags.ends)) else False
 
 
 def _without_ends(tags: Tags, text: str) -> str:
-    """The text after the tags that end a call."""
     text = text.lstrip()
     for end in tags.ends:
         text = text.removeprefix(end).lstrip()
@@ -265,7 +262,6 @@ def _without_ends(tags: Tags, text: str) -> str:
 
 
 def _python_as_json(text: str) -> str | None:
-    """A value in JSON or Python's syntax as JSON text; None if it is neither."""
     if text.lower() in ("true", "false", "null"):
         return text.lower()
     scanner, pieces = Scanner(), list[str]()

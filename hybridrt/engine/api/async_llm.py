@@ -1,4 +1,4 @@
-"""AsyncLLM: an LLM for asyncio. Its engine runs in a thread of its own, and requests are asynchronous iterators."""
+"""AsyncLLM: an LLM for asyncio, whose requests are asynchronous iterators."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -42,15 +42,18 @@ _PUBLIC = {
 
 
 class AsyncLLM:
-    """Serves an LLM to the tasks of one event loop. `close`, `with` or `async with` frees the memory.
+    """Serves an LLM to the tasks of one event loop. `close`, `with` or `async with` frees the
+    memory.
 
-    Loading a model takes seconds to minutes: within an event loop, `await AsyncLLM.create(...)` does it in another
-    thread. The constructor blocks. A forked process cannot use it: its calls raise UnavailableError.
+    The constructor blocks for seconds to minutes; within an event loop, `await
+    AsyncLLM.create(...)` loads in another thread. In a forked process, calls raise
+    UnavailableError.
 
     Args:
-        model: the first argument of `LLM`, or an LLM. `close` does not close an LLM that was passed, and other threads
-            may go on calling its `generate` and `stream`.
-        max_waiting: samples that may wait in addition to those that run; more are refused with QueueFullError.
+        model: the first argument of `LLM`, or an LLM. `close` does not close an LLM that was
+            passed, and other threads may go on calling its `generate` and `stream`.
+        max_waiting: samples that may wait in addition to those that run; more are refused with
+            QueueFullError.
         options: further arguments of `LLM`, if `model` is not an LLM.
 
     Raises:
@@ -59,7 +62,7 @@ class AsyncLLM:
     Attributes:
         llm: the LLM underneath.
         watchers: called in the event loop with every StepMessage.
-        draining: no further request is taken.
+        draining: no further request is accepted.
     """
 
     def __init__(self, model: str | PathLike[str] | LLM, *, max_waiting: int = 4096, **options: Any) -> None:
@@ -79,8 +82,9 @@ class AsyncLLM:
 
     @classmethod
     async def create(cls, model: str | PathLike[str] | LLM, *, max_waiting: int = 4096, **options: Any) -> "AsyncLLM":
-        """As the constructor, which it calls in another thread: the event loop goes on. A task that is cancelled leaves
-        nothing behind: what is being built is closed as soon as it is complete."""
+        """Calls the constructor in another thread. If the task is cancelled, the new object is
+        closed as soon as it is complete.
+        """
         pool = ThreadPoolExecutor(1, thread_name_prefix="hybridrt-build")
         building = pool.submit(partial(cls, model, max_waiting=max_waiting, **options))
         pool.shutdown(wait=False)
@@ -92,25 +96,20 @@ class AsyncLLM:
 
     @property
     def failure(self) -> UnavailableError | None:
-        """Why the engine has ended; None while it runs."""
         return self._loop.error
 
     @property
     def unfinished(self) -> int:
-        """Samples that run or wait."""
         return self._loop.unfinished
 
     @property
     def stalled(self) -> float:
-        """Seconds that the engine's present step has taken so far; 0 between steps."""
+        """Seconds since the engine's present step began; 0 between steps."""
         return self._loop.stalled
 
     async def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> PreparedPrompt:
-        """Checks a prompt and converts it to tokens; a long text, or one with a grammar to compile, in another thread.
-        None: the model's default parameters.
-
-        Raises:
-            RequestError, MemoryBudgetError, QueueFullError: as `Engine.prepare`.
+        """Checks and tokenises a prompt; a long text, or one with a grammar, in another thread.
+        `params` None: the model's defaults. Raises as `Engine.prepare`.
         """
         (prepared,) = await self.prepare_all([prompt], params)
         return prepared
@@ -118,7 +117,9 @@ class AsyncLLM:
     async def prepare_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[PreparedPrompt]:
-        """`prepare` for several prompts with the same parameters, some at a time: others are prepared in between."""
+        """`prepare` for several prompts with the same parameters, some at a time, so that others
+        are prepared in between.
+        """
         params = self.llm.default_sampling_params if params is None else params
         sizes = list(map(size_of, prompts))
         compiles = isinstance(params, SamplingParams) and params.structured_outputs is not None
@@ -134,14 +135,16 @@ class AsyncLLM:
         return [self.llm.engine.intake.prepare(prompt, params, known) for prompt in prompts]
 
     async def in_thread(self, work: Callable[..., Any], *arguments: Any, lane: Lane = "text") -> Any:
-        """Runs work (tokenising, a chat template) in a thread of a lane, so that it does not block the event loop."""
+        """Runs work (tokenising, a chat template) in a thread of a lane, so that the event loop
+        goes on.
+        """
         self._loop.check_process()
         return await asyncio.wrap_future(self._lanes.submit(lane, partial(work, *arguments)))
 
     def submit(
         self, prepared: PreparedPrompt | Sequence[PreparedPrompt], name: str | None = None, *, stream: bool = True
     ) -> DeltaStream:
-        """Starts one request, or several that one reader reads.
+        """Starts one request, or several for one reader.
 
         Args:
             name: the request's id; several requests get the ids name-0, name-1, … None: a new id.
@@ -151,14 +154,15 @@ class AsyncLLM:
             QueueFullError: too many samples wait already.
             RequestError: an argument is of the wrong kind, or the name is taken.
             UnavailableError: the engine has failed, or the server is shutting down.
-            EngineError: called from a second event loop, while the first one is open and has requests.
+            EngineError: a second event loop, while the first one has requests.
         """
         if self.draining:
             raise UnavailableError("the server is shutting down; send the request to another one")
         name = f"async-{next(self._names)}" if name is None else name
         batch = _named(prepared, name)
         self._enter(asyncio.get_running_loop())
-        # A request whose reader has gone blocks its id until its last deltas are here: they would go to the new one.
+        # If a reader has gone, its id stays taken until the last deltas are here: else a new
+        # request would get them.
         for taken in (known for known in (name, *batch) if known in self._streams or known in self._left):
             raise RequestError(f"request id {taken!r} is in use; pass another one, or None to get one", "request_id")
         deltas = DeltaStream(self._loop)
@@ -175,7 +179,7 @@ class AsyncLLM:
         return deltas
 
     def _enter(self, events: asyncio.AbstractEventLoop) -> None:
-        """Serves this event loop from now on. The requests of one that was closed have lost their readers: they end."""
+        """Serves this event loop from now on. Requests of a closed one end."""
         if events is self._events:
             return
         if self._events is not None and self._events.is_closed():
@@ -184,13 +188,13 @@ class AsyncLLM:
             self._streams.clear()
         if self._streams:
             raise EngineError("an AsyncLLM serves one event loop at a time: end the requests of the other one first")
-        self._left.clear()  # messages that an earlier loop has not taken are lost
+        self._left.clear()  # messages that an earlier loop has not read are lost
         self._events = events
 
     @knows_names("generate", CALLS)
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
-        """Yields deltas as they arrive; with n > 1 those of the samples interleave. If the iteration ends early, the
-        request is aborted.
+        """Yields deltas as they arrive; with n > 1 those of the samples interleave. If the
+        iteration ends early, the request is aborted.
 
         Raises:
             RequestError, MemoryBudgetError, QueueFullError, UnavailableError: at the first delta.
@@ -206,8 +210,9 @@ class AsyncLLM:
 
     @knows_names("complete", CALLS)
     async def complete(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """The whole output; with n > 1 `.outputs` has all samples. Raises what `generate` does; a task that is
-        cancelled aborts the request."""
+        """The whole output; with n > 1 `.outputs` has all samples. Raises as `generate`. Cancelling
+        the task aborts the request.
+        """
         return await self._complete(await self.prepare(prompt, params))
 
     async def _complete(self, prepared: PreparedPrompt) -> RequestOutput:
@@ -222,16 +227,17 @@ class AsyncLLM:
         return whole_output(request_id, prepared.tokens, prepared.params.n, ended)
 
     async def _spell_out(self, delta: Delta) -> None:
-        """Log-probabilities of a prompt as dictionaries: thousands of them are made in another thread."""
         if delta.prompt_scores is not None:
             await self.in_thread(delta.spell_out)
 
     async def prepare_chat(self, conversation: Conversation, params: SamplingParams, chat: Chat) -> PreparedChat:
-        """Checks a conversation and converts it to tokens, in another thread. Raises what `LLM.chat` raises first."""
+        """Checks and tokenises a conversation in another thread. Raises what `LLM.chat` raises
+        first.
+        """
         compiles = params.structured_outputs is not None or asks_for_grammar(conversation)
         lane: Lane = "compile" if compiles else "text"
         if is_large_chat(conversation):
-            lane = "long text"  # with a grammar, too: it is not to wait among small ones
+            lane = "long text"  # with a grammar too: it must not wait among small ones
         return await self.in_thread(self.llm.prepare_chat, conversation, params, chat, lane=lane)
 
     async def stream_chat(
@@ -242,11 +248,7 @@ class AsyncLLM:
         chat: Chat | None = None,
         **options: Any,
     ) -> AsyncIterator[ChatDelta]:
-        """As `LLM.stream_chat`. If the iteration ends early, the request is aborted.
-
-        Raises:
-            as `LLM.stream_chat` and `generate`.
-        """
+        """As `LLM.stream_chat`. If the iteration ends early, the request is aborted."""
         params = self.llm.chat_sampling_params(params)
         prepared = await self.prepare_chat(read_conversation(messages, **options), params, chat or self.llm.chats())
         deltas, reader = self.submit(prepared.prompt), ChatReader(prepared)
@@ -264,14 +266,17 @@ class AsyncLLM:
         chat: Chat | None = None,
         **options: Any,
     ) -> ChatOutput:
-        """The whole answer to one conversation, as `LLM.chat` gives it; with n > 1 `.outputs` has all samples."""
+        """The whole answer to one conversation, as `LLM.chat` gives it; with n > 1 `.outputs` has
+        all samples.
+        """
         params = self.llm.chat_sampling_params(params)
         prepared = await self.prepare_chat(read_conversation(messages, **options), params, chat or self.llm.chats())
         return read_output(prepared, await self._complete(prepared.prompt))
 
     def abort(self, name: str) -> bool:
-        """Ends the requests that were submitted under a name, or the one of them that has this id, with reason "abort".
-        False if none of them runs."""
+        """Ends the requests of a name, or the one with this id, with reason "abort". False if none
+        runs.
+        """
         check_name(name)
         stream = self._streams.get(name)
         if stream is None or not stream.running:
@@ -283,17 +288,17 @@ class AsyncLLM:
         return True
 
     def stream_of(self, request_id: str) -> DeltaStream | None:
-        """The stream that a request's deltas go to; None if its reader has gone."""
         check_name(request_id)
         return self._streams.get(request_id)
 
     def abort_all(self) -> None:
-        """Ends all requests with reason "abort"."""
         for stream in self._streams.values():
             stream.abort()
 
     async def drain(self, timeout: float) -> bool:
-        """Takes no further requests, and waits up to `timeout` seconds for those that run. True if all have ended."""
+        """Refuses new requests and waits up to `timeout` seconds for those that run. True if all
+        have ended.
+        """
         self._loop.check_process()
         _check_seconds(timeout)
         self.draining = True
@@ -333,11 +338,13 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)  # it waits for the end of a step
 
     def __dir__(self) -> list[str]:
-        """What callers use; the other public names are the server's."""
+        """Names for callers; the other public names are the server's."""
         return sorted({*object.__dir__(self)} & {*dir(object), *_PUBLIC})
 
     def _deliver(self, message: StepMessage) -> None:
-        """Called in the engine's thread. If the event loop is closed, no reader is left: aborts their requests."""
+        """Called in the engine's thread. If the event loop is closed, aborts the requests: no
+        reader is left.
+        """
         assert self._events is not None, "a request was submitted there"
         try:
             self._events.call_soon_threadsafe(self._hand_out, message)
@@ -346,7 +353,7 @@ class AsyncLLM:
                 self._loop.abort(delta.request_id)
 
     def _hand_out(self, message: StepMessage) -> None:
-        # Rows with a prompt are the last ones of a step: first tokens do not wait for all the others.
+        # Rows with a prompt are last in a step: first tokens go first.
         for delta in reversed(message.deltas):
             stream = self._streams.get(delta.request_id)
             if stream is not None:
@@ -361,7 +368,9 @@ class AsyncLLM:
 
 
 def _named(prepared: PreparedPrompt | Sequence[PreparedPrompt], name: str) -> dict[str, PreparedPrompt]:
-    """The requests of a submission by their ids. Raises RequestError for what is no request, or no name of one."""
+    """The requests of a submission by id. RequestError if one is no request, or the name is
+    invalid.
+    """
     check_name(name)
     if isinstance(prepared, Sequence):
         batch = {f"{name}-{i}": prompt for i, prompt in enumerate(prepared)}

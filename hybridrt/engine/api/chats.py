@@ -1,4 +1,4 @@
-"""Runs conversations on an engine: makes its prompts of messages, and answers of its outputs."""
+"""Conversations on an engine: messages to prompts, and outputs to answers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,11 +27,11 @@ _OUTPUT_NAMES = {
 
 
 class Chats:
-    """Makes a model's `Chat` for a template and two parsers. Equal arguments give the same one.
+    """Makes and caches a model's `Chat` for a template and two parsers.
 
     Raises:
         RequestError: the model has no tokenizer, or an argument is no text.
-        ConfigError: a parser of this name is not known.
+        ConfigError: unknown parser.
     """
 
     def __init__(self, tokenizer: HFTokenizer | None) -> None:
@@ -55,10 +55,10 @@ class Chats:
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A conversation that was checked and tokenised.
+    """A checked and tokenised conversation.
 
     Attributes:
-        prompt: what the engine runs.
+        prompt: for the engine.
         new_answer: makes the reader of one sample's answer.
     """
 
@@ -72,7 +72,8 @@ def prepare_chat(
     """Renders, tokenises and checks a conversation. Changes nothing; call it off an event loop.
 
     Raises:
-        RequestError, MemoryBudgetError: as `Engine.prepare`; also where the template fails on these messages.
+        RequestError, MemoryBudgetError: as `Engine.prepare`; also if the template fails on these
+            messages.
     """
     _check_kind("conversation", conversation, Conversation)
     _check_kind("sampling_params", params, SamplingParams)
@@ -88,7 +89,8 @@ def prepare_chat(
     prompt = chat.prompt(conversation, params, encode)
     given, wanted = params.structured_outputs, prompt.params.structured_outputs
     if given is not None and wanted is not given:
-        # By itself first: within a larger grammar, a form that no text has would fail once the reasoning has ended.
+        # Check it alone first: within a larger grammar, an impossible form would fail only after
+        # the reasoning.
         engine.intake.compiler.grammar(given)
     try:
         prepared = engine.prepare(prompt.tokens, prompt.params)
@@ -102,8 +104,9 @@ def prepare_chat(
 
 
 def check_characters(conversation: Conversation, most: int) -> None:
-    """Raises PromptTooLongError for contents that no prompt has room for, before they are rendered. Templates may leave
-    out earlier reasoning and calls."""
+    """Raises PromptTooLongError for contents that no prompt has room for, before rendering.
+    Templates may leave out earlier reasoning and calls.
+    """
     found = sum(len(message.get("content", "")) for message in conversation.messages)
     if found > most:
         raise PromptTooLongError(
@@ -114,7 +117,6 @@ def check_characters(conversation: Conversation, most: int) -> None:
 
 
 def is_large_chat(conversation: Conversation) -> bool:
-    """Whether a conversation is worked on apart from small ones."""
     tools = [tool.definition for tool in conversation.tools]
     return is_large(conversation.messages, tools, conversation.chat_template_kwargs)
 
@@ -126,7 +128,7 @@ def _check_kind(name: str, value: object, kind: type) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta:
-    """What a sample of an answer has gained.
+    """New parts of a sample of an answer.
 
     Attributes:
         index: which of the conversation's `n` samples.
@@ -149,7 +151,6 @@ class ChatReader:
         self.answers = [chat.new_answer() for _ in range(chat.prompt.params.n)]
 
     def read(self, delta: Delta) -> ChatDelta:
-        """The next delta of any sample."""
         answer = self.answers[delta.index]
         events = answer.read(delta.text, delta.token_ids, delta.finish_reason)
         return ChatDelta(delta.index, events, delta.token_ids, answer.finish_reason, delta.metrics)
@@ -163,8 +164,8 @@ class ChatOutput:
         content: the text, without reasoning and tool calls; "" if none.
         reasoning: its reasoning before that; "" if none.
         tool_calls: each with `id`, `name` and `arguments` (JSON text).
-        finish_reason: "stop", "length", "abort", or "tool_calls" where it has stopped behind a call.
-        reasoning_tokens: how many of the output's tokens were reasoning.
+        finish_reason: "stop", "length", "abort", or "tool_calls" if it has stopped after a call.
+        reasoning_tokens: number of the output's tokens that were reasoning.
         output: tokens, raw text and metrics.
         siblings: the samples 1 to n - 1 of the same conversation, on sample 0.
     """
@@ -186,7 +187,6 @@ class ChatOutput:
         return [self, *self.siblings]
 
     def message(self) -> dict[str, Any]:
-        """The answer as the next message of the conversation."""
         calls = [
             {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
             for c in self.tool_calls
@@ -198,11 +198,6 @@ class ChatOutput:
 
 
 def as_conversations(messages: object, options: Mapping[str, Any]) -> list[Conversation]:
-    """One conversation (a list of messages) or several (a list of these).
-
-    Raises:
-        RequestError: as `read_conversation`.
-    """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise RequestError(f"messages is {shown(messages)}; pass a list of messages, or a list of such lists")
     if isinstance(messages[0], Mapping):
@@ -211,7 +206,6 @@ def as_conversations(messages: object, options: Mapping[str, Any]) -> list[Conve
 
 
 def read_output(chat: PreparedChat, output: RequestOutput) -> ChatOutput:
-    """Parses a whole output and its siblings."""
     first, *siblings = (_read(chat.new_answer(), sample) for sample in output.outputs)
     first.siblings = tuple(siblings)
     return first

@@ -1,4 +1,4 @@
-"""Deltas on their way to one task: an asynchronous iterator, which joins those that its reader has not taken."""
+"""Asynchronous iterator over deltas, which joins those that its reader has not read."""
 
 import asyncio
 import os
@@ -11,37 +11,37 @@ from hybridrt.engine.request.outputs import Delta
 
 
 class DeltaStream(AsyncIterator[Delta]):
-    """The deltas of one or several requests. Deltas of a sample that were not read yet are joined into one. So a slow
-    reader needs memory for its output only, and delays no other reader. `close`, or dropping the last reference to the
-    stream, aborts the samples that have not ended.
+    """The deltas of one or several requests. Unread deltas of a sample are joined into one, so a
+    slow reader needs memory only for its output and delays no other reader. `close`, or dropping
+    the last reference, aborts the samples that have not ended.
 
     Attributes:
         requests: each request's prompt tokens and parameters by its id, in order.
         running: samples that have not ended; 0 once the stream is closed.
         arrival: when its requests were submitted, in seconds of `time.monotonic()`.
-        take: called with a delta that comes while the reader waits for one. If it returns True, the delta is done with
-            and the reader waits on, until all samples have ended: a task of its own need not run for every token. A
-            failure always goes to the reader. None: all deltas do.
+        write_now: called with a delta that comes while the reader waits. If it returns True, the delta
+            is done and the reader waits until all samples have ended, so its task need not run for
+            every token. A failure always goes to the reader. None: all deltas do.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
         self.requests: dict[str, PreparedPrompt] = {}
         self.running = 0
         self.arrival = time.monotonic()
-        self.take: Callable[[Delta], bool] | None = None
+        self.write_now: Callable[[Delta], bool] | None = None
         self._loop, self._process = loop, os.getpid()
         self._gains: dict[tuple[str, int], Delta] = {}  # by sample
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: Delta) -> None:
-        """Gives a delta to `take`, or adds it and wakes the reader. Call this in the event loop."""
+        """Gives a delta to `write_now`, or adds it and wakes the reader. Call this in the event loop."""
         if not self.running:
             return
         self.running -= delta.finish_reason is not None
         waiter = None if self._waiter is None or self._waiter.done() else self._waiter
-        if waiter is not None and delta.error is None and self.take is not None:
+        if waiter is not None and delta.error is None and self.write_now is not None:
             try:
-                taken = self.take(delta)
+                taken = self.write_now(delta)
             except Exception as e:  # it is the reader's, and must not keep other streams from their deltas
                 waiter.set_exception(e)
                 return
@@ -56,11 +56,7 @@ class DeltaStream(AsyncIterator[Delta]):
             waiter.set_result(None)
 
     async def __anext__(self) -> Delta:
-        """The next delta of any sample.
-
-        Raises:
-            EngineError: the sample failed, or this is a forked process.
-        """
+        """The next delta of any sample. EngineError if the sample failed, or in a forked process."""
         while not self._gains:
             if not self.running:
                 raise StopAsyncIteration
@@ -74,13 +70,12 @@ class DeltaStream(AsyncIterator[Delta]):
         return delta
 
     def abort(self) -> None:
-        """Ends the stream's requests with reason "abort"."""
         for request_id in self.requests:
             self._loop.abort(request_id)
 
     def close(self) -> None:
         """Aborts the requests that have not ended. Drops their later deltas."""
-        self.take = None  # it may refer to this stream
+        self.write_now = None  # it may refer to this stream
         if self.running:
             self.running = 0
             self.abort()

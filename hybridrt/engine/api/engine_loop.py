@@ -1,4 +1,4 @@
-"""An engine in a thread of its own: it takes requests and aborts from a queue, and delivers a message for each step."""
+"""The thread of an engine: reads commands from a queue and delivers a message for each step."""
 
 import atexit
 import threading
@@ -17,14 +17,15 @@ from hybridrt.engine.request.delta_queue import DeltaQueue
 from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.engine.request.outputs import Delta, RequestMetrics
 
-# After one of these no later step can succeed: a rank or the device's context is lost.
+# After one of these no later step can succeed.
 _FATAL = (RankError, torch.AcceleratorError)
-# While the device computes, the loop's thread waits at most so long until the last step's tokens are handed out.
-# Otherwise it schedules and launches at that time, and readers wait for the interpreter. It waits for a share of the
-# step's time at most: the next launch has to come before the device is idle.
+# While the device computes, the thread waits at most so long until readers have the last step's
+# tokens. Otherwise readers wait for the interpreter while it schedules. At most a share of the
+# step's time: the next launch must come before the device is idle.
 HAND_OUT_SECONDS, HAND_OUT_SHARE = 0.002, 0.25
-COMMANDS = 64  # between two steps: a request may bring a thousand prompts, and what runs goes on meanwhile
-# While a step is put off, the loop asks so often whether the device still computes: the predicted end may be too late.
+COMMANDS = 64  # between two steps: a request may have a thousand prompts, and running requests must go on
+# While a step is put off, the loop checks this often if the device still computes: predictions may
+# be too late.
 ASK_SECONDS = 0.005
 # How long the end of the interpreter waits for the end of a step.
 LEAVE_SECONDS = 60.0
@@ -36,8 +37,9 @@ class StepMessage:
 
     Attributes:
         deltas: one for every sample that has new tokens or has ended.
-        seconds: how long the step took on the host, waiting for the device included.
-        handed_out: set this once the readers have the deltas. The loop's thread waits for it, for a short time.
+        seconds: duration of the step on the host, including waits for the device.
+        handed_out: set this once the readers have the deltas. The loop's thread waits briefly for
+            it.
     """
 
     deltas: list[Delta]
@@ -46,17 +48,15 @@ class StepMessage:
 
 
 class EngineLoop:
-    """Steps an engine while its requests run. Every method may be called from any thread, unless it says otherwise.
+    """Steps an engine while its requests run. Every method may be called from any thread, unless it
+    says otherwise. Other threads may use the same engine if they take turns.
 
-    Other threads may use the same engine at the same time if they take turns, as `LLM.generate` and `LLM.stream` do.
-    Each step computes tokens for the requests of all of them.
-
-    If a step raises, or if a rank or the device is lost, the loop ends: each of its requests ends with an
+    If a step raises, or a rank or the device is lost, the loop ends: its requests end with an
     UnavailableError, `error` is set, and later requests are refused.
 
     Args:
-        deliver: takes each StepMessage, in the loop's thread. It must not wait.
-        max_samples: samples that may be unfinished at a time, those that wait in the queue included.
+        deliver: called with each StepMessage, in the loop's thread. It must not wait.
+        max_samples: most unfinished samples, those in the queue included.
 
     Attributes:
         error: why the loop has ended; None while it runs, and after `close`.
@@ -67,7 +67,8 @@ class EngineLoop:
         self.max_samples = max_samples
         self._engine, self._turns = engine, engine.turns
         self._deliver = deliver
-        # SimpleQueue.put may be called within itself, by a finalizer that the collector runs: `abort` relies on it.
+        # SimpleQueue.put may be called within itself, by a finalizer that the collector runs:
+        # `abort` relies on it.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._unfinished: dict[str, tuple[set[int], RequestMetrics]] = {}  # unfinished samples of each request
         self._count = 0  # of all samples in `_unfinished`
@@ -77,12 +78,11 @@ class EngineLoop:
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="hybridrt-engine", daemon=True)
         self._thread.start()
-        # Python ends daemon threads where they are, and one within torch then aborts the process.
+        # Python stops daemon threads anywhere, and one within torch then aborts the process.
         atexit.register(self._leave)
 
     @property
     def unfinished(self) -> int:
-        """Samples that have been taken and have not ended."""
         return self._count
 
     @property
@@ -92,15 +92,13 @@ class EngineLoop:
         return 0.0 if began is None else time.monotonic() - began
 
     def submit(self, prepared: PreparedPrompt, request_id: str, *, stream: bool = True) -> None:
-        """Queues a prompt that the engine has prepared. Its deltas come in later messages.
-
-        Args:
-            stream: as for `Engine.submit`.
+        """Queues a prepared prompt. Its deltas come in later messages. `stream` as for
+        `Engine.submit`.
 
         Raises:
             QueueFullError: there would be more than `max_samples` unfinished samples.
             RequestError: the id is taken.
-            UnavailableError: the loop has ended, or this is a forked process, which does not have its thread.
+            UnavailableError: the loop has ended, or this is a forked process.
         """
         self.check_process()
         n = prepared.params.n
@@ -122,8 +120,9 @@ class EngineLoop:
             self._commands.put(partial(self._submit, prepared, request_id, stream))
 
     def abort(self, request_id: str) -> None:
-        """Ends a request, if it has not ended: the last deltas of its samples have the reason "abort". Finalizers may
-        call this."""
+        """Ends a request, if it runs: its samples' last deltas have the reason "abort". Finalizers
+        may call this.
+        """
         self._commands.put(partial(self._abort, request_id))
 
     def check_process(self) -> None:
@@ -131,8 +130,8 @@ class EngineLoop:
         self._turns.check_process()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Aborts the loop's requests and ends its thread. Not to be called from that thread. Does nothing in a forked
-        process.
+        """Aborts the loop's requests and ends its thread; not to be called from that thread. Does
+        nothing in a forked process.
 
         Args:
             timeout: seconds to wait until the present step ends; None: no limit.
@@ -149,15 +148,14 @@ class EngineLoop:
         if self._thread.is_alive():
             return False
         atexit.unregister(self._leave)
-        self.__dict__.pop("_engine", None)  # an LLM that is closed now gives its memory back at once
+        self.__dict__.pop("_engine", None)  # an LLM that is closed now frees its memory at once
         return True
 
     def _leave(self) -> None:
-        """Called when the interpreter ends. A step that hangs must not keep the process for ever."""
+        """Called when the interpreter ends. A hanging step must not keep the process for ever."""
         self.close(LEAVE_SECONDS)
 
     def _run(self) -> None:
-        """The thread: commands and steps in turn, until the loop is closed."""
         try:
             while not self._closing:
                 self._run_commands()
@@ -172,13 +170,11 @@ class EngineLoop:
             self._crash(e)
 
     def _run_commands(self) -> None:
-        """Runs queued commands, COMMANDS at most. If no request runs, waits for a command."""
         with suppress(Empty):
             for _ in range(COMMANDS):
                 self._commands.get(block=not self._count and not self._closing)()
 
     def _put_off(self) -> None:
-        """Runs the commands that come while the next step need not be scheduled yet: their requests join it."""
         while not self._closing and (seconds := self._spare_seconds()):
             with suppress(Empty):
                 self._commands.get(timeout=min(seconds, ASK_SECONDS))()
@@ -201,7 +197,7 @@ class EngineLoop:
             message.handed_out.wait(min(HAND_OUT_SECONDS, HAND_OUT_SHARE * message.seconds))
 
     def _deliver_deltas(self, seconds: float) -> StepMessage:
-        message = StepMessage(self._deltas.take(), seconds)
+        message = StepMessage(self._deltas.take_deltas(), seconds)
         if message.deltas:
             self._remove_ended(message.deltas)
             self._deliver(message)
@@ -211,7 +207,6 @@ class EngineLoop:
         return message
 
     def _remove_ended(self, deltas: list[Delta]) -> None:
-        """Removes the samples that have ended from `_unfinished`."""
         for delta in deltas:
             if delta.finish_reason is None:
                 continue
@@ -236,7 +231,6 @@ class EngineLoop:
                 self._engine.abort(request_id)
 
     def _end(self, requests: Iterable[str], error: EngineError) -> None:
-        """Delivers the last deltas of requests that the engine did not accept, or that it will not compute."""
         deltas = []
         for name in requests:
             samples, metrics = self._unfinished[name]

@@ -1,4 +1,4 @@
-"""Threads for work that would block an event loop: work of each kind has threads of its own."""
+"""Threads for work that would block an event loop, separate for each kind of work."""
 
 from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,20 +9,19 @@ from hybridrt.base.pace import paced
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.grammar.grammar_compiler import WAITING
 
-# "text" is work on short texts, "long text" on long ones: a short prompt never waits until long ones are tokenised.
-# Threads of "long text" rest most of the time (hybridrt/base/pace.py): they would hold all running requests up.
-# "compile" waits for grammars. "answer" makes large answers, a part at a time.
+# "text": short texts. "long text": long ones, so that short prompts never wait for them; its
+# threads rest most of the time (hybridrt/base/pace.py), else they would hold up running requests.
+# "compile": waits for grammars. "answer": makes large answers, a part at a time.
 Lane = Literal["text", "long text", "compile", "answer"]
 _COMPILING = 16  # threads for requests with grammars, in addition to those that wait for large grammars
 THREADS: dict[Lane, int] = {"text": 2, "long text": 2, "compile": WAITING + _COMPILING, "answer": 2}
-LONG_CHARACTERS = 2**16  # from here on a text is long: tokenising it takes tens of milliseconds
-# Tokenising this many characters, or checking ten times as many token ids, takes about as long as handing them to
-# another thread.
+LONG_CHARACTERS = 2**16  # length of a long text: tokenising it takes tens of milliseconds
+# Tokenising this many characters, or checking ten times as many ids, takes as long as a switch of
+# threads.
 INLINE, _IDS_PER_CHARACTER = 1000, 10
 
 
 def lane_of(characters: int) -> Lane:
-    """Where a text of so many characters is worked on."""
     return "long text" if characters >= LONG_CHARACTERS else "text"
 
 
@@ -36,24 +35,22 @@ class Lanes:
         }
 
     def submit(self, lane: Lane, work: Callable[[], Any]) -> "Future[Any]":
-        """Runs work in a thread of a lane."""
         return self._pools[lane].submit(partial(paced, work) if lane == "long text" else work)
 
     def close(self) -> None:
-        """Takes no further work; what runs goes on."""
+        """Refuses further work; running work goes on."""
         for pool in self._pools.values():
             pool.shutdown(wait=False)
 
 
 def size_of(prompt: object) -> int:
-    """What it takes to prepare a prompt, in characters."""
     held = next(iter(prompt.values()), "") if isinstance(prompt, dict) else prompt
     length = len(held) if isinstance(held, Sized) else 1
     return length if isinstance(held, str) else length // _IDS_PER_CHARACTER
 
 
 def is_quick(params: object) -> bool:
-    """Whether parameters themselves take little work. Wrong ones are refused at once."""
+    """True if the parameters need little work. Wrong ones are refused at once."""
     if not isinstance(params, SamplingParams):
         return True
     quick = not params.uses_rules and params.structured_outputs is None
@@ -61,7 +58,7 @@ def is_quick(params: object) -> bool:
 
 
 def in_parts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Starts and ends of parts of a batch: of INLINE characters or a little more, or of one prompt."""
+    """Start and end of parts of a batch, each of about INLINE characters or one prompt."""
     start, held = 0, 0
     for end, size in enumerate(sizes, 1):
         held += 1 + size

@@ -1,4 +1,4 @@
-"""LLM: a model, its engine and its tokenizer behind `generate`, `stream`, `chat` and `stream_chat`."""
+"""LLM: a model with its engine and tokenizer, as `generate`, `stream`, `chat` and `stream_chat`."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,21 +50,23 @@ from hybridrt.runtime.run.model_runner import ModelRunner
 class LLM:
     """Loads a model and generates with it. `close` (or `with`) gives the memory back.
 
-    Several threads may call `generate`, `stream` and `close`: they take turns, a step each, and every step computes
-    for all of them. Ctrl-C is taken between two steps.
+    Several threads may call `generate`, `stream` and `close`: they take turns, a step each, and
+    every step computes for all of them. Ctrl-C is handled between two steps.
 
-    The keyword arguments are the fields of `EngineConfig`, and are explained there. With tp_size > 1 this process is
-    rank 0: it starts the others itself or, under torchrun, leads those that are there. A script runs unchanged under
-    torchrun: on the other ranks this constructor serves rank 0, then ends their process.
+    The keyword arguments are the fields of `EngineConfig`. With tp_size > 1 this process is rank 0:
+    it starts the others or, under torchrun, leads those that exist. A script runs unchanged under
+    torchrun: on other ranks this constructor serves rank 0, then ends the process.
 
     Raises:
-        ConfigError, CheckpointError, BackendError, DeviceError, MemoryBudgetError: the text says what to change.
+        ConfigError, CheckpointError, BackendError, DeviceError, MemoryBudgetError: the text says
+            what to change.
         RankError: a tensor-parallel rank was lost.
 
     Attributes:
-        default_sampling_params: of requests without SamplingParams: what the checkpoint's generation_config.json sets,
-            else temperature 1 and the other defaults (sampling_defaults.py). To change single fields of
-            them, pass `dataclasses.replace(llm.default_sampling_params, ...)`.
+        default_sampling_params: of requests without SamplingParams: the checkpoint's
+            generation_config.json, else temperature 1 and the other defaults
+            (sampling_defaults.py). To change single fields, pass
+            `dataclasses.replace(llm.default_sampling_params, ...)`.
     """
 
     @knows_names("LLM", ENGINE)
@@ -123,7 +125,6 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine underneath, for `add_request`, `step`, `abort` and `counters`."""
         if self._engine is None:
             raise EngineError("this LLM is closed; build a new one")
         self._engine.turns.check_process()
@@ -180,10 +181,10 @@ class LLM:
                     with engine.turns:
                         if not queue:
                             engine.run_step()
-                        deltas = queue.take()
+                        deltas = queue.take_deltas()
                     _raise_error(deltas)
                     ended.update({(delta.request_id, delta.index): delta for delta in deltas})
-                    interrupts.check()
+                    interrupts.raise_if_interrupted()
                     bar.update(len(deltas))
                 return [
                     whole_output(request_id, prepared.tokens, prepared.params.n, ended)
@@ -196,9 +197,9 @@ class LLM:
 
     @knows_names("stream", CALLS)
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Yields deltas as steps give them; with n > 1 the samples interleave. Once the iterator is closed or has gone,
-        the engine's next step aborts the request. The prompt is one of those that `generate` takes; None means
-        `default_sampling_params`.
+        """Yields deltas as steps give them; with n > 1 the samples interleave. Once the iterator is
+        closed or dropped, the engine's next step aborts the request. `prompt` as in `generate`;
+        None means `default_sampling_params`.
 
         Raises:
             RequestError, MemoryBudgetError: at once, not at the first delta.
@@ -253,7 +254,7 @@ class LLM:
         chat: Chat | None = None,
         **options: Any,
     ) -> Iterator[ChatDelta]:
-        """Yields what the answer to one conversation gains, as `stream` does.
+        """Yields new parts of the answer to one conversation, as `stream` does.
 
         Args:
             chat: from `chats`; None is the model's own.
@@ -268,24 +269,24 @@ class LLM:
         return (reader.read(delta) for delta in self._stream(prepared.prompt))
 
     def chat_sampling_params(self, params: SamplingParams | None) -> SamplingParams:
-        """The parameters of a chat: None is the model's default with all the room there is."""
+        """The parameters of a chat. None: the model's default, with all the room there is."""
         return replace(self.default_sampling_params, max_tokens=None) if params is None else params
 
     def prepare_chat(self, conversation: Conversation, params: SamplingParams, chat: Chat) -> PreparedChat:
-        """Checks a conversation and converts it to tokens. Raises what `chat` raises before it starts."""
+        """Checks and tokenises a conversation. Raises what `chat` raises before it starts."""
         assert self.tokenizer is not None, "there is no Chat without a tokenizer"
         return prepare_chat(self.engine, self.tokenizer, chat, conversation, params)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets cached prefixes, as `Engine.reset_prefix_cache` does."""
         with self.engine.turns:
             return self.engine.reset_prefix_cache()
 
     def dump_cache(self, path: str | PathLike[str], *, text: bool = False) -> None:
-        """Writes what the prefix cache holds now to a JSON file, for `hybridrt inspect --cache`.
+        """Writes the present contents of the prefix cache to a JSON file, for `hybridrt inspect
+        --cache`.
 
         Args:
-            text: also write the cached texts, if there is a tokenizer. Without it the file holds none of them.
+            text: also write the cached texts, if there is a tokenizer.
 
         Raises:
             RequestError: `path` is no path. OSError: the file cannot be written.
@@ -298,21 +299,21 @@ class LLM:
     def save_session(
         self, path: str | PathLike[str], prompt: Prompt, *, cache_salt: str | None = None, note: str = ""
     ) -> Session:
-        """Writes what the prefix cache has of a text to a file, for `load_session` of this or another process: the KV
-        and the recurrent states of the text's longest cached prefix.
+        """Writes KV and states of a text's longest cached prefix to a file, for `load_session`.
 
         Args:
             path: of a safetensors file, which is replaced as a whole.
-            prompt: the text, most often prompt and answer of a request that has ended, best as token ids.
+            prompt: most often prompt and answer of a request that has ended, best as token ids.
             cache_salt: of that request.
-            note: text of the caller's own that the file keeps, up to 2**20 characters.
+            note: text of the caller's own, up to 2**20 characters.
 
         Returns:
-            What was saved. Its `token_ids` may be fewer than the prompt's: the last token of an answer has no state.
+            What was saved. Its `token_ids` may be fewer than the prompt's: the last token of an
+                answer has no state.
 
         Raises:
             RequestError: `prompt` is no prompt, or `cache_salt` no text.
-            SessionError: nothing of it is cached, `path` is no path, or the note is no text or too long.
+            SessionError: nothing of it is cached, `path` is no path, or the note is invalid.
             OSError: the file cannot be written.
         """
         file, content = as_path("path", path, SessionError), text_or_ids(prompt)
@@ -326,20 +327,23 @@ class LLM:
     def load_session(
         self, path: str | PathLike[str], *, cache_salt: str | None = None, trusted: bool = False
     ) -> Session:
-        """Puts the contents of a file of `save_session` into the prefix cache. Requests with this `cache_salt` that
-        begin with its tokens compute only what comes after them. The model, its weights, dtypes and tp_size must be
-        those of the LLM that saved it; `page_size`, drafting without prediction heads, and the device may differ.
+        """Puts a file of `save_session` into the prefix cache. Requests with this `cache_salt` that
+        begin with its tokens compute only the rest. Model, weights, dtypes and tp_size must be
+        those of the LLM that saved it; `page_size`, drafting without prediction heads, and the
+        device may differ.
 
-        Numbers of a file are used as weights are: whoever wrote them decides what their requests get. So a file that
-        this user has not signed serves only requests with a salt of its own, the result's `cache_salt`.
+        The numbers of a file are used as weights are: its writer decides what requests get. So a
+        file that this user has not signed serves only requests with a salt of its own, the result's
+        `cache_salt`.
 
         Args:
-            cache_salt: None: none for a file that this user's `save_session` has written, else the file's own.
-            trusted: take the file as one that this user has written.
+            cache_salt: None: none for a file that this user's `save_session` has written, else the
+                file's own.
+            trusted: treat the file as one that this user has written.
 
         Raises:
-            SessionError: `path` is no path, the file is damaged or belongs to another model, or there is no room.
-                Nothing has changed.
+            SessionError: `path` is no path, the file is damaged or belongs to another model, or
+                there is no room. Nothing has changed.
             RequestError: `cache_salt` is no text.
             OSError: the file cannot be opened.
         """
@@ -351,8 +355,9 @@ class LLM:
         raise no_attribute(self, name, LLM_ATTRIBUTES)
 
     def close(self) -> None:
-        """Aborts all requests and frees the model and the pools, before it returns: no garbage collector has to
-        run. A second call does nothing, or what an exception kept the first from doing."""
+        """Aborts all requests and frees the model and the pools at once, without a garbage
+        collection. A second call completes what an exception has interrupted.
+        """
         engine = self._engine
         with Interrupts():
             try:
@@ -375,7 +380,7 @@ class LLM:
         self.close()
 
     def _stream(self, prepared: PreparedPrompt) -> Iterator[Delta]:
-        """Runs a prompt and yields its deltas. A reader that leaves ends the request."""
+        """Runs a prompt and yields its deltas. Ends the request if the reader leaves."""
         engine, queue, running = self.engine, DeltaQueue(), prepared.params.n
         try:
             with engine.turns:
@@ -384,21 +389,23 @@ class LLM:
                 with engine.turns:
                     if not queue:
                         self.engine.run_step()
-                    deltas = queue.take()
+                    deltas = queue.take_deltas()
                     running -= sum(delta.finish_reason is not None for delta in deltas)
                     if not running or any(delta.error for delta in deltas):
                         engine.abandon(queue)
-                        engine.finish_launched()  # what is launched for it is over: it holds nothing
+                        engine.finish_launched()  # its launched work is over: it holds nothing
                 _raise_error(deltas)
                 yield from deltas
         finally:
-            # The garbage collector may run this in any thread, in the middle of a step: it only notes the queue.
+            # The garbage collector may run this in any thread, in the middle of a step: it only
+            # notes the queue.
             engine.abandon(queue)
 
 
 def _shows_bars() -> bool:
-    """Whether progress bars are seen: standard error is a terminal, or tqdm has found a notebook. `sys.stderr` is None
-    where standard error is closed."""
+    """True if progress bars are visible: standard error is a terminal, or tqdm has found a
+    notebook. `sys.stderr` is None if standard error is closed.
+    """
     return issubclass(tqdm, tqdm_notebook) or (sys.stderr is not None and sys.stderr.isatty())
 
 

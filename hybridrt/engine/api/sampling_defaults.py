@@ -1,4 +1,4 @@
-"""The sampling that a checkpoint asks for: its generation_config.json as SamplingParams."""
+"""A checkpoint's generation_config.json as SamplingParams."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from hybridrt.base.config_json import FLAG, NULL, check_fields, either, read_obj
 from hybridrt.base.errors import CheckpointError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
 
-# What generation_config.json calls the fields of SamplingParams that it sets.
+# Names in generation_config.json of the fields of SamplingParams.
 FILE_FIELDS = {
     "max_new_tokens": "max_tokens",
     "temperature": "temperature",
@@ -19,10 +19,11 @@ FILE_FIELDS = {
 
 
 def default_sampling_params(path: str | Path) -> SamplingParams:
-    """The sampling of a checkpoint's requests that bring no parameters, in Python and on the command line.
+    """The sampling of requests without parameters, in Python and on the command line.
 
-    Each field that generation_config.json sets (FILE_FIELDS) is taken from there, every other one is SamplingParams'
-    default, temperature 1 among them. `"do_sample": false` means temperature 0, whatever the file's temperature is.
+    Fields that generation_config.json sets (FILE_FIELDS) are read from there; others have the
+    defaults of SamplingParams. `"do_sample": false` means temperature 0, whatever the file's
+    temperature is.
 
     Raises:
         CheckpointError: the file cannot be read, is no JSON object, or holds a value out of range.

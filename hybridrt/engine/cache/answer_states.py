@@ -1,11 +1,11 @@
-"""Which requests leave a state within their answer while they decode: for histories that leave the answer there.
+"""States that requests leave within their answer while they decode, for histories that leave the
+answer there.
 
-A request that decodes has one state, which moves on with its tokens. A copy of it takes time of the step, and a slot
-that only such a history needs. So one step in `APART` leaves states of all rows that are due, the others count down to
-it, and slots are given up before those of other states. An answer has few states, evenly spaced: if it has as many as
-it may, or slots are short, every second one is given up, and the next ones are twice as far apart. With n of them a
-history computes 1/n of the answer again at most, wherever it leaves that: more of them would save little, and each is a
-node that every later request on this path walks through.
+A copy of a state takes time of a step, and a slot that only such a history needs. So only one step
+in `APART` leaves states, of all rows that are due, and their slots are given up before others. The
+states of an answer are few and evenly spaced: at the limit, or if slots are short, every second one
+is given up and the gap doubles. With n states, a history computes at most 1/n of the answer again.
+More would save little, and every later request on this path walks through each.
 
 Value compared with no such states: 16 requests that keep a random part of an answer of 500 tokens
 compute 4,212 instead of 4,835 tokens of their prompts (built-in model, 4 rows, default slots).
@@ -28,7 +28,8 @@ MOST = 32  # states within an answer, and within all answers of a text
 
 
 class AnswerStates:
-    """The states that running requests have left within their answers, in `Request.saves`, and when the next are due.
+    """The states of running requests within their answers (in `Request.saves`), and when the next
+    are due.
 
     Args:
         num_rows: request rows.
@@ -37,7 +38,7 @@ class AnswerStates:
     def __init__(self, num_rows: int) -> None:
         self._due_at = np.full(num_rows + 1, UNLIMITED, np.int32)  # by row: tokens before its next state
         self._gaps = np.full(num_rows + 1, APART, np.int32)  # by row: tokens between its states
-        self._of = dict[Slot, tuple[Request, int]]()  # by slot, the oldest first: whose it is, and after which token
+        self._of = dict[Slot, tuple[Request, int]]()  # by slot, the oldest first: its request and token
         self._ahead = APART  # tokens that a row may still gain before the next step that leaves states
 
     def __len__(self) -> int:
@@ -47,12 +48,11 @@ class AnswerStates:
         return slot in self._of
 
     def begin(self, request: Request) -> None:
-        """A request's prompt has been computed: it leaves states from here on."""
         assert request.row is not None
         self._gaps[request.row.index], self._due_at[request.row.index] = APART, request.prefill_end
 
     def pass_step(self, decode: DecodeRows) -> bool:
-        """Call it once for each step that has decode rows. True if this one may leave states."""
+        """Call once for each step with decode rows. True if this one may leave states."""
         self._ahead -= 1 + (int(decode.num_drafts.max()) if len(decode.drafts) else 0)
         if self._ahead > 0:
             return False
@@ -62,12 +62,13 @@ class AnswerStates:
     def leave(
         self, decode: DecodeRows, rows: Sequence[tuple[Request, int]], take: Callable[[Request, int], Slot | None]
     ) -> list[StateMove]:
-        """Which of a step's decode rows leave the state before the step: of those that are due, the first ones are
-        those that have passed their places most. Others wait for a later step.
+        """Selects the decode rows to snapshot before this step: the most overdue first, at most
+        AT_ONCE. Others wait for a later step.
 
         Args:
             rows: the step's requests, those of `decode` first.
-            take: gives a slot for a state of a request, after so many others of the same step, if there is one.
+            take: returns a slot for a state of a request, if there is one; the number is that of
+                earlier states of the step.
         """
         left, ahead = list[StateMove](), self._due_at[decode.rows] - decode.computed
         due = (ahead <= 0).nonzero()[0]
@@ -85,8 +86,9 @@ class AnswerStates:
         return left
 
     def spread(self, request: Request) -> list[Slot]:
-        """The slots of every second state of a request, which are its own no longer. The last one stays. The next ones
-        are as far apart as those that are left, which may be further apart than was due."""
+        """Gives up every second state of a request, but not the last one; returns their slots. The
+        next ones are as far apart as the remaining ones.
+        """
         assert request.row is not None
         row, saves = request.row.index, request.saves
         gone = [saves.pop(length) for length in sorted(saves)[-2::-2]]
@@ -97,7 +99,7 @@ class AnswerStates:
         return gone
 
     def give_up(self, count: int) -> list[Slot]:
-        """The slots of up to `count` states, the oldest first, which are the request's no longer."""
+        """Gives up at most `count` states, the oldest first; returns their slots."""
         slots = list(islice(self._of, count))
         for slot in slots:
             request, length = self._of.pop(slot)
@@ -105,13 +107,14 @@ class AnswerStates:
         return slots
 
     def end(self, request: Request) -> None:
-        """The request lets go of its row: nothing is due, and its states are given up with the others that it saves."""
+        """The request releases its row: nothing is due, and its states are freed with its other
+        saves.
+        """
         for slot in request.saves.values():
             self._of.pop(slot, None)
         if request.row is not None:
             self._due_at[request.row.index] = UNLIMITED
 
     def clear(self) -> None:
-        """Forgets all requests."""
         self._of.clear()
         self._due_at[:] = UNLIMITED

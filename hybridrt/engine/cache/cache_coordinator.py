@@ -1,4 +1,5 @@
-"""Lends rows, state slots and KV pages to requests, and writes into a step's plan what the device must know of it.
+"""Lends rows, state slots and KV pages to requests, and writes the resulting device work into
+plans.
 
 The ledger, for a request with a match of m pages and n pages in all:
 
@@ -16,19 +17,19 @@ The ledger, for a request with a match of m pages and n pages in all:
     spare                 the request      settle .. use_spare_pages        use_spare_pages, for later tokens
     fetched               the fetch        start .. finish                  finish, or the cache that takes them over
 
-Slots are those of models with recurrent layers. The first step of a request reads the match's state and writes the
-request's own slot, and copies the tail into pages[m]; once that step has been consumed, both are unlocked. A request
-whose first tokens were computed elsewhere owns all of its pages: they are copied there as it is admitted.
+Slots are those of models with recurrent layers. The first step of a request reads the match's
+state, writes the request's own slot, and copies the tail into pages[m]. Once it has been consumed,
+both are unlocked. A request whose first tokens were computed elsewhere owns all of its pages: they
+are copied at admission.
 
-`settle` shares a prompt with others once it has been computed: its whole pages and its saves become the cache's.
+A page is lent again only after the last step that names it was consumed. Device work may still run
+then; the next owner's writes follow it on the same stream. So `release` is for a request that no
+launched step names. It first offers the request's entries to the prefix cache. If the cache takes
+the slot, the next step starts by folding the row's ring into it (`donations`), before anything
+reads the slot.
 
-A page is lent again only after the last step that names it was consumed. Device work may still be running then; the
-next owner's writes follow it on the same stream. So `release` is for a request that no launched step names any more. It
-offers what the request holds to the prefix cache first. If the cache takes the slot, the next step starts by folding
-the row's ring into it (`donations`): no step reads the slot before.
-
-`settle` frees pages that are outside the windows of all tokens after the consumed ones: no later step reads them. While
-the prompt still needs pages, the request keeps them for later tokens: an admitted prompt never lacks pages.
+`settle` frees pages outside the windows of all later tokens. While the prompt still needs pages,
+the request keeps them, so an admitted prompt never lacks pages.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -56,20 +57,19 @@ class CacheCoordinator:
 
     Args:
         num_rows: requests that may run together.
-        num_slots: recurrent states; 0 if the model has no recurrent layer.
-        num_pages: KV pages; 0 if the model has no attention layer.
-        page_size: tokens in a page.
-        demand: how many pages requests hold, for a model whose attention layers all have a sliding window; None: all.
-        prefix_cache: keep what requests leave behind for others. Nothing is kept if every layer is attention with a
-            sliding window.
+        num_slots, num_pages: recurrent states and KV pages; 0 without such layers.
+        demand: how many pages requests hold, if all attention layers have a sliding window; None:
+            all.
+        prefix_cache: keep the entries of ended requests. Nothing is kept if every layer is
+            attention with a sliding window.
         lookahead: 1 if the KV of a token depends on the next one (prediction heads), else 0.
 
     Attributes:
-        prefixes: what requests share.
-        fetches: prefixes on their way from main memory; None without such a tier.
+        prefixes: shared entries.
+        fetches: prefixes that are copied from main memory; None without such a tier.
         columns: what a step must know of the running requests.
-        donations: of rows whose slots the prefix cache has taken over, for the next step to fold their rings.
-            `launched` takes them off.
+        donations: of rows whose slots the prefix cache has taken over; the next step folds their
+            rings. `launched` removes them.
     """
 
     def __init__(
@@ -100,7 +100,6 @@ class CacheCoordinator:
     def of(
         cls, plan: MemoryPlan, copied: Callable[[int], bool], *, prefix_cache: bool = False, lookahead: int = 0
     ) -> "CacheCoordinator":
-        """Lends what a memory plan has. `copied` as `Executor.copied`."""
         pools = plan.num_rows, plan.num_slots, plan.num_pages, plan.page_size, plan.demand
         made = cls(*pools, prefix_cache=prefix_cache, lookahead=lookahead)
         if plan.host:
@@ -108,14 +107,18 @@ class CacheCoordinator:
         return made
 
     def add_tier(self, num_pages: int, num_states: int, copied: Callable[[int], bool]) -> None:
-        """Keeps prefixes in main memory, too: so many pages and states. `copied` as `Executor.copied`."""
+        """Also keeps prefixes in main memory: so many pages and states. `copied` as
+        `Executor.copied`.
+        """
         store, tree = self.prefixes, self.prefixes.tree
         num_pages, num_states = num_pages if self.pages.total else 0, num_states if self.slots.total else 0
         store.tier = HostTier(num_pages, num_states, tree.page_size, tree.recurrent, tree.lookahead, copied)
         self.fetches = HostFetches(store, store.tier)
 
     def check_fits(self, num_tokens: int) -> None:
-        """Raises MemoryBudgetError if a request of num_tokens tokens in all could not run even alone."""
+        """Raises MemoryBudgetError if a request of num_tokens tokens in all could not run even
+        alone.
+        """
         # The last token is only sampled: its KV is never written.
         need = self._demand.least(num_tokens - 1)
         if self.pages.total and need > self.pages.total:
@@ -126,9 +129,10 @@ class CacheCoordinator:
             )
 
     def admit(self, request: Request, headroom: int, plan: StepPlan) -> bool:
-        """Lends a row, a slot and the pages that all of the request's known tokens need at a time; `computed` then says
-        how many of them need no computing. False, and nothing is taken, if too little is free or fewer than `headroom`
-        pages would stay free."""
+        """Lends a row, a slot and the pages that all known tokens of the request need at a time,
+        and sets `computed`. False, with nothing taken, if too little is free or fewer than
+        `headroom` pages would stay free.
+        """
         if not self.rows.num_free:
             return False
         if self.fetches is not None:
@@ -140,19 +144,20 @@ class CacheCoordinator:
         return True
 
     def _lend(self, request: Request, headroom: int) -> bool:
-        """`_take` with what the prefix cache has for the request, or without it if there is too little room."""
         match = self.prefixes.arrived(request) or self.prefixes.match(request)
-        # Locking the match keeps its state from eviction, and the node that its last page is part of. If what is left
-        # is too little, go on without the match.
+        # Locking the match keeps its state and its last page's node from eviction. If the rest is
+        # too little, go on without the match.
         return self._take(request, match, headroom) or (
             match.node is not None and self._take(request, NO_MATCH, headroom)
         )
 
     def _take(self, request: Request, match: PrefixMatch, headroom: int) -> bool:
-        """Lends what a request needs beside its match. False, and nothing is taken, if too little is free."""
+        """Lends the rest of what the request needs. False, with nothing taken, if too little is
+        free.
+        """
         self.prefixes.lock(match)
         prefill_end = len(request.prompt) + len(request.output)
-        # Pages that every window has left are not needed behind a cached state.
+        # After a cached state, pages outside every window are not needed.
         first = self._demand.first_page(match.length) if match.state is not None else 0
         need = self._prompt_pages(prefill_end, len(match.pages) or first)
         if not self._make_room(need + (headroom if self.pages.total else 0), 1 if self.slots.total else 0):
@@ -168,15 +173,15 @@ class CacheCoordinator:
         return True
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens take; 0 for a model without attention layers."""
         return self._demand.whole(num_tokens) if self.pages.total else 0
 
     def room_stamp(self) -> tuple[int, ...]:
-        """Differs from an earlier result if something has changed that may make room for a request."""
         return self.rows.num_free, self.slots.num_free, self.pages.num_free, self._num_releases
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Lends pages until KV of `num_tokens` tokens fits. False if there are too few: nothing is taken."""
+        """Lends pages until KV of `num_tokens` tokens fits. False, with nothing taken, if there are
+        too few.
+        """
         need = self.pages_for(num_tokens) - request.end_page
         if need <= 0:
             return True
@@ -186,8 +191,10 @@ class CacheCoordinator:
         return True
 
     def use_spare_pages(self, request: Request, num_tokens: int, plan: StepPlan) -> int:
-        """Lends the request's spare pages to the first `num_tokens` tokens of its prompt. Returns how many of them have
-        pages: fewer than `num_tokens` only if launched steps still read pages that the sliding window will release."""
+        """Lends the request's spare pages to the first `num_tokens` tokens of its prompt. Returns
+        how many of them have pages: fewer only if launched steps still read pages that the window
+        will release.
+        """
         need = self.pages_for(num_tokens) - request.end_page
         if need > 0 and request.spare:
             fresh, request.spare = request.spare[:need], request.spare[need:]
@@ -195,9 +202,11 @@ class CacheCoordinator:
         return min(num_tokens, request.end_page * self._demand.page_size) if self.pages.total else num_tokens
 
     def settle(self, request: Request, num_tokens: int) -> None:
-        """Call this after the result of a step that computed `num_tokens` tokens was read. Frees pages outside every
-        sliding window. Keeps those that the remaining prompt needs in `request.spare`. Unlocks the matched state.
-        Shares the prompt once all of it has been computed."""
+        """Call after reading a step that computed `num_tokens` tokens. Frees pages outside every
+        sliding window, but keeps in `request.spare` those that the prompt still needs. Unlocks the
+        matched state. Shares the prompt once all of it has been computed: its whole pages and saves
+        become the cache's.
+        """
         request.settled += num_tokens
         if num_tokens and request.prefix.state is not None:
             request.prefix = self.prefixes.has_read(request.prefix)
@@ -232,7 +241,7 @@ class CacheCoordinator:
         own = request.pages[request.borrowed_pages :]
         taken = self.prefixes.release(request)
         self.pages.free(request.spare)
-        self.pages.free_used(own)  # the prefix cache has taken the others
+        self.pages.free_used(own)  # the prefix cache has the others
         if request.state_slot is not None and request.state_slot in taken.states:
             slot = request.state_slot.index
             self.donations.append(StateMove(request.row.index, slot, slot, When.FIRST))
@@ -245,11 +254,12 @@ class CacheCoordinator:
         self._num_releases += 1
 
     def drop_prefix(self, request: Request, length: int, *, whole: bool) -> None:
-        """No request may use the cached entry behind the first `length` tokens of a request again, nor what was
-        computed from it; with `whole` nor the entries before it."""
+        """Bans the cached entry after the first `length` tokens of a request and everything
+        computed from it; with `whole`, also the entries before it.
+        """
         store, tokens, salt = self.prefixes, request.ids[:length], request.params.cache_salt or ""
         if self.fetches is not None:
-            self.fetches.cancel_all()  # they hold parts of the path, and bring it back
+            self.fetches.cancel_all()  # they hold parts of the path, and would bring it back
         states = store.evicted(drop(store.tree, tokens, salt, whole=whole))
         if store.windows is not None:
             store.windows.drop(states)
@@ -258,21 +268,22 @@ class CacheCoordinator:
         self._num_releases += 1
 
     def begin_step(self, waiting: Sequence[Request], headroom: int) -> None:
-        """Before a step is made: takes in what has come from main memory, and begins to fetch what the first of the
-        waiting requests will need. `headroom` as for `admit`."""
+        """Call before a step is made: adopts completed fetches and starts those of the first
+        waiting requests. `headroom` as for `admit`.
+        """
         if self.fetches is not None:
             if self.fetches.finish():
                 self._num_releases += 1
             self.fetches.start(waiting[:LOOK_AHEAD], self.room_stamp(), headroom)
 
     def waits(self, request: Request) -> bool:
-        """Whether a waiting request should wait until its prefix has been copied from main memory."""
         return self.fetches is not None and self.fetches.awaited(request)
 
     def seal(self, plan: StepPlan, rows: Sequence[tuple[Request, int]] = ()) -> bool:
-        """Writes into a finished plan what goes on beside its rows (as `ScheduledStep.rows`): donations, states within
-        answers, and copies to and from main memory. True if it should be launched even without rows: something is
-        fetched."""
+        """Adds to a finished plan the donations, states within answers, and copies to and from main
+        memory. `rows` as `ScheduledStep.rows`. True if it should be launched even without rows, for
+        a fetch.
+        """
         plan.moves = list(self.donations)
         if plan.decode and self.prefixes.answers.pass_step(plan.decode):
             plan.moves += self.prefixes.answers.leave(plan.decode, rows, self.prefixes.slot_within)
@@ -283,7 +294,6 @@ class CacheCoordinator:
         return any(copy.fetch for copy in plan.host_copies)
 
     def launched(self, plan: StepPlan) -> None:
-        """The step has been launched, and with it the donations and copies that it names."""
         del self.donations[: sum(move.donates for move in plan.moves)]
         if self.prefixes.windows is not None:
             del self.prefixes.windows.copies[: len(plan.kept_pages)]
@@ -291,7 +301,7 @@ class CacheCoordinator:
             self.prefixes.tier.launched(plan)
 
     def failed(self) -> None:
-        """A launch has failed. Which of its copies run is not known, so main memory holds nothing any more."""
+        """A launch failed. It is unknown which of its copies run, so main memory is cleared."""
         if self.prefixes.windows is not None:
             self.prefixes.windows.failed()
         if self.fetches is not None and self.prefixes.tier is not None:
@@ -299,14 +309,14 @@ class CacheCoordinator:
             self.prefixes.tier.clear()
 
     def forget_prefixes(self) -> bool:
-        """Frees what the prefix cache holds and no request reads. True if nothing is left."""
         if self.fetches is not None:
             self.fetches.cancel_all()
         return self.prefixes.reset()
 
     def reclaim(self, requests: Iterable[Request]) -> None:
-        """Takes everything back from all requests and the prefix cache. Used after an exception in the middle of a
-        change: the ledgers may then contradict each other."""
+        """Takes everything back from all requests and the cache. Used after an exception in the
+        middle of a change, when the ledgers may contradict each other.
+        """
         for request in requests:
             request.row = request.state_slot = request.columns = None
             request.pages, request.spare, request.prefix = Slots(), Slots(), NO_MATCH
@@ -342,8 +352,9 @@ class CacheCoordinator:
         columns.capacity[row] = request.end_page * self._demand.page_size if pages else UNLIMITED
 
     def _prompt_pages(self, num_tokens: int, matched: int) -> int:
-        """Pages to lend to a prompt of which the cache has `matched`. If the pool is smaller than whole chunks need,
-        the prompt gets the whole pool, and its chunks get shorter."""
+        """Pages to lend to a prompt with `matched` cached tokens. If the pool is too small for
+        whole chunks, the prompt gets the whole pool, and shorter chunks.
+        """
         return min(self.pages_for(num_tokens) - matched, self._demand.prefilling(num_tokens), self.pages.total)
 
     def _append(self, request: Request, fresh: Slots, plan: StepPlan) -> None:
@@ -353,18 +364,19 @@ class CacheCoordinator:
         self.columns.capacity[request.row.index] = request.end_page * self._demand.page_size
 
     def _try_twice(self, take: Callable[[], bool]) -> bool:
-        """Whether `take` succeeds, if need be after all fetches were cancelled: those for other requests may hold
-        what is lacking. If all requests waited for each other's fetches, none would run."""
+        """Calls `take`, if need be again after all fetches were cancelled. If all requests waited
+        for each other's fetches, none would run.
+        """
         return take() or (self.fetches is not None and self.fetches.cancel_all() and take())
 
     def _make_room(self, pages: int, slots: int) -> bool:
-        """Whether so many are free. Evicts from the prefix cache what is missing, as far as it is not locked; nothing,
-        if that would not be enough."""
+        """True if so many are free, after evicting what is missing. Evicts nothing if that is not
+        enough.
+        """
         room = self.prefixes.room()
         return pages <= room[0] and slots <= room[1] and self.prefixes.make_room(pages, slots)
 
     def _plan_admission(self, request: Request, plan: StepPlan) -> None:
-        """Writes an admitted request into the plan: its row, its pages, and what is copied into them."""
         assert request.row is not None
         row, state_slot = request.row.index, request.state_slot.index if request.state_slot else NO_SLOT
         settings = request.params, request.seed, request.rules

@@ -1,4 +1,4 @@
-"""A picture of a prefix cache as plain data: what an engine writes, and what `hybridrt inspect --cache` reads."""
+"""A prefix cache as plain data: written by an engine, read by `hybridrt inspect --cache`."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,16 +21,17 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 @dataclass(frozen=True)
 class DumpedNode:
-    """An edge of the tree and what its end keeps.
+    """An edge of the tree and the entries at its end.
 
     Attributes:
         parent: place of the node above in CacheDump.nodes, before this one's; -1 below a root.
         start, end: tokens of the path before the edge, and with it.
-        pages: whole KV pages of the edge. state, tail: whether it has a state, and a partly used page for that.
+        pages: whole KV pages of the edge. state, tail: whether it has a state, and a partly used
+            page for that.
         readers: requests that read the path up to here.
         used: when it was last used; greater is later.
         salt: which of the cache's salts, by number; 0 for prompts without one.
-        text: of the edge, where a tokenizer was given.
+        text: of the edge, if a tokenizer was given.
     """
 
     parent: int
@@ -47,13 +48,12 @@ class DumpedNode:
 
 @dataclass(frozen=True)
 class CacheDump:
-    """A prefix cache at one moment.
+    """A prefix cache at one moment. Counts are those of CacheCounts.
 
     Attributes:
-        pages, states: what it holds, of `pages_total` KV pages and `states_total` state slots of the engine.
-        host_pages, host_states: what its tier in main memory holds, and how many it could hold.
-        asked, hit, without_state, without_kv, retokenised, fetched: `CacheCounts` of the prefix cache, in
-            tokens; dropped: entries whose use gave logits that are not finite.
+        pages, states: entries, of `pages_total` KV pages and `states_total` state slots of the
+            engine.
+        host_pages, host_states: entries in main memory, and their limits.
         nodes: parents first.
     """
 
@@ -78,7 +78,7 @@ class CacheDump:
 
 
 def cache_dump(pools: CacheCoordinator, decode: Callable[[Sequence[int]], str] | None = None) -> CacheDump:
-    """What a prefix cache holds now; also of which texts, if `decode` makes text of tokens."""
+    """The present contents, with texts if `decode` makes text of tokens."""
     counts: dict[str, Any] = pools.prefixes.totals()
     return CacheDump(
         page_size=pools.prefixes.tree.page_size,
@@ -89,7 +89,6 @@ def cache_dump(pools: CacheCoordinator, decode: Callable[[Sequence[int]], str] |
 
 
 def _dumped_nodes(tree: RadixCache, decode: Callable[[Sequence[int]], str] | None = None) -> tuple[DumpedNode, ...]:
-    """The nodes of a tree; their texts if `decode` makes text of tokens."""
     salts, places, found = {"": 0}, dict[Node, int](), list[DumpedNode]()
     for node in tree.nodes():
         assert node.parent is not None
@@ -119,7 +118,7 @@ def read_dump(path: str | Path) -> CacheDump:
     """Reads and checks a file of `write_dump`.
 
     Raises:
-        CacheDumpError: it cannot be read, or is no such file; the text names what is wrong.
+        CacheDumpError: it cannot be read, or is no such file; the text names the fault.
     """
     try:
         data = read_bytes(path, MAX_BYTES)

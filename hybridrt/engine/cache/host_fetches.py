@@ -1,4 +1,4 @@
-"""Copies prefixes of waiting requests from main memory to the device while other requests run."""
+"""Copies prefixes of waiting requests from main memory to the device while others run."""
 
 import time
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ from hybridrt.mem_cache.prefix_tree.state_worth import NewState
 from hybridrt.runtime.step.plan import HostState
 
 LOOK_AHEAD = 8  # requests at the head of the queue whose prefixes are fetched
-LEAST_TOKENS = 64  # that a fetch must save: to compute fewer takes less time
-PATIENCE_S = 1.0  # after which a request is admitted without its fetch
+LEAST_TOKENS = 64  # that a fetch must save: computing fewer is faster
+PATIENCE_S = 1.0  # after this a request is admitted without its fetch
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class _Fetch:
         tokens, salt: its text, as far as it is a prefix.
         length: tokens with KV.
         gain: of these, those that the device had no state for.
-        held: the pages that the device has of it, locked.
+        held: the pages that the device already has, locked.
         pages, state: of the device; the fetch owns them until it ends.
         ticket: of its copy.
         deadline: until when requests wait for it, in seconds of time.monotonic().
@@ -45,23 +45,23 @@ class _Fetch:
 
 
 class HostFetches:
-    """Fetches by the arrival of the request that they are for. What has been fetched becomes an ordinary entry of the
-    prefix cache, which the request hits when it is admitted.
+    """Fetches by the arrival of their request. A fetched prefix becomes an ordinary entry of the
+    prefix cache, which the request hits at admission.
 
-    A fetch owns pages and a slot of the device until its copies have ended. It takes only what no request needs. If
-    running requests need pages later, all fetches are cancelled (`cancel_all`).
+    A fetch owns pages and a slot of the device until its copies have ended. It takes only entries
+    that no request needs. If running requests need pages later, all fetches are cancelled
+    (`cancel_all`).
     """
 
     def __init__(self, store: PrefixStore, tier: HostTier) -> None:
         self._store, self._tier = store, tier
         self._fetches: dict[int, _Fetch] = {}
-        self._looked: dict[int, tuple[int, ...]] = {}  # by arrival: what room there was when nothing could be fetched
+        self._looked: dict[int, tuple[int, ...]] = {}  # by arrival: the room when nothing could be fetched
 
     def __bool__(self) -> bool:
         return bool(self._fetches)
 
     def awaited(self, request: Request) -> bool:
-        """Whether the request's prefix is being copied, and its deadline has not passed."""
         fetch = self._fetches.get(request.arrival)
         return fetch is not None and time.monotonic() < fetch.deadline
 
@@ -82,7 +82,7 @@ class HostFetches:
 
         Args:
             room: changes when something has become free.
-            spare_pages: pages of the device that must stay free, or evictable, beside a fetch.
+            spare_pages: further pages of the device that must stay free or evictable.
         """
         looked, self._looked = self._looked, {}
         for request in waiting:
@@ -92,8 +92,9 @@ class HostFetches:
                     self._looked[request.arrival] = room
 
     def cancel(self, arrival: int) -> bool:
-        """Frees what the fetch for a request owns; later steps that write it wait for the copies. False if there is no
-        such fetch."""
+        """Frees the entries of a request's fetch; later steps that write them wait for the copies.
+        False if there is no fetch.
+        """
         fetch = self._fetches.pop(arrival, None)
         if fetch is None:
             return False
@@ -103,11 +104,10 @@ class HostFetches:
         return True
 
     def cancel_all(self) -> bool:
-        """`cancel` for all. True if there were any."""
         return any([self.cancel(arrival) for arrival in list(self._fetches)])
 
     def clear(self) -> None:
-        """Forgets all fetches, whose entries have been freed already."""
+        """Forgets all fetches. Their entries have been freed already."""
         self._fetches.clear()
         self._looked.clear()
 

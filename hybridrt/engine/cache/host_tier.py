@@ -1,4 +1,4 @@
-"""The second tier of the prefix cache, in main memory: what it holds, and the copies that steps launch for it."""
+"""The tier of the prefix cache in main memory, and the copies that steps launch for it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -12,12 +12,12 @@ from hybridrt.runtime.step.plan import HostCopy, HostState, StepPlan
 
 
 class HostTier:
-    """A radix tree over pages and states in main memory, with an eviction order of its own.
+    """A radix tree over pages and states in main memory, with its own eviction order.
 
-    Everything that enters the prefix cache is copied here at once, beside the steps, so that the device's copy can be
-    evicted at any time without waiting. A copy reads pages and slots that may be lent again before it has run: `seal`
-    then makes the step that writes them wait for it. This is rare, because pages that have just entered the cache are
-    evicted last.
+    New entries of the prefix cache are copied here at once, next to the steps, so the device's copy
+    can be evicted at any time. A copy may read entries that are lent again before it has run:
+    `seal` then makes the step that writes them wait. This is rare, because new pages are evicted
+    last.
 
     Args:
         num_pages, num_states: entries of the tier.
@@ -36,27 +36,26 @@ class HostTier:
         self._pending: list[HostCopy] = []
         self._ticket = 0  # of the latest copy
         self._after = 0  # the next plan waits for the copies up to this ticket
-        self._read_pages: dict[int, int] = {}  # device pages and slots that copies read, and the last one's ticket
+        self._read_pages: dict[int, int] = {}  # device entries that copies read, and the last copy's ticket
         self._read_slots: dict[int, int] = {}
 
     @property
     def last_ticket(self) -> int:
-        """Of the latest copy, launched or not."""
         return self._ticket
 
     def has_copied(self, ticket: int) -> bool:
-        """A copy was launched, and has ended."""
         return not any(copy.ticket <= ticket for copy in self._pending) and self._copied(ticket)
 
     def offer(self, tokens: np.ndarray, pages: Sequence[Slot], states: Mapping[int, Slot], salt: str) -> None:
-        """Copies what is new here of a text [n] int32: KV from the device's `pages`, which hold it from its first token
-        on, and states by their number of tokens. Nothing, if there is no room."""
+        """Copies the new parts of a text [n] int32: KV from the device's `pages` (from the first
+        token on) and states by number of tokens. Nothing if there is no room.
+        """
         held, positions = self.tree.held(tokens, salt)
         ends = sorted(end for end in states if end not in positions)[-self.slots.total :] if self.slots.total else []
         size = self.tree.page_size
         last = max([self.tree.complete(len(tokens)), *(-(-end // size) for end in ends)]) if size else 0
         need = max(last - len(held.pages), 0)
-        self.tree.lock(held)  # also: the path has just been used
+        self.tree.lock(held)  # this also marks the path as used
         room = self._make_room(need, len(ends))
         self.tree.unlock(held)
         if not room or not (need or ends):
@@ -75,14 +74,18 @@ class HostTier:
         )
 
     def fetch(self, pages: Slots, places: Slots, states: Sequence[HostState]) -> int:
-        """Copies pages `places` of the tier to `pages` of the device, and states. Returns the copy's ticket."""
+        """Copies pages `places` of the tier to `pages` of the device, and states. Returns the
+        copy's ticket.
+        """
         indices = pages.indices.tolist(), places.indices.tolist()
         self._ticket += 1
         self._pending.append(HostCopy(self._ticket, True, *indices, states))
         return self._ticket
 
     def withdraw(self, ticket: int) -> None:
-        """Cancels a fetch. If its copy was launched, later plans wait for it before they write what it fills."""
+        """Cancels a fetch. If its copy was launched, later plans wait for it before they write its
+        targets.
+        """
         left = [copy for copy in self._pending if copy.ticket != ticket]
         if len(left) == len(self._pending):
             self.wait_for(ticket)
@@ -93,8 +96,9 @@ class HostTier:
         self._after = max(self._after, ticket)
 
     def seal(self, plan: StepPlan) -> None:
-        """Writes into a plan the copies that it launches. If it writes pages or slots that copies read, it waits for
-        these."""
+        """Adds pending copies to a plan. The plan waits for copies that read the entries that it
+        writes.
+        """
         plan.host_copies = list(self._pending)
         if self._read_pages:
             self._written(self._read_pages, (page for write in plan.page_writes for page in write.pages.tolist()))
@@ -105,19 +109,17 @@ class HostTier:
         plan.after_copies = self._after
 
     def launched(self, plan: StepPlan) -> None:
-        """The plan has been launched, and with it its copies."""
         self._after = 0 if self._after <= plan.after_copies else self._after
         del self._pending[: len(plan.host_copies)]
 
     def drop(self, tokens: np.ndarray, salt: str, *, whole: bool) -> None:
-        """As hybridrt.mem_cache.prefix_tree.radix_drop.drop. No fetch is under way."""
+        """As hybridrt.mem_cache.prefix_tree.radix_drop.drop. No fetch may be under way."""
         gone = drop(self.tree, tokens, salt, whole=whole)
         self.pages.evict(gone.pages)
         self.slots.evict(gone.states)
 
     def clear(self) -> None:
-        """Forgets everything. Copies that run still write to pages and slots of the device: later plans wait for
-        them."""
+        """Forgets everything. Later plans wait for running copies, which still write to the device."""
         self.tree.clear()
         self.pages.reclaim()
         self.slots.reclaim()
@@ -132,7 +134,6 @@ class HostTier:
         self.slots.check()
 
     def _store(self, pages: Slots, places: Slots, states: Sequence[HostState]) -> None:
-        """Copies pages of the device to places here, and states."""
         if pages or states:
             self._ticket += 1
             sources = pages.indices.tolist()

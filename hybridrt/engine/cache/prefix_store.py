@@ -1,4 +1,4 @@
-"""What running requests take from the prefix cache, and what they give to it."""
+"""Moves pages and states between running requests and the prefix cache."""
 
 import time
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ class PrefixStore:
         page_size: tokens in a page.
         lookahead: of RadixCache.
         keeps: False never keeps anything.
-        windows: where every attention layer has a sliding window, the pages of each state. The tree has none then.
+        windows: if every attention layer has a sliding window, the pages of each state. The tree
+            then has no pages.
 
     Attributes:
-        grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a request that
-            continues writing its last page can give the pages before it away.
-        keeps: as given.
-        tier: what is kept in main memory beside; None: nothing.
-        answers: the states that running requests have left within their answers. Whoever needs a slot gets theirs.
+        grid: prompts leave states at multiples of so many tokens. It is a whole number of pages: a
+            request that continues writing its last page can give the pages before it away.
+        tier: entries in main memory; None: nothing.
+        answers: states of running requests within their answers. Their slots are given up first.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PrefixStore:
         self._pages, self._slots, self._rows, self.keeps = pages, slots, rows, keeps
 
     def match(self, request: Request) -> PrefixMatch:
-        """What of a waiting request needs no computing. Nothing is locked."""
+        """The part of a waiting request that needs no computing. Nothing is locked."""
         if not self.keeps or not request.reads_cache:
             return NO_MATCH
         match = self.tree.match(request.ids, request.params.cache_salt or "")
@@ -64,19 +64,21 @@ class PrefixStore:
         return NO_MATCH if window is None else replace(match, window=window)
 
     def touch(self, tokens: np.ndarray, salt: str) -> int:
-        """How many of a prompt's first tokens [n] int32 have KV here, in whole pages, with a state behind them or
-        without. They count as used just now."""
+        """How many first tokens of a prompt [n] int32 have KV here in whole pages, with or without
+        a state. Marks them as used now.
+        """
         if not self.keeps or not self.tree.page_size:
             return 0
         return self.tree.touch(tokens, salt)
 
     def holds(self, tokens: np.ndarray, salt: str) -> bool:
-        """Whether a request that begins with these tokens [n] int32 would have to compute none of them."""
+        """True if a request that begins with these tokens [n] int32 would compute none of them."""
         return self.keeps and self.path(tokens, salt)[0].length == len(tokens)
 
     def arrived(self, request: Request) -> PrefixMatch | None:
-        """What has come from elsewhere for a request, with those pages of the cache that were left out there. None:
-        nothing has come, or these pages have been evicted since."""
+        """The prefix that came from elsewhere, with the cache's pages that were left out there.
+        None: nothing came, or these pages have been evicted since.
+        """
         found = request.arrived
         if found is None or not found.staged_from:
             return found
@@ -85,20 +87,20 @@ class PrefixStore:
         return replace(found, pages=held.pages, node=held.node) if held.length == found.staged_from else None
 
     def expect(self, request: Request) -> None:
-        """The request waits: what it would match now is kept for it, as far as room allows."""
+        """The request waits: its present match is kept, as far as room allows."""
         if self.keeps and request.reads_cache:
             self.tree.expect(request.ids, request.arrival, request.params.cache_salt or "")
 
     def forget(self, request: Request) -> None:
-        """The request waits no longer."""
         self.tree.forget(request.arrival)
 
     def shares(self, num_tokens: int) -> bool:
-        """Whether a prompt of so many tokens may leave something for another one of the same tokens."""
+        """True if a prompt of so many tokens may leave something for another one of the same
+        tokens.
+        """
         return self.keeps and num_tokens > (self.grid if self._slots.total else self.tree.page_size)
 
     def lock(self, match: PrefixMatch) -> None:
-        """Keeps a match of the cache from eviction."""
         if match.node is None:
             return
         self.tree.lock(match)
@@ -107,13 +109,12 @@ class PrefixStore:
             slots.lock(() if entry is None else (entry,))
 
     def unlock(self, match: PrefixMatch) -> None:
-        """Takes back what `lock` did, or what `has_read` has left of it."""
         self.has_read(match)
         self._pages.unlock(match.pages)
         self.tree.unlock(match)
 
     def has_read(self, match: PrefixMatch) -> PrefixMatch:
-        """The state and the tail of a match have been read. Returns what is still locked."""
+        """State and tail of a match have been read. Returns what is still locked."""
         if match.state is None:
             return match
         freed = self.tree.unlock_state(match)
@@ -124,9 +125,10 @@ class PrefixStore:
         return replace(match, state=None, tail=None, tail_node=None, window=())
 
     def admitted(self, request: Request, match: PrefixMatch) -> None:
-        """Counts a match, and chooses where the rest of the prompt leaves states: at its last place on the grid, where
-        another prompt's path leaves it, whether that is cached or waits, and at marked boundaries, the last ones
-        first."""
+        """Counts a match and chooses where the rest of the prompt leaves states: at its last place
+        on the grid, where a cached or waiting prompt leaves its path, and at marked boundaries, the
+        last ones first.
+        """
         prompt = request.prefill_end
         if not request.metrics.retractions and not request.afresh:
             request.metrics.admission_time = time.monotonic()
@@ -139,12 +141,15 @@ class PrefixStore:
             request.save_at = tuple([end for end in grid if end > match.length][:MAX_SAVES])
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
-        """Where a chunk from `start` to `end` ends at best: a state that is saved is that before one of its tokens."""
+        """Best end of a chunk from `start` to `end`: a state can only be saved before one of the
+        chunk's tokens.
+        """
         return end - 1 if end in request.save_at and end - start > 1 else end
 
     def save(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
-        """Slots for the states that a chunk from `start` to `end` leaves, as (tokens of the chunk, slot) in order. A
-        state without a slot is left out: the slots of requests that may come count first."""
+        """Slots for the states that a chunk leaves, as (tokens of the chunk, slot) in order. States
+        without a slot are left out: requests that may come need slots first.
+        """
         saves = list[tuple[int, int]]()
         for place in request.save_at:
             if start < place < end and (slot := self._slot_for(request, place)) is not None:
@@ -153,8 +158,10 @@ class PrefixStore:
         return sorted(saves)
 
     def keep_windows(self, request: Request, computed: int) -> None:
-        """Where every attention layer has a sliding window: offers the saved states up to `computed` tokens, as long as
-        the request has the pages that they need. A state for whose pages there is no room is left out."""
+        """If every attention layer has a sliding window: offers the saved states up to `computed`
+        tokens while the request has the pages that they need. States without room for their pages
+        are left out.
+        """
         if self.windows is None:
             return
         for place in [place for place in request.saves if place <= computed]:
@@ -166,8 +173,9 @@ class PrefixStore:
                 self._slots.free([slot])
 
     def share(self, request: Request) -> None:
-        """The prompt has been computed: others may have its whole pages and its saved states from here on. What the
-        cache takes over stays locked for the request."""
+        """Gives the whole pages and saved states of a computed prompt to the cache. They stay
+        locked for the request.
+        """
         request.shared = True
         if not self.keeps:
             return
@@ -184,7 +192,7 @@ class PrefixStore:
             self.tree.unlock(before)
 
     def release(self, request: Request) -> CacheEntries:
-        """Offers what a request leaves, and unlocks what it has read. Returns what the cache takes over."""
+        """Offers the request's entries and unlocks what it has read. Returns what was taken over."""
         taken = self._offer(request)
         self.answers.end(request)
         self._free_saves(request, taken)
@@ -194,37 +202,39 @@ class PrefixStore:
         return taken
 
     def path(self, tokens: np.ndarray, salt: str) -> tuple[PrefixMatch, list[tuple[int, Slot]]]:
-        """What is cached of a text [n] int32, which may be all of it, and its states as (number of tokens, slot) in
-        order, those within answers left out but for the last. Nothing is locked."""
+        """The cached part of a text [n] int32, up to all of it, and its states as (number of
+        tokens, slot) in order. Of states within answers only the last counts. Nothing is locked.
+        """
         match = self.tree.match(np.append(tokens, np.int32(-1)), salt)
         nodes = [] if match.node is None else list(match.node.path)
         kept = [node for node in reversed(nodes) if node is match.node or node.kind is not StateKind.ANSWER]
         return match, [(node.end, node.state) for node in kept if node.state is not None]
 
     def known_at(self, length: int) -> int:
-        """Token ids without which `length` tokens with KV are no prefix: without a state after them, the pages of a
-        prediction head need the next token, too."""
+        """Token ids that `length` tokens with KV need to be a prefix: without a state after them,
+        the pages of a prediction head need the next token too.
+        """
         return length if self.tree.recurrent else length + self.tree.lookahead
 
     def length_of(self, num_tokens: int) -> int:
-        """Tokens with KV that so many token ids are enough for. The inverse of `known_at`."""
         return num_tokens if self.tree.recurrent else num_tokens - self.tree.lookahead
 
     def room(self) -> tuple[int, int]:
-        """At most so many pages and state slots are free, or could be."""
+        """Upper bounds of the pages and state slots that are free or evictable."""
         pages, slots = (pool.num_free + pool.num_cached - pool.num_locked for pool in (self._pages, self._slots))
         return pages, slots + len(self.answers)
 
     def make_room(self, pages: int, slots: int) -> bool:
-        """Evicts what is missing for so many free pages and slots. False if there are still too few."""
+        """Evicts until so many pages and slots are free. False if there are still too few."""
         short = max(pages - self._pages.num_free, 0), max(slots - self._slots.num_free, 0)
         if any(short):
             self.evict(*short)
         return pages <= self._pages.num_free and slots <= self._slots.num_free
 
     def take_room(self, num_pages: int, num_states: int) -> tuple[Slots, Slots] | None:
-        """Pages and state slots for `adopt`. None if there are too few: an evicted page may become the tail of
-        a state that is kept."""
+        """Pages and state slots for `adopt`. None if there are too few: an evicted page may become
+        the tail of a state that is kept.
+        """
         if not self.make_room(num_pages, num_states):
             return None
         return self._pages.alloc(num_pages), self._slots.alloc(num_states)
@@ -232,8 +242,9 @@ class PrefixStore:
     def room_for_fetch(
         self, num_pages: int, spare_pages: int, new: NewState | None
     ) -> tuple[Slots, Slot | None] | None:
-        """Pages and, if a state comes too, its slot, for `adopt`. None if requests may lack them: `spare_pages` more
-        pages must be free or evictable."""
+        """Pages, and a slot if `new` is given, for `adopt`. None if requests may lack them:
+        `spare_pages` more pages must be free or evictable.
+        """
         if self._pages.total and num_pages + spare_pages > self.room()[0]:
             return None
         slot = None if new is None else self._spare_slot(new)
@@ -244,13 +255,14 @@ class PrefixStore:
         return taken[0], slot
 
     def give_up_room(self, pages: Sequence[Slot], slots: Sequence[Slot]) -> None:
-        """Frees what was taken for `adopt`."""
         self._pages.free(pages)
         self._slots.free(slots)
 
     def adopt(self, tokens: np.ndarray, held: Slots, pages: Slots, states: dict[int, Slot], salt: str) -> None:
-        """The cache takes what was taken from `room` and now holds this text behind the pages `held`, which it has. If
-        it has others in the meantime, these are freed."""
+        """Inserts `tokens` into the tree. `held`: pages that the tree owns already; `pages`,
+        `states`: entries reserved with `take_room` that now contain the rest. Entries that another
+        insertion has made redundant are freed.
+        """
         self._seen.note(tokens, salt)
         taken, _ = self.tree.insert(tokens, Slots(held, pages), states, salt)
         self._pages.to_cache(taken.pages)
@@ -259,7 +271,9 @@ class PrefixStore:
         self._slots.free([slot for slot in states.values() if slot not in taken.states])
 
     def evict(self, pages: int, states: int, *, new: NewState | None = None) -> None:
-        """Frees so many entries that no request reads, or all there are; `new` as in RadixCache.evict."""
+        """Frees so many entries that no request reads, or all there are; `new` as in
+        RadixCache.evict.
+        """
         self._slots.free(given_up := self.answers.give_up(states))
         states -= len(given_up)
         gone = self.evicted(self.tree.evict(0 if self.windows else pages, states, new=new))
@@ -269,7 +283,6 @@ class PrefixStore:
                 freed += self.windows.drop(gone)
 
     def reset(self) -> bool:
-        """Frees all entries that no request reads. True if none is left."""
         self._seen.clear()
         if self.tier is not None:
             self.tier.clear()
@@ -277,8 +290,9 @@ class PrefixStore:
         return not self._pages.num_cached and not self._slots.num_cached
 
     def slot_within(self, request: Request, fresh: int) -> Slot | None:
-        """A slot for a state within an answer: one that is free, or that of another such state, whose request has ended
-        or, if there is none, still runs; but not one of the latest `fresh`."""
+        """A slot for a state within an answer: a free one or that of another such state, first of
+        ended requests, then of running ones, but not one of the latest `fresh`.
+        """
         if len(request.saves) >= MOST:
             self._slots.free(self.answers.spread(request))
         if self._slots.num_free <= self._reserved_slots() and not self.evicted(self.tree.evict(0, 1, new=NewState(0))):
@@ -287,14 +301,12 @@ class PrefixStore:
         return self._slots.alloc(1)[0] if self._slots.num_free > self._reserved_slots() else None
 
     def counters(self) -> dict[str, int]:
-        """Fields of EngineCounters."""
         held = {} if self.tier is None else {
             "host_pages": self.tier.pages.num_cached, "host_states": self.tier.slots.num_cached
         }  # fmt: skip
         return held | {f"cache_{name}": value for name, value in asdict(self.counts).items()}
 
     def totals(self) -> dict[str, int]:
-        """Counts of a CacheDump, and what main memory holds."""
         found = {"host_pages": 0, "host_pages_total": 0, "host_states": 0, "host_states_total": 0}
         if self.tier is not None:
             for name, pool in (("host_pages", self.tier.pages), ("host_states", self.tier.slots)):
@@ -302,8 +314,9 @@ class PrefixStore:
         return found | asdict(self.counts)
 
     def _count(self, request: Request, match: PrefixMatch) -> None:
-        """Counts a match. No token is lost twice, and the last one of a prompt is never lost: it is always computed.
-        Nor is anything lost by a request that skips the match."""
+        """Counts a match. No token is lost twice. The last one of a prompt is always computed, so
+        never lost. Requests that skip the match lose nothing.
+        """
         counts, salt, prompt = self.counts, request.params.cache_salt or "", request.prefill_end
         request.metrics.cached_tokens = match.length if match.staged is None else match.staged_from
         counts.asked += prompt
@@ -320,14 +333,17 @@ class PrefixStore:
             self.tier.tree.touch(request.ids[: match.length], salt)
 
     def _offer(self, request: Request) -> CacheEntries:
-        """Nothing is offered of a request that failed, whose state may be wrong, nor of one that has added nothing."""
+        """Offers nothing of a failed request, whose state may be wrong, nor of one that has added
+        nothing.
+        """
         computed, failed = request.computed, request.broken or request.error is not None
         if not self.keeps or failed or computed <= request.prefix.length:
             return CacheEntries()
         ids = request.ids
         self.keep_windows(request, computed)
         states = dict(request.saves)
-        # The last step may have computed tokens after the end of the text. The state then includes them: keep it out.
+        # Keep out a state that includes tokens past the end of the text: the last step may have
+        # computed some.
         if request.state_slot is not None and computed <= len(ids):
             states[computed] = request.state_slot
         taken = self._insert(request, ids[: computed + self.tree.lookahead], states)[0]
@@ -350,7 +366,7 @@ class PrefixStore:
         if within:
             self.evicted(self.tree.thin(node, MOST))
         if self.tier is not None:
-            # The state in a slot of the request is whole once the cache has taken it, and its ring is folded.
+            # Once the cache has a slot and its ring is folded, the state in it is complete.
             kept = {slot for slot in (*taken.states, *request.saves.values()) if slot not in self.answers}
             self.tier.offer(ids, request.pages, {end: slot for end, slot in states.items() if slot in kept}, salt)
         return taken, node
@@ -360,7 +376,6 @@ class PrefixStore:
         request.saves = {}
 
     def _slot_for(self, request: Request, place: int) -> Slot | None:
-        """A slot for the state after the first `place` tokens of a request's prompt."""
         spare = self._slots.num_free + len(self.answers) + self.tree.num_within
         if spare <= self._reserved_slots() and (slot := self._superseded(request)) is not None:
             return slot
@@ -368,14 +383,14 @@ class PrefixStore:
         return self._spare_slot(NewState(place - request.prefix.length, arrivals))
 
     def evicted(self, gone: CacheEntries) -> Sequence[Slot]:
-        """What the tree has given up is free. Returns the slots."""
         self._pages.evict(gone.pages)
         self._slots.evict(gone.states)
         return gone.states
 
     def _superseded(self, request: Request) -> Slot | None:
-        """The slot of the state that a request has started from, if no other request will use that. The step that
-        leaves a later state there reads the earlier one before."""
+        """The slot of the state that a request has started from, if no other will use it. The step
+        that leaves a later state there reads the earlier one first.
+        """
         match, lacking = request.prefix, self.room()[1] < self._rows.num_free
         if lacking or self.windows is not None or (state := self.tree.supersede(match)) is None:
             return None
@@ -386,7 +401,9 @@ class PrefixStore:
         return self._slots.alloc_one()
 
     def _spare_slot(self, new: NewState) -> Slot | None:
-        """A slot for a state. No request can lack it: as many as there are free rows stay free, or could be."""
+        """A slot for a state. As many slots as there are free rows stay free or evictable, so no
+        request lacks one.
+        """
         if self.room()[1] <= self._rows.num_free:
             return None
         short = self._reserved_slots() + 1 - self._slots.num_free
@@ -395,6 +412,7 @@ class PrefixStore:
         return self._slots.alloc_one() if self._slots.num_free > self._reserved_slots() else None
 
     def _reserved_slots(self) -> int:
-        """Slots that waiting requests take as soon as they get rows: for these, a state would be evicted that may be
-        worth more."""
+        """Slots that waiting requests need with their rows: otherwise a state of more worth may be
+        evicted for them.
+        """
         return min(self._rows.num_free, len(self.tree.waiting))

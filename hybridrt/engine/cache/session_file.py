@@ -1,4 +1,4 @@
-"""Sessions on disk: a safetensors file of what the prefix cache holds of a text, and what identifies it."""
+"""Sessions on disk: a safetensors file with a text's cached prefix, and its identity."""
 
 import hashlib
 import hmac
@@ -26,7 +26,7 @@ FORMAT = "hybridrt session 1"
 TOKENS, POSITIONS, NOTE = "tokens", "positions", "note"
 MAX_NOTE = 1 << 20  # characters
 _NOTE_IN_HEADER = 1 << 14  # characters; a longer note is a tensor of its UTF-8 bytes, so that headers stay short
-_ENTRY = 160  # bytes of a header that a tensor takes at most
+_ENTRY = 160  # most bytes of a header per tensor
 MAX_TENSORS = SESSION_HEADER_BYTES // _ENTRY - 1024
 _CHECKS = "format", "note", "checksum", "signature"
 _DTYPES = {
@@ -40,9 +40,10 @@ class Session:
     """A session that was saved or loaded.
 
     Attributes:
-        token_ids: the text, as far as it was cached. A prompt that begins with these tokens computes only the others.
+        token_ids: the cached text. A prompt that begins with these tokens computes only the others.
         note: the caller's own text.
-        cache_salt: of the requests that it serves, for SamplingParams.cache_salt: "" for those without one.
+        cache_salt: of the requests that it serves, for SamplingParams.cache_salt: "" for those
+            without one.
     """
 
     token_ids: list[int]
@@ -52,11 +53,11 @@ class Session:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """What the prefix cache holds of a text, copied to main memory.
+    """The cached part of a text, copied to main memory.
 
     Attributes:
         tokens: [n] int32 token ids.
-        positions: numbers of tokens behind which recurrent states stand, in order.
+        positions: numbers of tokens that have a recurrent state after them, in order.
         tensors: as hybridrt.runtime.run.prefix_copy.prefix_shapes says.
     """
 
@@ -66,13 +67,15 @@ class CachedPrefix:
 
 
 def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: str, key: bytes) -> None:
-    """Writes a temporary file next to `path` and renames it: a reader sees the old file or the whole new one.
+    """Writes a temporary file next to `path` and renames it, so readers see the old file or the
+    whole new one.
 
     Args:
         key: signs it.
 
     Raises:
-        SessionError: the note is no text, or too long; or the path is a device, a pipe or a socket, or no path.
+        SessionError: the note is no text, or too long; or the path is a device, a pipe or a socket,
+            or no path.
         OSError: as from any file.
     """
     _check_path(path)
@@ -90,7 +93,7 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
         metadata["note"], tensors[NOTE] = "", torch.frombuffer(bytearray(note.encode()), dtype=torch.uint8)
     metadata["checksum"] = _checksum(tensors, metadata)
     metadata["signature"] = _signature(metadata["checksum"], key)
-    beside = path.parent / f".{secrets.token_hex(8)}.part"  # short: the name may be as long as a name can be
+    beside = path.parent / f".{secrets.token_hex(8)}.part"  # short: the name may have the greatest length of a name
     try:
         save_file(tensors, beside, metadata)
         with open(beside, "rb") as file:
@@ -103,7 +106,7 @@ def write_session(path: Path, prefix: CachedPrefix, identity: Identity, note: st
 
 
 class SessionReader:
-    """Reads a file of `write_session`. The constructor checks the header; nothing is allocated for the contents before
+    """Reads a file of `write_session`. The constructor checks the header; contents are allocated by
     `read`.
 
     Raises:
@@ -111,7 +114,7 @@ class SessionReader:
         OSError: there is no such file, or it cannot be opened.
 
     Attributes:
-        num_tokens, num_states: how many token ids and recurrent states it holds.
+        num_tokens, num_states: numbers of token ids and recurrent states.
     """
 
     def __init__(self, path: Path, identity: Identity) -> None:
@@ -138,23 +141,19 @@ class SessionReader:
         self._file.close()
 
     def signed_with(self, key: bytes) -> bool:
-        """Whether somebody who has this key has written the file; after `read`, which has compared the checksum."""
+        """True if the file was signed with this key. Call it after `read`, which has compared the
+        checksum.
+        """
         signature = _signature(self._metadata["checksum"], key)
         return hmac.compare_digest(signature.encode(), self._metadata.get("signature", "").encode())
 
     @property
     def own_salt(self) -> str:
-        """A salt that no other contents have; after `read`."""
         return f"session {self._metadata['checksum']}"
 
     def read(self, shapes: Shapes, vocab_size: int) -> tuple[CachedPrefix, str]:
-        """All contents, checked, and the note.
-
-        Args:
-            shapes: of all tensors beside the tokens and the positions.
-
-        Raises:
-            SessionError: they are not what `shapes` says, or damaged.
+        """All contents, checked, and the note. `shapes`: of all tensors except tokens and
+        positions. SessionError if they differ or are damaged.
         """
         self._check_shapes(shapes)
         notes = [NOTE] if NOTE in self._file.entries else []
@@ -178,7 +177,6 @@ class SessionReader:
         return CachedPrefix(tokens, positions, found), note
 
     def _note(self, found: dict[str, torch.Tensor]) -> str:
-        """The note, which is taken out of the tensors if it is there."""
         if NOTE not in found:
             return self._metadata.get("note", "")
         try:
@@ -230,7 +228,6 @@ class SessionReader:
 
 
 def _check_path(path: Path) -> None:
-    """Raises SessionError for what no file can be called."""
     try:
         possible = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:

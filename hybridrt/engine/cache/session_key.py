@@ -1,4 +1,4 @@
-"""The key with which this user signs sessions: it tells own files from those of others."""
+"""The key with which this user signs sessions, to tell own files from those of others."""
 
 import os
 import secrets
@@ -14,8 +14,8 @@ _BYTES = 32
 
 
 def session_key() -> bytes:
-    """The environment variable HYBRIDRT_SESSION_KEY, or else what the user's key file holds, which is made if there is
-    none. If it cannot be made, a key that no other process has.
+    """The environment variable HYBRIDRT_SESSION_KEY, or else the user's key file, which is created
+    if needed. If it cannot be created, a random key.
 
     Raises:
         SessionError: the key is too short, or others can read or write its file.
@@ -31,7 +31,7 @@ def session_key() -> bytes:
             _make(file)
         found = file.lstat()
         key = read_bytes(file, 1 << 10)
-    except OSError:  # a home that is not there, or read-only
+    except OSError:  # a home that is missing, or read-only
         return secrets.token_bytes(_BYTES)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077 or len(key) < _LEAST:
         raise SessionError(

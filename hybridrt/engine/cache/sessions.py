@@ -22,13 +22,14 @@ from hybridrt.runtime.step.plan import Executor, StepPlan
 
 
 class Sessions:
-    """Saves what an engine's prefix cache holds of a text, and loads it.
+    """Saves and loads cached prefixes of an engine.
 
-    Any thread may call `save` and `load`: they take their turn at the engine for the copies between the device and main
-    memory. Files are written, read and checked outside of it.
+    Any thread may call `save` and `load`: they take a turn at the engine only for copies between
+    device and main memory, not for the files.
 
     Args:
-        settle: launches the sampling of the last step if it waits for masks, so that another step can be launched.
+        settle: launches the sampling of the last step if it waits for masks, so that another step
+            can be launched.
     """
 
     def __init__(
@@ -42,7 +43,8 @@ class Sessions:
         """Writes the longest cached prefix of a text [n] int32.
 
         Raises:
-            SessionError: nothing of it is cached, or the note is no text or too long. There is no file then.
+            SessionError: nothing of it is cached, or the note is no text or too long. There is no
+                file then.
             OSError: the file cannot be written.
         """
         identity = self._identify()
@@ -52,19 +54,21 @@ class Sessions:
         return Session(prefix.tokens.tolist(), note, salt)
 
     def load(self, path: Path, salt: str | None, trusted: bool) -> Session:
-        """Reads a file of `save`, here or in another process, and puts its contents into the prefix cache.
+        """Puts a file of `save`, of this or another process, into the prefix cache.
 
         Args:
-            salt: of the requests that it serves. None: "" for a file that this user has signed, else one of its own.
-            trusted: take the file as one that this user has signed.
+            salt: of the requests that it serves. None: "" for a file that this user has signed,
+                else one of its own.
+            trusted: treat the file as signed by this user.
 
         Raises:
-            SessionError: the file cannot be used, or the pools have no room for it. Nothing has changed.
+            SessionError: the file cannot be used, or the pools have no room for it. Nothing has
+                changed.
             OSError: there is no such file, or it cannot be opened.
         """
         runner, identity, key = self._runner(), self._identify(), session_key()
         with SessionReader(path, identity) as reader:
-            with self._turns:  # checked before memory is taken for the contents
+            with self._turns:  # checked before memory is allocated for the contents
                 length = self._room(reader.num_tokens, reader.num_states)[0]
             shapes = prefix_shapes(runner.pools, runner.target.tp.size, length, reader.num_states)
             prefix, note = reader.read(shapes, runner.model_config.vocab_size)
@@ -83,11 +87,10 @@ class Sessions:
 
     @property
     def _copier(self) -> Any:
-        """Has `read_prefix` and `write_prefix`; `_runner` checks that."""
         return self._executor
 
     def _identify(self) -> Identity:
-        """What a file must be equal in. The first call reads a part of every weight."""
+        """What must be equal in a file. The first call reads a part of every weight."""
         if self._identity is None:
             runner = self._runner()
             layers = {i: [list(t.shape[2:]) for t in runner.pools.kv.held(i)] for i in runner.pools.kv.specs}
@@ -98,7 +101,6 @@ class Sessions:
         return self._identity
 
     def _read(self, tokens: np.ndarray, salt: str) -> CachedPrefix:
-        """Copies the longest cached prefix of a text to main memory, and waits for the device."""
         store = self._pools.prefixes
         _check_windows(store)
         match, states = store.path(tokens, salt)
@@ -116,14 +118,14 @@ class Sessions:
         return CachedPrefix(known, [position for position, _ in states], tensors)
 
     def _most_states(self, length: int) -> int:
-        """States that the header of a file has room for, one at least."""
         names = prefix_shapes(self._runner().pools, 1, length, 1)
         of_state = sum(name.startswith("states.") for name in names)
         return max((MAX_TENSORS - len(names)) // max(of_state, 1), 1)
 
     def _flush(self) -> None:
-        """Launches the pending donations and waits for the copies of the tier, as the next step would do first. After
-        that no slot of the cache lacks what is in a ring, and no copy reads a page that may be written."""
+        """Launches pending donations and waits for the tier's copies, as the next step would. Then
+        no slot of the cache lacks tokens of a ring, and no copy reads a page that may be written.
+        """
         plan, tier = StepPlan(), self._pools.prefixes.tier
         if tier is not None:
             tier.wait_for(tier.last_ticket)
@@ -134,10 +136,8 @@ class Sessions:
             self._pools.launched(plan)
 
     def _room(self, num_tokens: int, num_states: int) -> tuple[int, int, int]:
-        """What a prefix of so many token ids takes: tokens with KV, their pages, and how many of its states fit.
-
-        Raises:
-            SessionError: the pools have no room for it.
+        """For a prefix of so many token ids: tokens with KV, their pages, and how many of its
+        states fit. SessionError if the pools have no room for it.
         """
         pools, store = self._pools, self._pools.prefixes
         if not store.keeps:
@@ -157,8 +157,9 @@ class Sessions:
         return length, pages, min(num_states, free_states)
 
     def _write(self, prefix: CachedPrefix, salt: str) -> None:
-        """Copies a prefix into the pools and gives it to the cache. If there is no room for all states, the last ones
-        are kept."""
+        """Copies a prefix into the pools and gives it to the cache. Without room for all states,
+        keeps the last ones.
+        """
         store = self._pools.prefixes
         length, num_pages, num_states = self._room(len(prefix.tokens), len(prefix.positions))
         skipped = len(prefix.positions) - num_states
@@ -178,7 +179,6 @@ class Sessions:
 
 
 def _check_windows(store: PrefixStore) -> None:
-    """Raises SessionError for a model whose cached states have pages of their own."""
     if store.windows is not None:
         raise SessionError(
             "all attention layers of this model have a sliding window: its prefixes can be neither saved nor loaded"
@@ -186,7 +186,6 @@ def _check_windows(store: PrefixStore) -> None:
 
 
 def _without_states(tensors: Tensors, skipped: int) -> Tensors:
-    """The tensors without the first states, the others numbered from 0."""
     found = dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
         what, _, rest = name.partition(".")

@@ -1,4 +1,4 @@
-"""The KV that cached states need in a model whose attention layers all have a sliding window."""
+"""KV pages of cached states, for models whose attention layers all have a sliding window."""
 
 from collections.abc import Iterable
 
@@ -10,15 +10,16 @@ from hybridrt.runtime.step.plan import PageCopy
 
 
 class WindowPages:
-    """Pages by state: those of the tokens before the state that the next token sees.
+    """Pages by state: those of the tokens before it that the next token sees.
 
-    Requests give up pages that leave the window, so a text's pages are no path from its first token on, and the radix
-    tree holds none. Each of its states has its own: the state of a request that ends takes the request's pages; a state
-    within a prompt, whose request goes on, gets copies. A request that hits a state copies its pages, too. So a page
-    belongs to one state, and both are evicted together.
+    Requests give up pages that leave the window, so a text's pages are no path from its first
+    token, and the radix tree holds none. A request that ends gives its pages to its state. A state
+    within a prompt gets copies, and so does a request that hits a state. So a page belongs to one
+    state, and both are evicted together.
 
     Attributes:
-        copies: for the head of the next step, before anything writes to pages that have been freed since.
+        copies: for the head of the next step, before anything writes to pages that have been freed
+            since.
     """
 
     def __init__(self, pages: SlotAllocator, demand: PageDemand) -> None:
@@ -28,20 +29,18 @@ class WindowPages:
         self._spoiled: set[Slot] = set()
 
     def of(self, state: Slot) -> Slots | None:
-        """The pages of a cached state; None if a launch that should have filled them has failed."""
+        """The pages of a cached state; None if the launch that should have filled them failed."""
         return None if state in self._spoiled else self._of[state]
 
     def span(self, position: int) -> range:
-        """Numbers of the pages that a state after `position` tokens needs."""
         return range(self._demand.first_page(position), self._demand.whole(position))
 
     def held(self, request: Request, position: int) -> Slots:
-        """The request's own pages that a state after `position` tokens needs."""
         span = self.span(position)
         return request.pages[span.start - request.first_page : span.stop - request.first_page]
 
     def copy(self, request: Request, position: int) -> Slots:
-        """Fresh pages for a state within the prompt, and the copies that fill them. There is room for them."""
+        """Fresh pages for a state within the prompt, and copies that fill them. There must be room."""
         sources = self.held(request, position)
         pages = self._pages.alloc(len(sources))
         self.copies += [PageCopy(source.index, page.index) for source, page in zip(sources, pages, strict=True)]
@@ -53,7 +52,6 @@ class WindowPages:
         self._of[state] = pages
 
     def drop(self, states: Iterable[Slot]) -> int:
-        """Frees the pages of states that were evicted. Returns how many there were."""
         gone = Slots(*[self._of.pop(state) for state in states])
         self._spoiled.intersection_update(self._of)
         self._pages.evict(gone)
@@ -62,7 +60,7 @@ class WindowPages:
         return len(gone)
 
     def failed(self) -> None:
-        """A launch has failed, and which of the copies have run is not known."""
+        """A launch failed: it is unknown which copies have run."""
         filled = {copy.target for copy in self.copies}
         self._spoiled |= {state for state, pages in self._of.items() if any(page.index in filled for page in pages)}
         self.copies.clear()

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step takes, and when it is scheduled: for a target of the time between tokens."""
+"""How many prompt tokens a step gets, and when it is scheduled, to keep a target of latency."""
 
 import time
 from bisect import bisect_left
@@ -11,33 +11,36 @@ from hybridrt.engine.core.step_cost import StepCost, StepWork
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import DecodeRows, StepPlan
 
-LEAST_TOKENS = 16  # prompt tokens that a step may take with any predicted time
+LEAST_TOKENS = 16  # prompt tokens that a step may have with any predicted time
 LATE_SECONDS, LATE_FACTOR = 0.25, 2.0  # a longer wait raises the target in proportion, up to so many times
-# One of LONG_EVERY steps with decode rows may take LATE_FACTOR times the target, once the first request of the queue
-# has waited for LONG_WAIT targets: 99 of 100 tokens still come in time. At most MAX_LONG such steps are saved up.
+# One of LONG_EVERY steps with decode rows may need LATE_FACTOR times the target, once the first
+# request of the queue has waited for LONG_WAIT targets: 99 of 100 tokens still come in time. At
+# most MAX_LONG such steps are saved up.
 LONG_EVERY, LONG_WAIT, MAX_LONG = 150, 4, 2.0
-# Of a target, in median errors of the prediction, and at most: left free for these errors. A step ends in time more
-# often than two medians say (91 of 100): buckets seldom fill the time, and steps without prompts take less.
+# Part of a target that is left free for errors of the prediction: so many median errors, with a
+# maximum. 91 of 100 steps end in time, more than two medians suggest: buckets seldom fill the time,
+# and steps without prompts need less.
 MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
-# Of the time of a step's decode rows: prompts may take so much with any target, and with target_itl_ms="auto". With the
-# latter a step takes at most four times as long as without prompts, and long enough that few tokens a second are lost.
+# Of the time of a step's decode rows, what prompts may add with any target, and with
+# target_itl_ms="auto": then a step is at most four times as long as without prompts, and long
+# enough that few tokens a second are lost.
 LEAST_SHARE, AUTO_SHARE = 0.1, 3.0
 _LATE_STEPS = 8  # at most so many steps that were read late are observed as one
-# The next step is scheduled so many seconds before the running one ends. The lead is doubled, up to _MAX_LEAD, when a
-# step has ended before the next one was launched. With each other step it shrinks a little, down to _MIN_LEAD: after
-# any number of steps a few doublings make it long enough again.
+# The next step is scheduled this lead before the running one ends. A late launch doubles the lead,
+# up to _MAX_LEAD. Each other step shrinks it a little, down to _MIN_LEAD, so a few doublings always
+# suffice.
 _LEAD, _MIN_LEAD, _MAX_LEAD, _SHRINK = 0.004, 0.001, 0.05, 0.998
 
 
 class ChunkBudget:
-    """Prompt tokens that a step may still take.
+    """Prompt tokens that a step may still get.
 
     Args:
         tokens: at most so many.
         cost: predicts the step's time; None: there is no target.
         target: seconds within which the step is to end.
-        work: what the step has already.
-        share: of the time of `work` alone; the step may take so much longer in any case.
+        work: present work of the step.
+        share: of the time of `work` alone; the step may always be longer by this.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class ChunkBudget:
             self._target = max(target, (1 + share) * alone)
 
     def room(self, start: int = 0) -> int:
-        """Tokens of the next chunk, behind the first `start` of its prompt."""
+        """Tokens of the next chunk, after the first `start` of its prompt."""
         if self._cost is None or self._tokens <= 0:
             return max(self._tokens, 0)
         if start not in self._rooms:
@@ -69,16 +72,17 @@ class ChunkBudget:
         known = min(2 * self._cost.max_prompt_tokens - self._work.prompt_tokens, self._tokens)
         return max(least, self._in_time(start, max(known, 0)), 0)
 
-    def take(self, start: int, tokens: int) -> None:
-        """Adds a chunk of `tokens` to the step, behind the first `start` of its prompt."""
+    def spend_tokens(self, start: int, tokens: int) -> None:
+        """Adds a chunk of `tokens` to the step, after the first `start` of its prompt."""
         self._tokens -= tokens
         if tokens and self._cost is not None:
             self._work = self._work.with_chunk(start, tokens)
             self._rooms.clear()
 
     def _in_time(self, start: int, max_tokens: int) -> int:
-        """The longest chunk of at most `max_tokens` tokens whose step ends in time; more tokens never end earlier. It
-        fills the graph that runs it, but where a long context or `max_tokens` keeps it from that."""
+        """The longest chunk of at most `max_tokens` tokens that ends in time; more tokens never end
+        earlier. It fills its graph, unless a long context or `max_tokens` prevents that.
+        """
         assert self._cost is not None
 
         def late(tokens: int) -> bool:
@@ -98,20 +102,19 @@ class ChunkBudget:
 
 
 class ItlTarget:
-    """Keeps the time between tokens (inter-token latency) under a target, by shorter chunks of prompts in steps with
-    decode rows. Steps without decode rows take as many tokens as they may.
+    """Keeps the time between tokens (inter-token latency) under a target: prompts get shorter
+    chunks in steps with decode rows.
 
-    Under overload throughput matters more: once the first request of the queue has waited for LATE_SECONDS, the target
-    rises in proportion to its wait, to LATE_FACTOR times the target. Few single steps may take as long earlier: they
-    end bursts of arrivals, which are what makes first tokens late.
+    Under overload throughput matters more: once the first request of the queue has waited for
+    LATE_SECONDS, the target rises in proportion, up to LATE_FACTOR. Few single steps may be as long
+    earlier: they end bursts of arrivals, which make first tokens late.
 
-    The costs are fitted to the steps that the engine launches and reads. The host does not see when a step ends that
-    samples nothing, or that ended before it was read: its work is observed together with the next step that is waited
-    for.
+    The host does not see the end of a step that samples nothing or ended before it was read: its
+    work is observed together with the next step that is waited for.
 
     Args:
         seconds: between tokens.
-        cost: None: one that knows of no graphs with prompts.
+        cost: None: one without graphs for prompts.
         clock: seconds, as `RequestMetrics.arrival_time` has them.
         share: as for `ChunkBudget`.
     """
@@ -132,11 +135,9 @@ class ItlTarget:
         self._lead = _LEAD
 
     @classmethod
-    def of(cls, config: EngineConfig, device: torch.device, buckets: Iterable[Bucket]) -> "ItlTarget | None":
-        """The target of `EngineConfig.target_itl_ms`; None if there is none.
-
-        Args:
-            buckets: of the captured graphs of steps with prompts.
+    def from_config(cls, config: EngineConfig, device: torch.device, buckets: Iterable[Bucket]) -> "ItlTarget | None":
+        """The target of `EngineConfig.target_itl_ms`; None if there is none. `buckets`: of the
+        captured graphs of steps with prompts.
         """
         asked = config.target_itl_ms
         if asked is None or (asked == "auto" and device.type == "cpu"):
@@ -146,10 +147,8 @@ class ItlTarget:
         return cls(float(asked) / 1e3, cost=StepCost(buckets))
 
     def budget(self, tokens: int, decode: DecodeRows, since: float | None = None) -> ChunkBudget:
-        """The budget of a step with these decode rows, which may take `tokens` prompt tokens.
-
-        Args:
-            since: arrival time of the first request of the queue; None: the queue is empty.
+        """The budget of a step with these decode rows and at most `tokens` prompt tokens. `since`:
+        arrival time of the first request of the queue; None: the queue is empty.
         """
         if not len(decode):
             return ChunkBudget(tokens)
@@ -158,16 +157,13 @@ class ItlTarget:
         if waited > LONG_WAIT * self.seconds and self._long_steps >= 1:
             factor = LATE_FACTOR
         target = self.seconds * (1 - self._margin) * factor
-        return ChunkBudget(tokens, self.cost, target, StepWork.of(StepPlan(decode=decode)), self._share)
+        return ChunkBudget(tokens, self.cost, target, StepWork.from_plan(StepPlan(decode=decode)), self._share)
 
     def spare_seconds(self, plan: StepPlan, launched: float) -> float:
-        """How long the next step need not be scheduled while the one with this plan runs, and none behind it. The later
-        it is scheduled, the more prompts can join it. 0 where the end of the running step is not known.
-
-        Args:
-            launched: when, by `clock`.
+        """How long scheduling of the next step can be put off while this plan runs as the last one:
+        more prompts can join then. 0 if its end is unknown. `launched`: when, by `clock`.
         """
-        seconds = self.cost.predict(StepWork.of(plan))
+        seconds = self.cost.predict(StepWork.from_plan(plan))
         if seconds is None or self._unseen:
             return 0.0
         end = max(launched, self._last_end) + seconds * (1 - self._margin)
@@ -183,12 +179,12 @@ class ItlTarget:
         Args:
             launched: when, by `clock`.
             gained: tokens of all its rows; 0: it was not waited for, or failed.
-            late: it had ended before it was read, because the launch of the next one took longer. Its end would be seen
-                too late, and the next step would seem to take no time.
+            late: it had ended before it was read, because the launch of the next one took longer.
+                Its end would be seen too late, and the next step would seem to need no time.
         """
         if not self._unseen:
             self._unseen_start = launched
-        self._unseen.append(work := StepWork.of(plan))
+        self._unseen.append(work := StepWork.from_plan(plan))
         self._lead = min(2 * self._lead, _MAX_LEAD) if late else max(self._lead * _SHRINK, _MIN_LEAD)
         if work.decode_tokens:
             self._long_steps += 1 / LONG_EVERY - ((self.cost.predict(work) or 0.0) > self.seconds)

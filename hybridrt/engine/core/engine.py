@@ -37,33 +37,35 @@ from hybridrt.speculative.method import make_drafter
 
 
 class Engine:
-    """Drives an executor. `add_request`, `step` until `has_unfinished()` is false, `abort` between two steps.
+    """Drives an executor: `add_request`, `step` until `has_unfinished()` is false, `abort` between
+    two steps.
 
-    One thread at a time: a call while another thread is inside raises EngineError. Threads that share an engine take
-    turns (`with engine.turns:`). Ctrl-C waits until a call has ended. If another exception breaks a call off in the
-    middle, the next call ends all requests with an error and continues with an empty engine.
+    One thread at a time: a call while another thread is inside raises EngineError. Threads that
+    share an engine take turns (`with engine.turns:`). Ctrl-C waits until a call has ended. After
+    another exception in the middle of a call, the next call ends all requests with an error and
+    continues with an empty engine. A sample that fails (its step raised, or its text could not be
+    made) ends alone, with finish_reason "abort" and `Delta.error`.
 
-    A sample that fails (its step raised, or its text could not be made) ends alone, with finish_reason "abort" and
-    `Delta.error`; the others go on.
-
-    A process that serves should call `gc.collect()` and `gc.freeze()` after it has built its engine. Otherwise a full
-    collection examines every object that importing torch made: this takes a tenth of a second or more between two
-    steps. Call `gc.unfreeze()` before the last reference to the engine is dropped.
+    A process that serves should call `gc.collect()` and `gc.freeze()` after it has built its
+    engine, and `gc.unfreeze()` before it drops the last reference. Otherwise a full collection
+    examines all objects of torch's import, for a tenth of a second or more between two steps.
 
     Args:
-        tokenizer: None means that token ids go in and come out.
+        tokenizer: None: token ids go in and come out.
         overlap: launch a step before the tokens of the step before it are read.
-        seed: of requests whose `SamplingParams.seed` is None. Request number i gets derive_seed(seed, i); sample k > 0
-            of a request with seed s gets derive_seed(s, k), and sample 0 gets s itself.
+        seed: of requests whose `SamplingParams.seed` is None. Request number i gets
+            derive_seed(seed, i); sample k > 0 of a request with seed s gets derive_seed(s, k), and
+            sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
-        target: sizes chunks of prompts beside decode rows.
+        target: sizes chunks of prompts in steps with decode rows.
 
     Attributes:
         intake: checks prompts and parameters before they are queued.
-        turns: held by the thread that is inside; `with engine.turns:` waits for it, first come, first served.
+        turns: `with engine.turns:` waits for the thread that is inside, first come, first served.
         sessions: saves parts of the prefix cache to files, and loads them.
-        prefixes: what requests share.
-        prefill_source: the PrefillSource that computes the prompts of later requests. None: this engine computes them.
+        prefixes: shared entries of requests.
+        prefill_source: the PrefillSource that computes the prompts of later requests. None: this
+            engine computes them.
     """
 
     def __init__(
@@ -107,10 +109,9 @@ class Engine:
         split: TensorParallelExecutor | None = None,
         overlap: bool | None = None,
     ) -> "Engine":
-        """An engine over a runner built from `config`, or over the `split` of all ranks whose first the runner is.
-
-        Args:
-            overlap: None means `config.overlap` on a GPU, and False on a CPU, where `launch` returns after the step.
+        """An engine over a runner built from `config`, or over the `split` of all ranks, of which
+        the runner is the first. `overlap` None: `config.overlap` on a GPU, False on a CPU, where
+        `launch` returns after the step.
         """
         plan, model = runner.memory_plan, runner.model_config
         chunk = config.chunked_prefill_size
@@ -123,13 +124,12 @@ class Engine:
         buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
-            target=ItlTarget.of(config, runner.device, buckets),
+            target=ItlTarget.from_config(config, runner.device, buckets),
         )  # fmt: skip
-        engine._samples.folds = FoldCounts.of(runner.pools.req_to_token.mamba_pool)
+        engine._samples.folds = FoldCounts.from_pool(runner.pools.req_to_token.mamba_pool)
         return engine
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedPrompt:
-        """`Intake.prepare`: what `submit` takes. Changes nothing."""
         return self.intake.prepare(prompt, params)
 
     def add_request(
@@ -152,19 +152,23 @@ class Engine:
 
         Args:
             stream: give deltas while the request runs; False gives one delta a sample, at its end.
-            export_to: bytes of the executor's arena for state and KV of the prompt, once they are computed.
+            export_to: bytes of the executor's arena for state and KV of the prompt, once they are
+                computed.
             export_from: tokens whose KV is left out there.
-            queue: gets the deltas instead of the callers of `step` and `drain`. The engine holds a weak reference: if
-                the queue is garbage collected, the next step aborts the request.
+            queue: gets the deltas instead of the callers of `step` and `drain`. The engine holds a
+                weak reference: if the queue is garbage collected, the next step aborts the request.
 
         Raises:
-            RequestError: an argument is of the wrong kind, or the id is taken. The engine is unchanged.
+            RequestError: an argument is of the wrong kind, or the id is taken. The engine is
+                unchanged.
         """
         check_submission(prepared, request_id, export_to, export_from)
         with self.turns.now:
             if request_id is None:
-                request_id = next(n for i in count(self._num_requests) if not self._samples.of(n := f"request-{i}"))
-            if self._samples.of(request_id):
+                request_id = next(
+                    n for i in count(self._num_requests) if not self._samples.samples_of_request(n := f"request-{i}")
+                )
+            if self._samples.samples_of_request(request_id):
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
             samples = new_samples(request_id, prepared, seed, self._arrivals, self.intake.tokenizer)
@@ -183,41 +187,35 @@ class Engine:
         return request_id
 
     def start(self, request_id: str, arrived: PrefixMatch | None = None) -> None:
-        """Queues a request that waited for `prefill_source`.
-
-        Args:
-            arrived: what has been computed elsewhere; None computes the whole prompt here.
+        """Queues a request that waited for `prefill_source`. `arrived`: the prefix that was
+        computed elsewhere; None computes the whole prompt here.
 
         Raises:
-            RequestError: it does not wait, or nothing of its prompt would be left to compute. Nothing has changed.
+            RequestError: it does not wait, or nothing of its prompt would be left to compute.
+                Nothing has changed.
         """
         with self.turns.now:
             if not self._samples.waits(request_id):
                 raise RequestError(f"request {request_id!r} does not wait for its prompt to be computed elsewhere")
-            check_arrived(arrived, len(self._samples.of(request_id)[0].prompt))
+            check_arrived(arrived, len(self._samples.samples_of_request(request_id)[0].prompt))
             with self._change:
                 self._samples.queue(request_id, arrived)
 
     def step(self) -> list[Delta]:
-        """`run_step`, then takes the deltas.
-
-        Returns:
-            One delta for every sample that has gained something since the last `step` or `drain`, or has ended; none
-            of requests with a queue of their own.
-
-        Raises:
-            EngineError: as `run_step`.
+        """`run_step`, then returns the deltas: one for every sample that has gained something since
+        the last `step` or `drain`, or has ended; none of requests with their own queue. EngineError
+        as `run_step`.
         """
         self.run_step()
-        return self._deltas.take()
+        return self._deltas.take_deltas()
 
     def run_step(self) -> None:
-        """Launches the next step, if anything can run. Then reads the oldest launched step. With overlap, one step
-        stays in flight. The next `step` or `drain` returns the deltas of the step that was read.
+        """Launches the next step, if anything can run, then reads the oldest launched step. With
+        overlap, one step stays in flight. The next `step` or `drain` returns the deltas.
 
         Raises:
-            EngineError: requests are queued, no step is in flight and no step can be scheduled: a pool leaked entries.
-                Or another thread uses the engine.
+            EngineError: requests are queued, no step is in flight and no step can be scheduled: a
+                pool leaked entries. Or another thread uses the engine.
         """
         with self.turns.now:
             self._end_abandoned()
@@ -245,7 +243,7 @@ class Engine:
     def drain(self) -> list[Delta]:
         """Reads every launched step and launches none: afterwards finished requests hold nothing."""
         self.finish_launched()
-        return self._deltas.take()
+        return self._deltas.take_deltas()
 
     def finish_launched(self) -> None:
         """Waits for every launched step; the next `step` or `drain` returns their deltas."""
@@ -256,53 +254,58 @@ class Engine:
                 self._consume()
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request, whatever it is doing; its samples come out of the next `step` with reason "abort". False if
-        it is not known or has finished."""
+        """Ends a request in any state; its samples come out of the next `step` with reason "abort".
+        False if it is unknown or has finished.
+        """
         with self.turns.now:
-            return self._end(self._samples.of(request_id), self._samples.abort)
+            return self._end(self._samples.samples_of_request(request_id), self._samples.abort)
 
     def abort_all(self) -> None:
-        """Ends every request as `abort` does."""
         with self.turns.now:
             self._end(self._samples.all(), self._samples.abort)
 
     def abandon(self, queue: DeltaQueue) -> None:
-        """The next step aborts the queue's requests. Any thread may call this at any time, a step included."""
+        """The next step aborts the queue's requests. Any thread may call this at any time, even
+        during a step.
+        """
         self._abandoned.note(queue)
 
     def fail(self, request_id: str, cause: BaseException) -> bool:
-        """Ends a request as `abort` does, with an EngineError caused by `cause`. False if it is not known or has
-        finished."""
         with self.turns.now:
-            return self._end(self._samples.of(request_id), lambda request: self._samples.fail(request, cause))
+            return self._end(
+                self._samples.samples_of_request(request_id), lambda request: self._samples.fail(request, cause)
+            )
 
     def gained(self, request_id: str) -> int | None:
-        """The smallest number of output tokens over the request's unfinished samples, or None if there are none. From 1
-        on, the step that imported their state is over for all of them."""
-        return min((len(request.output) for request in self._samples.of(request_id)), default=None)
+        """The smallest number of output tokens over the request's unfinished samples, or None
+        without any. From 1 on, the step that imported their state is over for all of them.
+        """
+        return min((len(request.output) for request in self._samples.samples_of_request(request_id)), default=None)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets the cached prefixes that no running request reads. True if none is left."""
         with self.turns.now, self._change:
             return self._coordinator.forget_prefixes()
 
     def cache_dump(self, *, text: bool = False) -> CacheDump:
-        """What the prefix cache holds now; with `text`, also of which texts, if there is a tokenizer."""
         with self.turns.now:
             decode = self.intake.tokenizer.decode if text and self.intake.tokenizer is not None else None
             return cache_dump(self._coordinator, decode)
 
     def has_unfinished(self) -> bool:
-        """True while `step` has something to do: requests, launched steps, or deltas not taken."""
+        """True while `step` has something to do: requests, launched steps, or deltas not read."""
         return bool(self._samples or self._launched or self._deltas)
 
     def device_is_busy(self) -> bool:
-        """The step that was launched last has not ended. False if it samples nothing: its end is not known here."""
+        """True until the last launched step has ended. False if it samples nothing: its end is
+        unknown.
+        """
         with self.turns.now:
             return bool(self._launched) and not self._launched[-1][1].ready()
 
     def spare_seconds(self) -> float:
-        """How long `run_step` may be put off, so that later requests join its step: 0 without `target_itl_ms`."""
+        """How long `run_step` may be put off so that later requests join: 0 without
+        `target_itl_ms`.
+        """
         with self.turns.now:
             if self.target is None or not self.device_is_busy():
                 return 0.0
@@ -310,7 +313,6 @@ class Engine:
             return 0.0 if handle.needs_masks else self.target.spare_seconds(step.plan, step.launched)
 
     def counters(self) -> EngineCounters:
-        """A snapshot."""
         scheduler, pools = self._scheduler, self._coordinator
         return replace(
             self._samples.totals,
@@ -327,7 +329,6 @@ class Engine:
         )
 
     def _end(self, requests: Sequence[Request], end: Callable[[Request], None]) -> bool:
-        """Calls `end` with each request. False if there is none."""
         if not requests:
             return False
         with self._change:
@@ -336,26 +337,30 @@ class Engine:
         return True
 
     def _end_abandoned(self) -> None:
-        """Aborts requests whose queue was abandoned, or has gone."""
         if self._abandoned:
-            self._end(self._abandoned.take(self._samples.all()), self._samples.abort)
+            self._end(self._abandoned.take_abandoned(self._samples.all()), self._samples.abort)
 
     def _recover(self) -> None:
-        """Ends every request and takes everything back. An exception in the middle of a change may have left ledgers
-        that contradict each other."""
+        """Ends every request and takes everything back: after a broken change, ledgers may
+        contradict each other.
+        """
         while self._launched:
-            # Read the result so that no copy to the host is pending. Stream order protects the pages.
+            # Read the result so that no copy to the host is pending. Stream order protects the
+            # pages.
             with suppress(Exception):
                 self._launched[0][1].drop()
                 self._launched[0][1].result()
             self._launched.popleft()
+        with suppress(Exception):  # a launch may have been broken off before its handle was stored
+            self.executor.drop_last()
         self._scheduler.clear()
         self._coordinator.reclaim(self._samples.all())
         self._samples.clear()
 
     def _sample_last(self) -> None:
-        """If the step launched last waits for masks: reads the steps before it, whose tokens decide the masks, while
-        the device computes it. Then launches its sampling."""
+        """If the last launched step waits for masks: reads the steps before it, whose tokens decide
+        the masks, while the device computes it. Then launches its sampling.
+        """
         if not self._launched or not self._launched[-1][1].needs_masks:
             return
         while len(self._launched) > 1:
@@ -370,7 +375,9 @@ class Engine:
         self._consume(failure)
 
     def _consume(self, failure: Exception | None = None) -> None:
-        """Reads the oldest launched step, also one that failed. An interrupt during the wait leaves it launched."""
+        """Reads the oldest launched step, even a failed one. An interrupt during the wait leaves it
+        launched.
+        """
         step, handle = self._launched[0]
         try:
             if failure is not None:
@@ -379,7 +386,7 @@ class Engine:
             result = handle.result()
             if failure is not None:
                 raise failure
-            step.check(result)
+            step.check_result(result)
         except Exception as e:
             with self._change:
                 self._launched.popleft()
@@ -387,4 +394,4 @@ class Engine:
             return
         with self._change:
             self._launched.popleft()
-            self._samples.take(step, result)
+            self._samples.take_result(step, result)

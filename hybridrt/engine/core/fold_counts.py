@@ -1,4 +1,4 @@
-"""How many state rings each step folds, counted on the host: the device decides it by the same numbers."""
+"""Counts on the host how many state rings each step folds; the device decides by the same numbers."""
 
 from collections.abc import Sequence
 
@@ -18,27 +18,24 @@ class FoldCounts:
     """
 
     def __init__(self, num_rows: int, width: int, widest: int) -> None:
-        self._ends = np.zeros(num_rows + 1, np.int32)  # by row: the column behind the last entry
+        self._ends = np.zeros(num_rows + 1, np.int32)  # by row: the column after the last entry
         self._last, self._phases = width - widest, width - widest + 1
 
     @classmethod
-    def of(cls, pool: MambaPool | None) -> "FoldCounts | None":
-        """For a pool whose states are in rings; None for others."""
+    def from_pool(cls, pool: MambaPool | None) -> "FoldCounts | None":
         if pool is None or pool.spec.mode != "replay":
             return None
         return cls(pool.num_rows, pool.width, pool.spec.tokens_per_step)
 
     def of_step(self, plan: StepPlan, gained: Sequence[int]) -> int:
-        """Rings that a step has folded. Call it for every step that has run, in order.
-
-        Args:
-            gained: tokens that each decode row gained.
+        """Rings that a step has folded. Call it for every step that has run, in order. `gained`:
+        tokens that each decode row gained.
         """
         for admission in plan.admissions:
             self._ends[admission.row] = admission.phase % self._phases
         if not len(plan.decode):
             return 0
-        rows = plan.decode.rows.astype(np.int64)  # with which numpy indexes fastest
+        rows = plan.decode.rows.astype(np.int64)  # numpy indexes fastest with int64
         ends = self._ends[rows] + np.fromiter(gained, np.int32)
         full = ends > self._last
         ends[full] = 0

@@ -1,4 +1,4 @@
-"""Makes the bitmasks of a launched step, once the host has read the tokens of the steps before it."""
+"""Bitmasks of a launched step, made once the host has read the steps before it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,8 +25,9 @@ _SLICE = 32  # rows whose masks are made in one call
 def step_masks(
     step: ScheduledStep, compiler: GrammarCompiler, fail: Callable[[Request, Exception], None]
 ) -> np.ndarray:
-    """Masks as `StepHandle.sample` takes them. Calls `fail` for a request whose grammar cannot be followed any further.
-    Rows of ended requests may sample any token: it is dropped."""
+    """Masks for `StepHandle.sample`. Calls `fail` for a request whose grammar cannot be followed
+    further. Rows of ended requests may sample any token: it is dropped.
+    """
     decode, sampling = step.plan.decode, [request for request, max_new in step.rows if max_new]
     ends = np.cumsum(decode.num_drafts)
     rows, requests = [], []
@@ -39,14 +40,13 @@ def step_masks(
     for request, row in zip(requests, rows, strict=True):
         try:
             if row.matcher is not None:
-                row.matcher.check()
+                row.matcher.check_limits()
         except GrammarError as e:
             fail(request, e)
     return masks
 
 
 def _draft(decode: DecodeRows, i: int, end: int) -> Draft:
-    """The draft of decode row i, which ends at `end` among all drafts."""
     start = end - int(decode.num_drafts[i])
     parents = range(end - start) if decode.parents is None else decode.parents[start:end].tolist()
     return Draft.of_tree(decode.drafts[start:end].tolist(), parents)
@@ -56,10 +56,10 @@ _Place = tuple[Matcher, Draft, int]  # and the number of its first mask
 
 
 def fill_masks(rows: Sequence[MaskedRow], words: int, executor: "LLExecutor") -> np.ndarray:
-    """[sum(1 + len(draft)), words] int32, bit i % 32 of word i // 32 set where token i may follow.
+    """[sum(1 + len(draft)), words] int32; bit i % 32 of word i // 32 is set if token i may follow.
 
-    Masks are made together, by several threads, as long as they take little time. Else each row is measured, and a
-    request that takes too much fails (`Matcher.check`): its masks then allow all tokens.
+    Several threads make masks together while they need little time. Else each row is measured, and
+    a request over its limit fails (`Matcher.check_limits`): its masks then allow all tokens.
     """
     starts = [0, *accumulate(1 + len(row.draft) for row in rows)]
     masks = np.full((starts[-1], words), -1, np.int32)
@@ -71,8 +71,9 @@ def fill_masks(rows: Sequence[MaskedRow], words: int, executor: "LLExecutor") ->
 
 
 def _fill_together(places: Sequence[_Place], masks: np.ndarray, executor: "LLExecutor") -> None:
-    """Once it has taken too long, the rows that are left are measured, and all of them from the next step on.
-    A thread takes neighbours, so those of one root stand together: two threads would wait for its lexer."""
+    """If it takes too long, the remaining rows are measured, and all rows from the next step on. A
+    thread gets neighbours of one root: two threads would wait for its lexer.
+    """
     ordered = sorted(places, key=lambda place: place[0].root)
     slices = -(-len(ordered) // _SLICE)
     began = time.monotonic()
@@ -86,7 +87,6 @@ def _fill_together(places: Sequence[_Place], masks: np.ndarray, executor: "LLExe
 
 
 def _fill_slice(places: Sequence[_Place], masks: np.ndarray, executor: "LLExecutor") -> None:
-    """The masks of chains are computed in the executor's threads, without Python's lock."""
     from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
     plain, drafted = [], []
@@ -104,7 +104,9 @@ def _fill_slice(places: Sequence[_Place], masks: np.ndarray, executor: "LLExecut
 
 
 def _fill_measured(places: Sequence[_Place], masks: np.ndarray) -> None:
-    """One after the other, light requests first. Heavy ones that have no room within the step's time fail."""
+    """Makes masks one by one, light requests first. Heavy ones without room in the step's time
+    fail.
+    """
     spent = 0.0
     for matcher, draft, start in sorted(places, key=lambda place: place[0].allowance.last):
         if matcher.allowance.heavy and spent > STEP_SECONDS:

@@ -1,12 +1,13 @@
-"""The protocol of what computes an engine's prompts elsewhere."""
+"""Protocol for computing an engine's prompts elsewhere."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class PrefillSource(Protocol):
-    """Computes prompts elsewhere, all but their last token. It must call `Engine.start` or `Engine.fail` for every
-    request, unless the request has ended before."""
+    """Computes prompts, except their last token, elsewhere. It must call `Engine.start` or
+    `Engine.fail` for every request that has not ended before.
+    """
 
     def request(self, request_id: str, tokens: Sequence[int], salt: str) -> None:
         """Begins, and returns at once. `salt`: the request's `cache_salt`, "" without."""

@@ -1,4 +1,4 @@
-"""The samples that an engine has not finished: what each gains, and how it ends."""
+"""Unfinished samples of an engine: what each gains, and how it ends."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,8 @@ UNREAD = 256  # tokens of a sample without a stream that wait for their text at 
 
 
 class Samples:
-    """Unfinished samples by request id. A sample that ends leaves the scheduler, and its reader learns of it.
+    """Unfinished samples by request id. A sample that ends leaves the scheduler, and its reader is
+    told.
 
     Attributes:
         totals: counts what samples gain and how they end.
@@ -34,8 +35,8 @@ class Samples:
     def __bool__(self) -> bool:
         return bool(self._samples)
 
-    def of(self, request_id: str) -> list[Request]:
-        """The unfinished samples of a request; empty if it is not known. RequestError for what is no id."""
+    def samples_of_request(self, request_id: str) -> list[Request]:
+        """Unfinished samples of a request; empty if it is unknown. RequestError for an invalid id."""
         check_name(request_id)
         return self._samples.get(request_id, [])
 
@@ -43,12 +44,10 @@ class Samples:
         return [request for samples in self._samples.values() for request in samples]
 
     def waits(self, request_id: str) -> bool:
-        """The request is known and not queued yet."""
         check_name(request_id)
         return request_id in self._elsewhere
 
     def any_queued(self) -> bool:
-        """The scheduler has a request."""
         return len(self._samples) > len(self._elsewhere)
 
     def add(self, request_id: str, samples: list[Request]) -> None:
@@ -56,14 +55,15 @@ class Samples:
         self._elsewhere.add(request_id)
 
     def queue(self, request_id: str, arrived: PrefixMatch | None) -> None:
-        """Gives a request to the scheduler. `arrived`: what of its prompt was computed elsewhere."""
+        """Gives a request to the scheduler. `arrived`: the part of its prompt that was computed
+        elsewhere.
+        """
         self._elsewhere.remove(request_id)
         for request in self._samples[request_id]:
             request.arrived = arrived
             self._scheduler.add(request)
 
-    def take(self, step: ScheduledStep, result: StepResult) -> None:
-        """Gives each sample what a step has gained for it."""
+    def take_result(self, step: ScheduledStep, result: StepResult) -> None:
         gains = iter(zip(result.tokens, result.logprobs, strict=True))
         if result.prompt_logprobs:
             self._score(step, result.prompt_logprobs)
@@ -73,14 +73,13 @@ class Samples:
             gained.append(len(tokens))
             if tokens and request.finish_reason is None and not request.restarting:
                 self._accept(request, tokens, logprobs, max_new > 1)
-            if -1 in tokens:  # also where the request has ended: the state behind them is not finite
+            if -1 in tokens:  # even if the request has ended: the state after them is not finite
                 request.broken = True
         if self.folds is not None:
             self.totals.count_folds(self.folds.of_step(step.plan, gained[: len(step.plan.decode)]))
         self._scheduler.complete(step, gained)
 
     def _score(self, step: ScheduledStep, found: Mapping[int, TokenScores]) -> None:
-        """Gives samples the log-probabilities of their prompts."""
         for (request, _), chunk in zip(step.rows[len(step.plan.decode) :], step.plan.extend, strict=True):
             if chunk.row in found and request.finish_reason is None:
                 try:
@@ -89,7 +88,6 @@ class Samples:
                     self.fail(request, e)
 
     def fail_step(self, step: ScheduledStep, cause: BaseException) -> None:
-        """Ends the samples of a step that has failed."""
         for request, _ in step.rows:
             request.broken = True
             if request.finish_reason is None:
@@ -109,11 +107,11 @@ class Samples:
             self.fail(request, e)
 
     def clear(self) -> None:
-        """Ends all samples with an error, after a change that was broken off. The scheduler has forgotten them."""
+        """Ends all samples with an error, after a broken change. The scheduler has forgotten them."""
         for request in self.all():
             if request.finish_reason is None:
                 error = EngineError(f"request {request.request_id!r} failed: an exception broke a step off")
-                request.end("abort", error)
+                request.finish("abort", error)
                 self.totals.count_end("abort", error)
             _notify(request)
         self._samples.clear()
@@ -122,7 +120,6 @@ class Samples:
     def _accept(
         self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, verified: bool
     ) -> None:
-        """Gives a sample what a step has gained for it, and ends it with its last token."""
         metrics, totals, known = request.metrics, self.totals, len(request.output)
         if metrics.first_token_time is None:
             metrics.first_token_time = time.monotonic()
@@ -148,17 +145,17 @@ class Samples:
         totals.output_tokens += len(request.output) - known
 
     def _go_on(self, request: Request) -> None:
-        """Makes text of what a sample has gained, and tells its reader. Without a stream the text is made a part at a
-        time: all of it at the end would delay every other sample."""
+        """Makes text of new tokens, and tells the reader. Without a stream, text is made in parts:
+        all of it at the end would delay every other sample.
+        """
         if request.detokenizer is not None and (request.stream or len(request.output) - request.decoded >= UNREAD):
             request.read_text()
         if request.stream:
             _notify(request)
 
     def _finish(self, request: Request, reason: FinishReason, error: EngineError | None = None) -> None:
-        """Ends a sample: the scheduler forgets it, and its reader gets the last delta."""
         request_id = request.request_id
-        request.end(reason, error)
+        request.finish(reason, error)
         self.totals.count_end(reason, error)
         if request_id not in self._elsewhere:
             self._scheduler.remove(request)
@@ -170,7 +167,6 @@ class Samples:
 
 
 def _notify(request: Request) -> None:
-    """Tells the request's reader, if there still is one, that a delta can be taken."""
     queue = request.queue() if request.queue is not None else None
     if queue is not None:
         queue.put(request)

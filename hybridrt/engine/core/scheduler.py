@@ -1,4 +1,4 @@
-"""Which requests run in the next step, and with what. Host integers only; the device is never waited for."""
+"""Chooses the requests and tokens of the next step. Host integers only; never waits for the device."""
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
@@ -19,18 +19,24 @@ from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """A plan and the requests of its rows. `rows` has the plan's order, decode rows then extend rows: each request and
-    how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on other chunks). `launched`: when, by the clock of
-    the scheduler's ItlTarget. `late`: it ended before it was read."""
+    """A plan and the requests of its rows.
+
+    Attributes:
+        rows: each request and how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on
+            other chunks), in the plan's order: decode rows, then extend rows.
+        launched: when, by the clock of the scheduler's ItlTarget.
+        late: the device finished before the host read the result, so its duration is unknown.
+    """
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
     launched: float = 0.0
     late: bool = False
 
-    def check(self, result: StepResult) -> None:
-        """Raises EngineError if the result has a wrong number of rows, a row gained more than its limit, or an
-        unfinished request gained no token."""
+    def check_result(self, result: StepResult) -> None:
+        """Raises EngineError if the result has a wrong number of rows, a row gained more than its
+        limit, or an unfinished request gained no token.
+        """
         rows = [(request, max_new) for request, max_new in self.rows if max_new]
         if not len(rows) == len(result.tokens) == len(result.logprobs):
             raise EngineError(
@@ -45,29 +51,30 @@ class ScheduledStep:
 
 
 def _pending(requests: Sequence[Request], columns: RowColumns) -> np.ndarray:
-    """`Request.pending` of all requests, whose columns are given: [n] int32."""
     return columns.output_index - int32s([len(request.output) for request in requests])
 
 
 def _turn(request: Request) -> tuple[int, int]:
-    """Sorts requests: the first is started first, the last gives its memory back first."""
+    """Sort key: the first request is started first, the last is retracted first."""
     return request.params.priority, request.arrival
 
 
 class Scheduler:
     """Continuous batching with chunked prefill: by priority, then first come, first served.
 
-    Every running request that can decode does so in every step, ahead of prefill; prefill gets what they leave of
-    `chunked_prefill_size`, and half of it at least, so that prompts advance in every step. A request is admitted when a
-    row, a slot and the pages of all its tokens are free, with a page to spare for each running request. When a decode
-    row finds no page, and no launched step may still free one, the latest arrival of the last priority is retracted: it
-    goes back to the queue with its output, which becomes part of what it prefills.
+    Every step includes all running requests that can decode. Prefill gets the rest of
+    `chunked_prefill_size`, and at least half of it, so that prompts advance in every step. A
+    request is admitted when a row, a slot and the pages of all its tokens are free, with a page to
+    spare for each running request. If a decode row finds no page, and no launched step may still
+    free one, the latest arrival of the last priority is retracted: it returns to the queue, and its
+    output becomes part of its prefill.
 
     Args:
         coordinator: lends rows, slots and pages.
         chunked_prefill_size: tokens of a step, decode rows counted with their drafts.
-        drafter: proposes drafts; a step then waits for the tokens that they follow, and all rows decode together.
-        target: makes chunks beside decode rows shorter than that, so that such steps end in time.
+        drafter: proposes drafts; a step then waits for the tokens that they follow, and all rows
+            decode together.
+        target: shortens chunks in steps with decode rows, so that such steps end in time.
     """
 
     def __init__(
@@ -94,7 +101,9 @@ class Scheduler:
         self._coordinator.prefixes.expect(request)
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, counted as launched from here on; None if nothing can run before a launched step ends."""
+        """The next step, counted as launched from now on; None if nothing can run before a launched
+        step ends.
+        """
         self._coordinator.begin_step(self.waiting, len(self.running))
         step = ScheduledStep()
         prefilling = self._schedule_running(step) if self.running else []
@@ -115,28 +124,34 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: ScheduledStep) -> list[Request] | None:
-        """Adds the decode rows. Returns the requests whose prompts are not computed; None if the step is to wait."""
+        """Adds the decode rows. Returns requests with uncomputed prompts; None: wait."""
         requests, rows = self._running_rows()
-        columns = self._coordinator.columns.of(rows)
+        columns = self._coordinator.columns.select_rows(rows)
         prefilled = columns.computed >= columns.prefill_end
         ready = prefilled & (columns.output_index < columns.max_output)
         if self._drafter is not None:
             needs_tokens = self._needs_tokens(requests, columns, ready)
-            # Schedule all ready rows together. Otherwise two groups would alternate, and a step would carry only one.
+            # Schedule all ready rows together. Otherwise two groups would alternate, and a step
+            # would carry only one.
             if needs_tokens.any() and not needs_tokens[ready].all():
                 return None
             ready &= ~needs_tokens
         indices, prefilling = ready.nonzero()[0], list[Request]()
         if len(indices) < len(rows):
             prefilling = list(compress(requests, (~prefilled).tolist()))
-            requests, rows, columns = [requests[i] for i in indices.tolist()], rows[indices], columns.of(indices)
+            requests, rows, columns = (
+                [requests[i] for i in indices.tolist()],
+                rows[indices],
+                columns.select_rows(indices),
+            )
         if len(indices):
             self._schedule_decode(step, requests, rows, columns)
         return prefilling
 
     def complete(self, step: ScheduledStep, gained: Sequence[int]) -> None:
-        """Call this after a launched step's result was read. `gained`: tokens of each row. Releases the requests that
-        have finished and that no other launched step names."""
+        """Call after reading a launched step. `gained`: tokens of each row. Releases finished
+        requests that no other launched step names.
+        """
         self._in_flight -= 1
         if self._target is not None:
             self._target.ended(step.plan, step.launched, sum(gained), step.late)
@@ -159,8 +174,9 @@ class Scheduler:
             self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
 
     def remove(self, request: Request) -> None:
-        """Removes a finished request from the queues. Releases it now if no launched step names it; otherwise
-        `complete` does."""
+        """Removes a finished request from the queues. Releases it now, or in `complete` once no
+        launched step names it.
+        """
         if request.row is None:
             self.waiting.remove(request)
             self._coordinator.prefixes.forget(request)
@@ -171,8 +187,10 @@ class Scheduler:
             self._coordinator.release(request)
 
     def restart(self, request: Request) -> bool:
-        """A running request whose logits are not finite computes everything anew, without the cached prefix that it
-        started from, which no request may use again. False, and nothing has changed, if there was none."""
+        """A running request with logits that are not finite computes everything anew, without the
+        cached prefix that it started from. No request may use that again. False, with nothing
+        changed, if there was none.
+        """
         length = request.prefix.length
         if not length or request.afresh:
             return False
@@ -184,7 +202,9 @@ class Scheduler:
         return True
 
     def _wait_again(self, request: Request) -> None:
-        """Returns a request that restarts to the queue, once no launched step names it. It offers nothing."""
+        """Returns a restarting request to the queue, once no launched step names it. It offers
+        nothing.
+        """
         if not request.in_flight:
             request.broken = True
             self._coordinator.release(request)
@@ -192,13 +212,13 @@ class Scheduler:
             self.add(request)
 
     def computed_anew(self, request: Request) -> None:
-        """Without its cached prefix the request's logits are finite: all entries that the prefix had are wrong, or may
-        be."""
+        """Without its cached prefix the request's logits are finite: all entries of the prefix may
+        be wrong.
+        """
         length, request.suspect = request.suspect, 0
         self._coordinator.drop_prefix(request, length, whole=True)
 
     def clear(self) -> None:
-        """Forgets all requests and all launched steps."""
         self.waiting.clear()
         self._in_flight, self._order = 0, None
         for request in list(self.running.values()):
@@ -211,8 +231,9 @@ class Scheduler:
             self._drafter.end(request)
 
     def _running_rows(self) -> tuple[list[Request], np.ndarray]:
-        """The running requests in order of admission, and their rows [n] int64, with which numpy indexes fastest. Made
-        anew where `running` has changed."""
+        """Running requests in order of admission, and their rows [n] int64 (numpy indexes fastest
+        with it), cached until `running` changes.
+        """
         if self._order is None:
             requests = list(self.running.values())
             self._order = requests, np.array([r.row.index for r in requests], np.int64)  # type: ignore[union-attr]
@@ -220,28 +241,29 @@ class Scheduler:
         return self._order
 
     def _needs_tokens(self, requests: Sequence[Request], columns: RowColumns, ready: np.ndarray) -> np.ndarray:
-        """Returns a [n] bool mask: ready requests whose next step needs tokens that the host has not read."""
+        """[n] bool: the next step needs tokens that the host has not read."""
         assert self._drafter is not None
         pending = _pending(requests, columns)
         needs_tokens = ready & (pending > 0)
         for i in needs_tokens.nonzero()[0].tolist():
             request = requests[i]
-            # A plain step adds at most one pending token. A verify step may add several, so the next position is
-            # unknown until its result is read.
+            # A plain step adds at most one pending token. A verify step may add several, so the
+            # next position is unknown until its result is read.
             needs_tokens[i] = pending[i] > request.in_flight or self._drafter.waits(request)
         return needs_tokens
 
     def _schedule_decode(
         self, step: ScheduledStep, requests: list[Request], rows: np.ndarray, columns: RowColumns
     ) -> None:
-        """Adds a decode row for each request that has or gets a page for its input. `rows` and `columns` are those of
-        the requests, all of which can decode."""
+        """Adds a decode row for each request that has or gets a page for its input. All requests
+        must be able to decode.
+        """
         drafts = self._propose(requests, columns)
         ends = columns.computed + int32s([len(draft.tokens) for draft in drafts]) if drafts else columns.computed
         short = (ends >= columns.capacity).nonzero()[0].tolist()
         if short:
             found = self._find_pages(requests, drafts, short, step.plan)
-            rows, requests, columns = rows[found], [requests[i] for i in found], columns.of(found)
+            rows, requests, columns = rows[found], [requests[i] for i in found], columns.select_rows(found)
             drafts = [drafts[i] for i in found] if drafts else []
         lent = rows.astype(np.int32), columns.computed, columns.output_index
         if drafts:
@@ -256,8 +278,10 @@ class Scheduler:
         step.rows = list(zip(requests, gains.tolist(), strict=True))
 
     def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
-        """A draft for each request, an empty one while tokens are pending; nothing where all are empty. No draft goes
-        on behind the end of its request: the state would hold tokens that the text lacks, and serve no request."""
+        """A draft for each request, empty while tokens are pending; [] if all are empty. No draft
+        goes past the end of its request: the state would include tokens that the text lacks, and
+        serve no request.
+        """
         if self._drafter is None:
             return []
         known = (_pending(requests, columns) == 0).nonzero()[0]
@@ -275,8 +299,9 @@ class Scheduler:
     def _find_pages(
         self, requests: Sequence[Request], drafts: list[Draft], short: Iterable[int], plan: StepPlan
     ) -> list[int]:
-        """Lends pages to the requests at the indices `short`. Drafts without a page are dropped. Returns the indices of
-        all requests whose input has a page."""
+        """Lends pages to the requests at the indices `short`, and drops drafts without a page.
+        Returns the indices of all requests that have a page for their input.
+        """
         lacking = set[int]()
         for i in short:
             request = requests[i]
@@ -298,10 +323,9 @@ class Scheduler:
         return True
 
     def _retract_latest(self, plan: StepPlan) -> Request:
-        """Returns the running request that comes last by `_turn` to the queue, and frees what it holds."""
         victim = max(self.running.values(), key=_turn)
         assert victim.row is not None
-        # Its row may be lent again in this step: pages that it has just got must not be written there.
+        # Its row may be lent again in this step: do not write its new pages there.
         plan.page_writes = [write for write in plan.page_writes if write.row != victim.row.index]
         self._stop_running(victim)
         self._coordinator.release(victim)
@@ -311,7 +335,6 @@ class Scheduler:
         return victim
 
     def _budget(self, decode: DecodeRows) -> ChunkBudget:
-        """What decode rows leave to prompts."""
         tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
         if self._target is None:
             return ChunkBudget(tokens)
@@ -319,8 +342,9 @@ class Scheduler:
         return self._target.budget(tokens, decode, since)
 
     def _schedule_prefill(self, step: ScheduledStep, admitted: Iterable[Request]) -> None:
-        """Adds chunks of the admitted prompts, then admits waiting requests. If a decode row found no page, no page is
-        free, so nothing is admitted."""
+        """Adds chunks of admitted prompts, then admits waiting requests. If a decode row found no
+        page, none is free, so nothing is admitted.
+        """
         budget = self._budget(step.plan.decode)
         for earlier in admitted:
             if earlier.row is not None:  # it may just have been retracted
@@ -341,8 +365,6 @@ class Scheduler:
             self._add_extend(step, request, budget)
 
     def _next_waiting(self) -> Request | None:
-        """The first request of the queue that waits for nothing else: another sample of its prompt that is computed, or
-        its prefix that is fetched."""
         shares = self._coordinator.prefixes.shares
         for request in self.waiting:
             if self._coordinator.waits(request):
@@ -355,8 +377,6 @@ class Scheduler:
         return None
 
     def _add_extend(self, step: ScheduledStep, request: Request, budget: ChunkBudget) -> None:
-        """Adds the next chunk; none if the budget has no room, or a launched step still reads the pages that it
-        needs."""
         assert request.row is not None
         start = request.computed
         end = min(start + budget.room(start), request.prefill_end)
@@ -364,7 +384,7 @@ class Scheduler:
         end = self._coordinator.use_spare_pages(request, end, step.plan)
         if end <= start:
             return
-        budget.take(start, end - start)
+        budget.spend_tokens(start, end - start)
         tokens, row, columns = request.tokens, request.row.index, self._coordinator.columns
         last = end == request.prefill_end
         columns.computed[row] = end

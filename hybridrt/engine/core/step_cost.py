@@ -1,4 +1,4 @@
-"""Predicts the seconds of a step, as a sum of non-negative costs of its parts that is fitted to earlier steps."""
+"""Predicts the seconds of a step from costs of its parts, fitted to earlier steps."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -10,26 +10,27 @@ import numpy as np
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import StepPlan
 
-# Numbers of tokens at which the cost of one more token may rise. A step with few tokens takes the time to read all
-# weights; with many, each token adds the time of its products. Non-negative costs above these numbers make the time a
-# convex function of the tokens.
+# Numbers of tokens from which one more token may cost more. With few tokens, a step takes the time
+# to read all weights; with many, each token adds its products. Costs are not negative, so the time
+# is a convex function of the tokens.
 _KNOTS = (0, 64, 256, 1024)
 _KINDS = ("decode", "prefill", "mixed")
 _OF_KIND = {kind: tuple(float(kind == other) for other in _KINDS) for kind in _KINDS}
 _DECAY = 0.98  # weight of a step after the next one of its kind
-_RIDGE = 1e-6  # of normalised features: makes the fit unique where the steps leave it open
+_RIDGE = 1e-6  # of normalised features: makes the fit unique
 _ENOUGH, _FIT_EVERY, _REMEMBERED = 8, 32, 128  # steps
 
 
 class StepWork(NamedTuple):
-    """The numbers of a step that its time is predicted from.
+    """The numbers of a step that predict its time.
 
     Attributes:
         decode_tokens: decode rows and their drafts.
         decode_context: tokens before the decode rows, summed over rows.
         prompt_rows, prompt_tokens: chunks of prompts, and their tokens.
         prompt_pairs: pairs of a query and a key that it sees, of all chunks.
-        passes: further passes of the recurrent layers, one behind each saved state, in the row with the most.
+        passes: further passes of the recurrent layers, one after each saved state, in the row with
+            the most.
     """
 
     decode_tokens: int = 0
@@ -40,8 +41,7 @@ class StepWork(NamedTuple):
     passes: int = 0
 
     @classmethod
-    def of(cls, plan: StepPlan) -> "StepWork":
-        """The work of a step's plan."""
+    def from_plan(cls, plan: StepPlan) -> "StepWork":
         decode = plan.decode
         work = cls(len(decode) + len(decode.drafts), int(decode.computed.sum()))
         for row in plan.extend:
@@ -49,7 +49,9 @@ class StepWork(NamedTuple):
         return work
 
     def with_chunk(self, start: int, tokens: int, saves: int = 0) -> "StepWork":
-        """The same step with one more chunk: `tokens` behind the first `start` of a prompt; it saves so many states."""
+        """The same step with one more chunk: `tokens` after the first `start` of a prompt; it saves
+        so many states.
+        """
         pairs = tokens * start + tokens * (tokens + 1) // 2
         return StepWork(
             self.decode_tokens, self.decode_context, self.prompt_rows + 1, self.prompt_tokens + tokens,
@@ -58,11 +60,10 @@ class StepWork(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """One of _KINDS."""
         return "mixed" if self.decode_tokens and self.prompt_tokens else "decode" if self.decode_tokens else "prefill"
 
     def features(self, tokens: int) -> list[float]:
-        """The features, each of which has one cost. `tokens`: of the step, with those that pad it."""
+        """The features, each of which has one cost. `tokens`: of the step, padding included."""
         return [
             *_OF_KIND[self.kind], *(max(tokens - knot, 0) for knot in _KNOTS), self.decode_tokens, self.decode_context,
             self.prompt_rows, self.prompt_pairs, self.passes,
@@ -73,17 +74,16 @@ _SIZE = len(StepWork().features(0)) + 1
 
 
 class StepCost:
-    """A model of the seconds that steps take. It is linear in `StepWork.features`, its costs are not negative, and so
-    more work is never predicted to take less time.
+    """A model of the seconds of steps: linear in `StepWork.features` with costs that are not
+    negative, so more work is never predicted to be faster.
 
-    The costs minimise the squared relative error of the steps that have run. Older steps of a kind have less weight,
-    but only newer steps of the same kind reduce it: many decode steps do not remove what is known of prompts. A step
-    that was slow for another reason (a kernel was compiled) has little effect, because its error relative to its own
-    time is at most one.
+    The costs minimise the squared relative error of past steps, so one slow step (a kernel was
+    compiled) has little effect. Only newer steps of the same kind reduce the weight of older ones:
+    many decode steps do not remove what is known of prompts.
 
-    A graph takes as long for few tokens as for all that its bucket has room for, so a step is predicted by its bucket's
-    tokens. A step that no graph holds takes longer to launch than to run, however few its tokens are. No cost of a
-    token describes that: these steps have a cost of their own, and count as many tokens as the largest graph at least.
+    A graph's time is that of its full bucket, so a step counts its bucket's tokens. A step without
+    a graph needs longer to launch than to run: it has a cost of its own, and counts at least as
+    many tokens as the largest graph.
 
     Args:
         buckets: of the graphs of steps with prompts. Empty: no such step runs as a graph.
@@ -102,7 +102,7 @@ class StepCost:
         self._errors: deque[float] = deque(maxlen=_REMEMBERED)
 
     def predict(self, work: StepWork) -> float | None:
-        """Seconds that a step takes; None before enough steps have run."""
+        """Seconds of a step; None before enough steps have run."""
         if self._costs is None:
             return None
         return sum(cost * feature for cost, feature in zip(self._costs, self._features(work), strict=True))
@@ -120,8 +120,9 @@ class StepCost:
             self._costs = _nonnegative_costs(self._squares.sum(0), self._moments.sum(0)).tolist()
 
     def fills(self, work: StepWork) -> list[int]:
-        """Tokens of one more chunk that fill the graphs which may run the step with it, ascending: a chunk of as many
-        takes little longer than a shorter one for which the next smaller graph has no room."""
+        """Tokens of one more chunk that fill the possible graphs of the step, ascending. Such a
+        chunk takes little longer than a shorter one that does not fit the next smaller graph.
+        """
         longer, found = work.with_chunk(0, 1), [work.prompt_tokens]
         for bucket in self._buckets:  # the first one with room runs a step
             if bucket.tokens > found[-1] and _has_room(bucket, longer):
@@ -130,11 +131,12 @@ class StepCost:
 
     @property
     def error(self) -> float | None:
-        """Median relative error of the last predictions, each made before its step was observed; None without one."""
+        """Median relative error of the last predictions, each made before its step was observed;
+        None without one.
+        """
         return median(self._errors) if self._errors else None
 
     def _features(self, work: StepWork) -> list[float]:
-        """`StepWork.features` and whether the step runs without a graph although there are graphs."""
         if not work.prompt_tokens or not self._buckets:
             return [*work.features(work.decode_tokens + work.prompt_tokens), 0.0]
         bucket = self._bucket(work)
@@ -142,7 +144,6 @@ class StepCost:
         return [*work.features(tokens), float(bucket is None)]
 
     def _bucket(self, work: StepWork) -> Bucket | None:
-        """The one whose graph runs a step with prompts (`PromptGraphs.bucket`)."""
         return next((bucket for bucket in self._buckets if _has_room(bucket, work)), None)
 
     def _note_error(self, works: Sequence[StepWork], seconds: float) -> None:
@@ -156,8 +157,9 @@ def _has_room(bucket: Bucket, work: StepWork) -> bool:
 
 
 def _nonnegative_costs(squares: np.ndarray, moments: np.ndarray) -> np.ndarray:
-    """The x >= 0 that minimises x^T squares x / 2 - moments^T x (Lawson & Hanson 1974, chapter 23). squares [n, n],
-    moments [n]. Features that no step had cost nothing."""
+    """The x >= 0 that minimises x^T squares x / 2 - moments^T x (Lawson & Hanson 1974, chapter 23).
+    squares [n, n], moments [n]. Features that no step had cost nothing.
+    """
     scale = np.sqrt(squares.diagonal())
     seen = scale > 0
     scale = np.where(seen, scale, 1.0)
@@ -176,7 +178,7 @@ def _nonnegative_costs(squares: np.ndarray, moments: np.ndarray) -> np.ndarray:
 def _solve_free(
     squares: np.ndarray, moments: np.ndarray, found: np.ndarray, free: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The minimum over the free unknowns; those that would become negative on the way there are freed no longer."""
+    """Minimum over the free unknowns. Unknowns that would become negative on the way are fixed."""
     while True:
         target = np.zeros_like(found)
         target[free] = np.linalg.solve(squares[np.ix_(free, free)], moments[free])

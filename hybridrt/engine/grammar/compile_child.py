@@ -1,8 +1,8 @@
-"""Compiles grammars for another process, which learns what they cost before it compiles them itself.
+"""Child process that compiles grammars and measures their cost before the parent compiles them.
 
-Started as a script, which imports llguidance and nothing of hybridrt. It reads jobs on standard input and forks a
-process for each. The system ends such a process once it has used up its time or memory, and its answer is one write.
-A frame is four bytes of length, then a line of numbers, a line break, and text.
+A script that imports llguidance and nothing of hybridrt. It reads jobs on standard input and forks
+a process for each. The system ends such a process at its limit of time or memory, and its answer is
+one write. A frame is four bytes of length, then a line of numbers, a line break, and text.
 """
 
 import os
@@ -19,19 +19,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# llguidance's limits of one mask: an expression made to be slow delays all rows by 400 ms at the defaults.
-# verbose_errors would quote the grammar.
+# llguidance's limits of one mask: at the defaults, a malicious expression delays all rows by 400
+# ms. verbose_errors would quote the grammar.
 LIMITS = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states": 50_000, "verbose_errors": False}
-# llguidance compiles rules and references by recursion: a chain of 3000 overflows a usual stack, and the process dies.
-# A level takes up to 8 KB, and the text of a grammar has room for some 20,000. Untouched pages take no memory.
+# llguidance compiles rules and references by recursion: a chain of 3000 overflows a usual stack,
+# and the process dies. A level needs up to 8 KB, and a grammar has room for some 20,000. Untouched
+# pages need no memory.
 STACK_BYTES = 2**29
-MAX_BYTES = 2**29  # of memory, beyond what the process has at its start
-MASK_SECONDS = 0.03  # of CPU time: a grammar with a mask that takes longer is refused
+MAX_BYTES = 2**29  # of memory, beyond the process's at its start
+MASK_SECONDS = 0.03  # of CPU time: a grammar with a slower mask is refused
 TIME, BUSY, MEMORY = "time", "busy", "memory"  # why a process was ended: CPU time, time that went by, or another reason
-NICE = 5  # the server goes first, and what is compiled still ends on a busy machine
+NICE = 5  # the server goes first; compiling still ends on a busy machine
 _WALKS, _STEPS = 3, 12  # outputs that are tried, and their tokens
 _POLL_MS = 20
-_ANSWER_BYTES = 4000  # written at once: a pipe takes 4096 bytes as a whole
+_ANSWER_BYTES = 4000  # written at once: a pipe accepts 4096 bytes as a whole
 
 
 def build(tokenizer: "LLTokenizer", grammar: str) -> "LLMatcher":
@@ -45,7 +46,7 @@ def build(tokenizer: "LLTokenizer", grammar: str) -> "LLMatcher":
 
 
 def in_thread(run: Callable[[], None]) -> threading.Thread:
-    """Runs it in a thread with a large stack. Raises RuntimeError if there is no memory for that."""
+    """Runs it in a thread with a large stack. RuntimeError if there is no memory for that."""
     with _starting:
         before = threading.stack_size(STACK_BYTES)
         try:
@@ -56,11 +57,10 @@ def in_thread(run: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-_starting = threading.Lock()  # the size of stacks is the process's, so it is set for one start at a time
+_starting = threading.Lock()  # the stack size is the process's, so it is set for one start at a time
 
 
 def main() -> None:
-    """Makes the tokenizer of the first frame. Then answers jobs until the other process closes its end."""
     from llguidance import LLTokenizer
 
     os.nice(NICE)
@@ -86,7 +86,6 @@ def main() -> None:
 
 
 def _child(tokenizer: "LLTokenizer", number: int, cpu: float, wall: float, text: str) -> None:
-    """The forked process: answers a job, and ends."""
     if sys.platform == "linux":
         with open("/proc/self/statm") as pages:
             size = int(pages.read().split()[0]) * resource.getpagesize()
@@ -114,7 +113,7 @@ def _child(tokenizer: "LLTokenizer", number: int, cpu: float, wall: float, text:
 
 
 def _slow(root: "LLMatcher", eos: set[int]) -> str:
-    """What is wrong with the time that masks take along a few outputs; "" if nothing is."""
+    """Says if masks along a few outputs take too long; "" if not."""
     rng, worst = random.Random(0), 0.0
     for _ in range(_WALKS):
         matcher = root.deep_copy()
@@ -122,7 +121,7 @@ def _slow(root: "LLMatcher", eos: set[int]) -> str:
             began = time.thread_time()
             mask = matcher.compute_bitmask()
             if matcher.is_error():
-                return ""  # a limit of one mask, which fails the request alone, and only there
+                return ""  # a limit of one mask, which fails only the request, and only there
             token = _token(mask, rng)
             if token in eos or not matcher.consume_token(token) or matcher.is_stopped():
                 break
@@ -133,7 +132,6 @@ def _slow(root: "LLMatcher", eos: set[int]) -> str:
 
 
 def _token(mask: bytes, rng: random.Random) -> int:
-    """A token that a mask allows: the next one from a random place on."""
     start = rng.randrange(len(mask))
     turned = mask[start:] + mask[:start]
     skipped = len(turned) - len(turned.lstrip(b"\0"))
@@ -142,7 +140,6 @@ def _token(mask: bytes, rng: random.Random) -> int:
 
 
 def _read() -> tuple[str, str]:
-    """The first line of the next frame, and the rest. Ends this process and all that it has forked at the end."""
     head, _, text = _exactly(int.from_bytes(_exactly(4), "little")).partition(b"\n")
     return head.decode(), text.decode()
 

@@ -1,7 +1,7 @@
-"""The process that compiles grammars first: its time and memory have limits, and it can be ended.
+"""The killable process that first compiles each grammar, within limits of time and memory.
 
-llguidance compiles without Python's lock, and a thread that compiles cannot be ended. So a grammar is compiled twice:
-there under limits, then here, where what it takes is known.
+llguidance compiles without Python's lock, and a thread that compiles cannot be ended. So a grammar
+is compiled twice: there under limits, then here at a known cost.
 """
 
 import os
@@ -30,7 +30,7 @@ _GONE = "the process that compiles grammars has ended: try again later"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What compiling a grammar came to.
+    """Result of compiling a grammar.
 
     Attributes:
         error: why it cannot be used; "" if it can.
@@ -45,22 +45,25 @@ class Verdict:
 
 @dataclass(eq=False)
 class _Running:
-    """A process, and the jobs that it has not answered, by number. After the process has `ended` it gets no more."""
+    """A process, and its unanswered jobs by number. After it has `ended` it gets no more."""
 
     process: subprocess.Popen[bytes]
     jobs: dict[int, "Future[Verdict]"] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     ended: bool = False
 
-    def end(self) -> None:
-        """Ends the process and all that it has forked. Once it is known to have ended, its number may be another's."""
+    def kill_process(self) -> None:
+        """Ends the process and all its forks. Once it is known to have ended, its number may be
+        another's.
+        """
         with suppress(ProcessLookupError):
             if self.process.returncode is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class CompileProcess:
-    """Starts the process when it is first needed, and again after it has ended. Any thread may call it.
+    """Starts the process when it is first needed, and again after it has ended. Any thread may call
+    it.
 
     Args:
         tokenizer: text of a tokenizer.json.
@@ -79,7 +82,8 @@ class CompileProcess:
         """Waits until the grammar is compiled, or its process has used up its CPU time.
 
         Raises:
-            QueueFullError: the process does not start, or has ended, or has got too little CPU time in `seconds`.
+            QueueFullError: the process does not start, has ended, or got too little CPU time in
+                `seconds`.
         """
         running, job = self._started(), Future[Verdict]()
         with running.lock:
@@ -90,20 +94,20 @@ class CompileProcess:
             try:
                 _write(running.process, f"{number} {cpu_seconds} {seconds}\n{grammar}")
             except (OSError, TimeoutError) as e:
-                running.end()
+                running.kill_process()
                 raise QueueFullError(_GONE) from e
         try:
             return job.result(seconds + _WRITE_SECONDS)
-        except TimeoutError as e:  # neither it nor the process that it has forked answers
-            running.end()
+        except TimeoutError as e:  # neither it nor its fork answers
+            running.kill_process()
             raise QueueFullError(_GONE) from e
 
     def close(self) -> None:
-        """Ends the process with all that it compiles. Later calls raise QueueFullError."""
+        """Ends the process and all that it compiles. Later calls raise QueueFullError."""
         with self._lock:
             self._closed = True
             if self._running is not None and self._pid == os.getpid():
-                self._running.end()
+                self._running.kill_process()
 
     def _started(self) -> _Running:
         with self._lock:
@@ -113,12 +117,13 @@ class CompileProcess:
                 self._running, self._pid = None, os.getpid()
             if self._running is None or self._running.ended:
                 self._running = self._start()
-                weakref.finalize(self, self._running.end)
+                weakref.finalize(self, self._running.kill_process)
             return self._running
 
     def _start(self) -> _Running:
         try:
-            # A session of its own, so that Ctrl-C on the terminal does not end it, and to end all that it forks.
+            # A session of its own: Ctrl-C on the terminal does not end it, and all its forks can be
+            # ended.
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -134,7 +139,7 @@ class CompileProcess:
             _wait_for_answer(process)
             threading.Thread(target=_read_answers, args=(running,), name="hybridrt-verdicts", daemon=True).start()
         except (OSError, EOFError, TimeoutError, RuntimeError) as e:
-            running.end()
+            running.kill_process()
             process.wait()
             raise QueueFullError(
                 f"the process that compiles grammars does not start ({type(e).__name__}: {e}); try "
@@ -144,7 +149,6 @@ class CompileProcess:
 
 
 def _wait_for_answer(process: subprocess.Popen[bytes]) -> None:
-    """Until the process has its tokenizer."""
     assert process.stdout is not None, "it is a pipe"
     if not select.select([process.stdout], [], [], START_SECONDS)[0]:
         raise TimeoutError(f"it has not answered within {START_SECONDS:g} seconds")
@@ -152,7 +156,6 @@ def _wait_for_answer(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read_answers(running: _Running) -> None:
-    """Gives each job its verdict, until the process ends. Then the others fail."""
     with suppress(EOFError, OSError, ValueError):
         while True:
             number, status, text = _read(running.process)
@@ -162,7 +165,7 @@ def _read_answers(running: _Running) -> None:
                 job.set_exception(QueueFullError("the machine is too busy to compile a grammar: try again later"))
             elif job is not None:
                 job.set_result(_verdict(status, text))
-    running.end()
+    running.kill_process()
     running.process.wait()
     with running.lock:
         running.ended = True
@@ -182,7 +185,7 @@ def _verdict(status: str, text: str) -> Verdict:
 
 
 def _write(process: subprocess.Popen[bytes], text: str, seconds: float = _WRITE_SECONDS) -> None:
-    """Sends a frame. Raises TimeoutError if the process does not read it, or OSError if it has ended."""
+    """Sends a frame. TimeoutError if the process does not read it, OSError if it has ended."""
     assert process.stdin is not None, "it is a pipe"
     fd, deadline, data = process.stdin.fileno(), time.monotonic() + seconds, text.encode()
     left, poll = memoryview(len(data).to_bytes(4, "little") + data), select.poll()
@@ -195,7 +198,6 @@ def _write(process: subprocess.Popen[bytes], text: str, seconds: float = _WRITE_
 
 
 def _read(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
-    """The number of the job that is answered next, a status, and a text."""
     assert process.stdout is not None, "it is a pipe"
     head = process.stdout.read(4)
     data = process.stdout.read(int.from_bytes(head, "little"))

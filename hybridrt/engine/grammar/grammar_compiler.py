@@ -1,4 +1,4 @@
-"""Compiles structured outputs for a model's tokens: within limits of time and memory, each of them once."""
+"""Compiles structured outputs for a model's tokens, each once, within limits of time and memory."""
 
 import os
 import sys
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 COMPILE_SECONDS = 10.0
-# CPU time that compiling a grammar may take: a small one, a medium and a large one.
+# CPU time for compiling a small, a medium and a large grammar.
 QUICK_CPU_SECONDS, MEDIUM_CPU_SECONDS, LARGE_CPU_SECONDS = 0.05, 0.25, 2.0
 QUICK, MEDIUM, LARGE = 4, 1, 1  # that compile at a time
-MEDIUM_CHARACTERS, LARGE_CHARACTERS = 2**12, 2**15  # a longer grammar is not taken for a small one, or a medium one
+MEDIUM_CHARACTERS, LARGE_CHARACTERS = 2**12, 2**15  # a longer grammar is not tried as a small, or a medium one
 WAITING = 32  # requests that wait at a time for medium and large grammars
-KEPT = 64  # grammars, also those that failed
-SHARED = 8  # grammars with more than one root at a time: each root has a lexer, which may take 100 MB
+KEPT = 64  # grammars, failed ones included
+SHARED = 8  # grammars with more than one root at a time: each root has a lexer of up to 100 MB
 GROWING = 4  # threads that make more roots at a time
-GROW_SECONDS = 0.1  # a grammar gets no more roots after that, nor if one takes longer: they save a millisecond a step
+GROW_SECONDS = 0.1  # most time for a grammar's further roots: they save a millisecond a step
 _FIELD = "structured_outputs"
-_NO_TOKEN = "NoExtensionBias"  # what llguidance says where no token may come
+_NO_TOKEN = "NoExtensionBias"  # llguidance's message if no token may come
 _INSTALL = "structured_outputs need llguidance: pip install '.[structured]'"
 _TEXT_TOKENS = '%llguidance {"allow_invalid_utf8": true}\nstart: /(?s-u:[^\\xFF]+)/'  # no text has the byte 0xFF
 
 
 class _Job(Future["Grammar | str"]):
-    """A grammar that is being compiled. `quick_over` is set once it has ended or is known to be no small one."""
+    """A grammar that is being compiled. `quick_over`: it has ended, or is known to be no small one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,18 +56,16 @@ class _Job(Future["Grammar | str"]):
 class GrammarCompiler:
     """Makes matchers of structured outputs. Any thread may call `matcher`.
 
-    A grammar is compiled in another process first (compile_process.py), which ends once it has used up its
-    CPU time or memory, and measures masks. What it refuses is never compiled here. A short grammar gets
-    QUICK_CPU_SECONDS at once. One that needs more waits for its turn among the medium ones, then among
-    the large ones, while others go past it. Each of these two kinds has a share of one core. A grammar
-    that several samples follow is compiled again, up to once for each thread that computes masks
-    (`Grammar.roots`), without anything waiting for it.
+    A grammar is first compiled in another process with limits (compile_process.py). A short one
+    gets QUICK_CPU_SECONDS at once. If it needs more, it waits among the medium ones, then among the
+    large ones; each kind has a share of one core. A grammar of several samples is compiled again in
+    the background, up to once for each thread that computes masks (`Grammar.roots`).
 
     Args:
-        tokenizer: None: the model has none, so requests are refused.
+        tokenizer: None: requests are refused.
         vocab_size: of the model. Tokens beyond the tokenizer's are never allowed.
         eos_token_ids: allowed where an output may end.
-        seconds: that a request waits at most for each of its turns, and for the process.
+        seconds: most time that a request waits for each turn, and for the process.
         threads: that compute masks; None: four of five CPUs, 16 at most.
     """
 
@@ -97,21 +95,17 @@ class GrammarCompiler:
 
     @cached_property
     def executor(self) -> "LLExecutor":
-        """The threads that compute masks."""
         from llguidance import LLExecutor
 
         return LLExecutor(self.threads)
 
     def matcher(self, outputs: StructuredOutputs, samples: int = 1) -> Matcher:
-        """A new matcher, before the first token.
-
-        Args:
-            samples: that will have copies of it.
+        """A new matcher, before the first token. `samples`: that will have copies of it.
 
         Raises:
-            RequestError: the model has no tokenizer or no end of sequence, llguidance is not installed, or the
-                grammar is invalid, not satisfiable, too large, or takes too long.
-            QueueFullError: too many other grammars are being compiled, or the process that does it has ended.
+            RequestError: the model has no tokenizer or no end of sequence, llguidance is not
+                installed, or the grammar is invalid, not satisfiable, too large, or takes too long.
+            QueueFullError: too many other grammars are being compiled, or the process has ended.
         """
         form = _without_thinking(outputs)
         with self._lock:
@@ -123,7 +117,6 @@ class GrammarCompiler:
         return Matcher(found, thinking=None if tags is None else ThinkingState.start(tags, self._text))
 
     def grammar(self, outputs: StructuredOutputs) -> Grammar:
-        """The compiled grammar, from which `matcher` starts. Raises the same."""
         self._loaded()
         outputs = _without_thinking(outputs)
         with self._lock:
@@ -141,19 +134,18 @@ class GrammarCompiler:
         return found
 
     def close(self) -> None:
-        """Ends what compiles. Grammars that are compiled already can still be used."""
+        """Ends compiling. Compiled grammars can still be used."""
         with self._loading:
             if "_process" in self.__dict__:
                 self._process.close()
 
     def _forget(self) -> None:
-        """Drops the oldest grammars, and none that is being compiled: its requests wait for it."""
+        """Drops the oldest grammars, but none that is being compiled: requests wait for it."""
         surplus = len(self._compiled) - KEPT
         for outputs in [known for known, job in self._compiled.items() if job.done()][: max(surplus, 0)]:
             del self._compiled[outputs]
 
     def _result(self, job: _Job) -> "Grammar | str":
-        """Waits for what another request compiles."""
         job.quick_over.wait()
         if job.done():
             return job.result()
@@ -164,7 +156,9 @@ class GrammarCompiler:
                 raise QueueFullError(FULL) from None
 
     def _make(self, outputs: StructuredOutputs, job: _Job) -> None:
-        """Compiles, and gives the job its result. What says nothing about the grammar is not kept."""
+        """Compiles, and gives the job its result. Results that say nothing about the grammar are
+        not kept.
+        """
         try:
             job.set_result(self._compile(outputs, job))
         except BaseException as e:
@@ -193,14 +187,13 @@ class GrammarCompiler:
             return late if found is None else found
 
     def _compile_within(self, text: str, turns: Turns, cpu_seconds: float) -> "Grammar | str | None":
-        """In its turn: the grammar, or why it cannot be used. None: it takes more CPU time."""
+        """The grammar, or why it cannot be used. None: it needs more CPU time."""
         with turns.turn(self.seconds):
             verdict = self._process.compile(text, cpu_seconds, self.seconds)
             return None if verdict.late else self._judged(text, verdict)
 
     @contextmanager
     def _wait(self) -> Iterator[None]:
-        """Within it, a request is one of those that wait. Raises QueueFullError if there are enough."""
         if not self._waiting.acquire(blocking=False):
             raise QueueFullError(FULL)
         try:
@@ -209,7 +202,6 @@ class GrammarCompiler:
             self._waiting.release()
 
     def _judged(self, text: str, verdict: Verdict) -> "Grammar | str":
-        """The grammar, compiled here: what it takes is known. Or why it cannot be used."""
         if verdict.error:
             return _explained(verdict.error)
         done = Future["LLMatcher"]()
@@ -233,8 +225,9 @@ class GrammarCompiler:
         return Grammar(root, self._eos, text, cheap, _takes_back(root, self._eos))
 
     def _grow(self, grammar: Grammar) -> None:
-        """Starts to make the other roots of a grammar, unless it has them or the threads are needed elsewhere: then a
-        later request does it."""
+        """Starts to make further roots of a grammar, unless it has them or the threads are busy:
+        then a later request does it.
+        """
         with self._lock:
             if not grammar.cheap or grammar in self._shared or self.threads == 1 or self._growing >= GROWING:
                 return
@@ -275,7 +268,6 @@ class GrammarCompiler:
 
     @cached_property
     def _llguidance(self) -> "LLTokenizer":
-        """Makes `_process`, too, which gets the same tokenizer."""
         if not isinstance(self._tokenizer, HFTokenizer):
             raise RequestError(f"{_FIELD} need a tokenizer and this model has none", _FIELD)
         if not self._eos:
@@ -309,7 +301,6 @@ def _without_thinking(outputs: StructuredOutputs) -> StructuredOutputs:
 
 
 def _explained(error: str) -> str:
-    """What llguidance says, its lines kept: they show where an expression is wrong."""
     if error.startswith(_NO_TOKEN):
         return "Unsatisfiable: no text of finite length fits"
     text = "\n".join(line for line in error.rstrip().split("\n") if NO_FORCING.strip() not in line)
@@ -317,7 +308,9 @@ def _explained(error: str) -> str:
 
 
 def _takes_back(root: "LLMatcher", eos: frozenset[int]) -> bool:
-    """Whether llguidance can take back a token of this grammar: it cannot where a rule has max_tokens or stop."""
+    """True if llguidance can take back a token of this grammar: not if a rule has max_tokens or
+    stop.
+    """
     tried = root.deep_copy()
     bits = np.unpackbits(np.frombuffer(tried.compute_bitmask(), np.uint8), bitorder="little")
     token = next((int(token) for token in np.flatnonzero(bits) if int(token) not in eos), None)
@@ -325,6 +318,5 @@ def _takes_back(root: "LLMatcher", eos: frozenset[int]) -> bool:
 
 
 def _num_threads() -> int:
-    """Four of five CPUs, 16 at most."""
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return min(max(cpus * 4 // 5, 1), 16)

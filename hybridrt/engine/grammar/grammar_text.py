@@ -1,4 +1,4 @@
-"""Texts of grammars as llguidance reads them, and what in them is too large for it."""
+"""Grammar texts for llguidance, and checks for what is too large for it."""
 
 import json
 import math
@@ -6,26 +6,27 @@ import re
 
 from hybridrt.base.structured_outputs import WHITESPACE, StructuredOutputs
 
-# llguidance tries the remainders of "multipleOf" one by one, under none of its limits: ten million take a minute and
-# gigabytes. Powers of ten cost nothing. Parts of a schema that are combined have the least common multiple.
+# llguidance tries the remainders of "multipleOf" one by one without a limit: ten million need a
+# minute and gigabytes. Powers of ten cost nothing. Combined parts of a schema have the least common
+# multiple.
 MAX_REMAINDERS = 100_000
 _MOST_DIGITS = 40  # llguidance itself refuses more
 _KEY_AND_NUMBER = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(-?[0-9][0-9.]*)')
-# Where only one text can follow, llguidance would walk through all of it for each mask, to allow the one token that
-# begins it as a tokenizer writes it: 0.3 ms for a thousand characters, under none of its limits. Without, any token
-# that begins the text may come. The last line of this kind in a grammar holds.
+# If only one text can follow, llguidance would walk through all of it for each mask, to allow only
+# the tokenizer's own first token: 0.3 ms for a thousand characters, without a limit. This option
+# allows any token that begins the text. The last line of this kind in a grammar counts.
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 
 def grammar_text(outputs: StructuredOutputs) -> str:
-    """Text of the grammar in llguidance's own form."""
     from llguidance import LLMatcher
 
     if outputs.regex is not None:
         own = json.loads(LLMatcher.grammar_from_regex(outputs.regex))
         return str(own["grammars"][0]["lark_grammar"]) + NO_FORCING
     if outputs.choice is not None:
-        # One terminal: as alternatives of a rule they would be as many items of the parser, which takes 2000.
+        # One terminal: as alternatives of a rule they would be as many items of the parser, which
+        # has at most 2000.
         texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
         return f"start: CHOICE\nCHOICE: {texts}{NO_FORCING}"
     if outputs.grammar is not None:
@@ -41,8 +42,9 @@ def grammar_text(outputs: StructuredOutputs) -> str:
 
 
 def remainders(grammar: str) -> int:
-    """The least common multiple of the digits of all "multipleOf" in a grammar's text, without zeros at the end;
-    MAX_REMAINDERS + 1 if it is more."""
+    """The least common multiple of the digits of all "multipleOf" in a grammar, without trailing
+    zeros; MAX_REMAINDERS + 1 if it is more.
+    """
     found = 1
     for key, number in _KEY_AND_NUMBER.findall(grammar):
         digits = number.replace(".", "").replace("-", "").strip("0")

@@ -1,4 +1,4 @@
-"""How much of a step's time grammars may take. It is CPU time of the thread: a busy machine makes no offenders."""
+"""Limits on a step's time for grammars, in CPU time of the thread: a busy machine fails nobody."""
 
 import time
 from collections.abc import Iterator
@@ -6,16 +6,16 @@ from contextlib import contextmanager
 
 from hybridrt.base.errors import GrammarError
 
-SECONDS_A_TOKEN = 0.003  # on average, of a request: its masks, and taking its tokens
-BURST_SECONDS = 0.1  # more than that at a time
+SECONDS_A_TOKEN = 0.003  # average of a request: its masks, and reading its tokens
+BURST_SECONDS = 0.1  # above the average
 HEAVY_SECONDS = 0.005  # a mask of a heavy request takes longer
 STEP_SECONDS = 0.1  # all heavy requests of a step together
 WATCH_SECONDS = 0.01  # once the masks of a step take longer together, each is measured
-WATCHED_STEPS = 16  # so often, from its last heavy mask on
+WATCHED_STEPS = 16  # after its last heavy mask
 
 
 class Allowance:
-    """The time that one request may still take. It grows with each token.
+    """Remaining time of one request. It grows with each token.
 
     Attributes:
         last: seconds of its last measured mask.
@@ -31,16 +31,13 @@ class Allowance:
         return self.last > HEAVY_SECONDS
 
     def watch(self) -> None:
-        """Measure its next masks."""
         self.watched = WATCHED_STEPS
 
     def advanced(self, seconds: float) -> None:
-        """A token has been taken."""
         self._left = min(self._left + SECONDS_A_TOKEN, BURST_SECONDS)
         self.spend(seconds)
 
     def masked(self, seconds: float, masks: int) -> None:
-        """Masks have been made: one, and those of a draft's tokens."""
         self.last = seconds / masks
         self.watched = WATCHED_STEPS if self.heavy else self.watched - 1
         self._left = min(self._left + SECONDS_A_TOKEN * (masks - 1), BURST_SECONDS)
@@ -52,11 +49,9 @@ class Allowance:
             self.fail(f"more than {1000 * SECONDS_A_TOKEN:g} ms of CPU time a token")
 
     def fail(self, reason: str) -> None:
-        """The request is to end."""
         self._failure = self._failure or reason
 
-    def check(self) -> None:
-        """Raises GrammarError if the request has taken too much time."""
+    def check_time(self) -> None:
         if self._failure:
             raise GrammarError(
                 f"structured_outputs delay all other requests: its masks take {self._failure}; make it simpler"
@@ -65,7 +60,7 @@ class Allowance:
 
 @contextmanager
 def thread_seconds() -> Iterator[list[float]]:
-    """A list that holds, after the block, the CPU seconds that this thread has spent in it."""
+    """A list that holds, after the block, its CPU seconds in this thread."""
     taken, began = [0.0], time.thread_time()
     try:
         yield taken

@@ -1,4 +1,4 @@
-"""Follows grammars of structured outputs token by token, with llguidance: which tokens may come next, as bitmasks."""
+"""Follows grammars token by token with llguidance, and makes bitmasks of the next tokens."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 class Grammar:
     """A compiled grammar. Any thread may use it.
 
-    Copies of an LLMatcher share one lexer behind a lock: their masks are computed one after the other, however many
-    threads there are. So a grammar may have several roots, each with a lexer of its own, and its matchers are copies of
+    Copies of an LLMatcher share one lexer with a lock, so their masks are computed one after the
+    other. So a grammar may have several roots, each with its own lexer; its matchers are copies of
     the roots in turn.
 
     Args:
-        root: has taken no token and computed a first mask.
+        root: has read no token and computed a first mask.
         eos: tokens that end an output.
-        text: what it was compiled from.
-        cheap: it takes little time to compile, so that it may be compiled again.
-        takes_back: llguidance can take tokens back. It cannot where a rule has max_tokens or stop.
+        text: its source.
+        cheap: it compiles fast, so it may be compiled again.
+        takes_back: llguidance can take tokens back: not if a rule has max_tokens or stop.
 
     Attributes:
         roots: one or more, all alike.
@@ -44,7 +44,6 @@ class Grammar:
         self._turn = count()
 
     def start(self) -> "tuple[int, LLMatcher]":
-        """The number of the next root, and a copy of it."""
         roots = self.roots
         number = next(self._turn) % len(roots)
         return number, roots[number].deep_copy()
@@ -54,13 +53,13 @@ class Matcher:
     """Follows the output of one sample.
 
     Args:
-        grammar: what the output follows.
-        started: the number of a root, and a copy of it that has taken the output so far. None: the matcher starts when
-            it is first needed, when the grammar may have more roots.
-        thinking: where the output is in its reasoning; None: it has none, or none any more.
+        grammar: of the output.
+        started: the number of a root, and a copy of it that has read the output so far. None:
+            started on first use, when the grammar may have more roots.
+        thinking: where the output is in its reasoning; None: not in reasoning.
 
     Attributes:
-        allowance: time that its tokens and masks may take.
+        allowance: time for its tokens and masks.
     """
 
     def __init__(
@@ -79,12 +78,11 @@ class Matcher:
 
     @property
     def root(self) -> int:
-        """The number of the grammar's root whose lexer this matcher uses."""
         return self._started[0]
 
     @property
     def inner(self) -> "LLMatcher":
-        """llguidance's matcher, which has taken the output so far, without reasoning."""
+        """llguidance's matcher, which has read the output so far, without reasoning."""
         return self._started[1]
 
     @property
@@ -93,16 +91,16 @@ class Matcher:
         return self.thinking is None and self._grammar.takes_back
 
     def copy(self) -> "Matcher":
-        """A matcher in the same state, independent of this one."""
         started = (self.root, self.inner.deep_copy()) if "_started" in self.__dict__ else None
         return Matcher(self._grammar, started, self.thinking)
 
     def advance(self, token: int) -> bool:
-        """Takes a token of the output, other than one that ends it. Returns True if the output is complete and no token
-        may follow.
+        """Reads a token of the output that does not end it. True if the output is complete and no
+        token may follow.
 
         Raises:
-            GrammarError: the grammar forbids the token, or a limit is exceeded: llguidance's, or of time.
+            GrammarError: the grammar forbids the token, or a limit of llguidance or of time is
+                exceeded.
         """
         with thread_seconds() as taken:
             if self.thinking is not None:
@@ -110,27 +108,28 @@ class Matcher:
                 if not read:
                     return False
             if not self.inner.consume_token(token):
-                self.check()
+                self.check_limits()
         self.allowance.advanced(taken[0])
         return self.inner.is_stopped()
 
-    def check(self) -> None:
-        """Raises GrammarError if a limit is exceeded: llguidance's answers are not valid after that."""
-        self.allowance.check()
+    def check_limits(self) -> None:
+        """Raises GrammarError if a limit is exceeded: llguidance's answers are then invalid."""
+        self.allowance.check_time()
         if self.inner.is_error():
             reason = shortened(self.inner.get_error())
             raise GrammarError(f"structured_outputs cannot be followed any further: {reason}")
 
     def mask(self) -> np.ndarray:
-        """int32 words up to the last token that the tokenizer knows: the tokens that may come next, a bit each."""
+        """int32 words up to the tokenizer's last token: one bit for each token that may come next."""
         mask = np.frombuffer(self.inner.compute_bitmask(), np.int32).copy()
         if self.thinking is not None:
             self.thinking.fill(mask)
         return mask
 
     def allowed(self, draft: Draft) -> Draft:
-        """The nodes of a draft that may follow, those before them included. Tokens that end an output are left out:
-        nothing follows them, and the draw before them gives them as well."""
+        """The nodes of a draft that may follow, with those before them. Tokens that end an output
+        are left out: nothing follows them, and the draw before them gives them too.
+        """
         with thread_seconds() as taken:
             found = self._allowed(draft)
         self.allowance.spend(taken[0])
@@ -157,7 +156,9 @@ class Matcher:
 
     @contextmanager
     def _taken(self, state: "_State", token: int) -> "Iterator[_State | None]":
-        """The state after a draft's token; None if it may not come. Afterwards the token has been taken back."""
+        """The state after a draft's token; None if it may not come. Takes the token back
+        afterwards.
+        """
         inner, thinking = state
         read = True
         if thinking is not None:
@@ -176,7 +177,7 @@ class Matcher:
             inner.rollback(1)
 
     def fill_tree(self, draft: Draft, masks: np.ndarray) -> None:
-        """Writes the mask behind each node of a draft that the grammar allows: [1 + nodes, words] int32."""
+        """Writes the mask after each allowed node of a draft: [1 + nodes, words] int32."""
         self._fill_node(draft, masks, 0, (self.inner, self.thinking))
 
     def _fill_node(self, draft: Draft, masks: np.ndarray, node: int, state: "_State") -> None:
@@ -197,7 +198,6 @@ _State = tuple["LLMatcher", ThinkingState | None]
 
 
 def _children(draft: Draft, node: int) -> Sequence[int]:
-    """Numbers of a node's successors; 0 is the root."""
     if draft.parents is None:
         return [node + 1] if node < len(draft) else []
     return [i for i, parent in enumerate(draft.parents, 1) if parent == node]
@@ -209,7 +209,7 @@ def _parent(draft: Draft, node: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MaskedRow:
-    """A row of a step that needs masks: one for its next token, and one behind each of its drafts.
+    """A row that needs masks: one for its next token, and one after each of its drafts.
 
     Attributes:
         matcher: None: all tokens are allowed, because the row's request has ended.
@@ -220,5 +220,4 @@ class MaskedRow:
 
 
 def shortened(text: str) -> str:
-    """The text of an llguidance error in one line of at most 500 characters."""
     return " ".join(text.split())[:500]

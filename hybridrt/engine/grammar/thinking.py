@@ -1,7 +1,7 @@
-"""Follows the reasoning before an answer of a fixed form, token by token: which tokens may come next within it.
+"""Follows the reasoning before an answer of a fixed form, and masks the tokens within it.
 
-The grammar knows nothing of the reasoning. It reads the tag that ends it and what comes after that. So a budget is a
-count: a draft that is taken back costs nothing, and the mask within the reasoning is always the same.
+The grammar reads only the tag that ends the reasoning and the tokens after it. So a budget is a
+count: drafts that are taken back cost nothing, and the mask within the reasoning never changes.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ _NO_LIMIT = 2**62
 
 @dataclass(frozen=True, slots=True)
 class ThinkingState:
-    """Where an output is: before its reasoning, which may be left out, or within it.
+    """Position of an output before its reasoning, which may be left out, or within it.
 
     Attributes:
         text: int32 words: the tokens that are text.
@@ -33,16 +33,14 @@ class ThinkingState:
         return cls(tags, text, not tags.opens, _NO_LIMIT if tags.budget is None else tags.budget)
 
     def allows(self, token: int) -> bool:
-        """Whether a token may come next. Before the reasoning, the grammar has a say as well."""
+        """True if a token may come next. Before the reasoning, the grammar decides too."""
         if not self.inside:
             return token not in self.tags.closes
         return token in self.tags.closes or (self.left > 0 and _has(self.text, token))
 
     def after(self, token: int) -> "tuple[ThinkingState | None, bool]":
-        """The state after a token, None once the reasoning is over; and whether the grammar reads the token.
-
-        Raises:
-            GrammarError: the token may not come next.
+        """The state after a token (None once the reasoning is over), and whether the grammar reads
+        the token. GrammarError if it may not come next.
         """
         if not self.allows(token):
             raise GrammarError(
@@ -54,7 +52,9 @@ class ThinkingState:
         return (replace(self, inside=True), False) if token in self.tags.opens else (None, True)
 
     def fill(self, mask: np.ndarray) -> None:
-        """Writes the tokens that may come next: [words] int32. Before the reasoning, `mask` is the grammar's."""
+        """Writes the tokens that may come next: [words] int32. Before the reasoning, `mask` is the
+        grammar's.
+        """
         size, closes = len(self.text), self.tags.closes
         if self.inside:
             mask[:] = 0

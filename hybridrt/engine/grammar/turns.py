@@ -1,4 +1,4 @@
-"""Turns of grammars at being compiled. Costly ones have a share of one core, however many come."""
+"""Limits how many grammars compile at a time, and the share of a core that costly ones get."""
 
 import threading
 import time
@@ -7,17 +7,17 @@ from contextlib import contextmanager
 
 from hybridrt.base.errors import QueueFullError
 
-REST = 3  # so costly grammars take at most a fourth of a core
+REST = 3  # so costly grammars use at most a fourth of a core
 MAX_REST = 2.0  # seconds
 FULL = "too many grammars are being compiled: try again later"
 
 
 class Turns:
-    """Lets so many grammars be compiled at a time.
+    """Lets `places` grammars compile at a time.
 
     Args:
         places: how many.
-        rest: once a turn ends, the next one begins this many times as long after it.
+        rest: after a turn, the next one begins this many times its duration later.
     """
 
     def __init__(self, places: int, rest: int = 0) -> None:
@@ -26,7 +26,7 @@ class Turns:
 
     @contextmanager
     def turn(self, seconds: float) -> Iterator[None]:
-        """Within it, a grammar has its turn. Raises QueueFullError if that takes longer than `seconds`."""
+        """One grammar's turn. QueueFullError if waiting takes longer than `seconds`."""
         deadline = time.monotonic() + seconds
         if not self._places.acquire(timeout=seconds):
             raise QueueFullError(FULL)

@@ -1,4 +1,4 @@
-"""Deltas on their way from an engine to its readers."""
+"""Queues of deltas from an engine to its readers."""
 
 import weakref
 from collections import deque
@@ -9,7 +9,7 @@ from hybridrt.engine.request.outputs import Delta
 
 
 class DeltaSource(Protocol):
-    """A sample whose deltas a reader takes. `queue`: the reader's, None without one."""
+    """A sample with deltas for a reader. `queue`: the reader's, None without one."""
 
     queue: "weakref.ref[DeltaQueue] | None"
 
@@ -21,14 +21,14 @@ S = TypeVar("S", bound=DeltaSource)
 
 
 class DeltaQueue:
-    """Holds the samples that have something new for one reader. A sample's delta is built when it is taken: a reader
-    that lags gets the gains of several steps in one, and waiting costs nothing.
+    """Samples with news for one reader. A delta is built when it is read: a slow reader gets the
+    gains of several steps in one, and waiting costs nothing.
 
-    Use it within the engine's turns (`with engine.turns:`) where several threads share the engine.
+    Use it within the engine's turns (`with engine.turns:`) if several threads share the engine.
 
     Args:
-        arrays: deltas keep log-probabilities of prompts as arrays (`Delta.prompt_scores`): to make dictionaries of them
-            takes long, and is the reader's work.
+        arrays: keep log-probabilities of prompts as arrays (`Delta.prompt_scores`): the reader does
+            the slow conversion to dictionaries.
     """
 
     def __init__(self, *, arrays: bool = False) -> None:
@@ -36,15 +36,13 @@ class DeltaQueue:
         self._moved: dict[DeltaSource, None] = {}  # in the order of their first gain
 
     def __bool__(self) -> bool:
-        """`take` would return deltas."""
         return bool(self._moved)
 
     def put(self, request: DeltaSource) -> None:
-        """The request has something new."""
         self._moved[request] = None
 
-    def take(self) -> list[Delta]:
-        """One delta for each sample that has gained something since the last `take`, or has ended."""
+    def take_deltas(self) -> list[Delta]:
+        """One delta for each sample that has gained something since the last call, or has ended."""
         moved, self._moved = self._moved, {}
         deltas = [sample.delta() for sample in moved]
         if not self._arrays:
@@ -54,7 +52,7 @@ class DeltaQueue:
 
 
 class Abandonment:
-    """Notes which queues were abandoned or have gone: the requests that feed them are to end."""
+    """Notes queues that were abandoned or collected: their requests are to end."""
 
     def __init__(self) -> None:
         self._notes: deque[weakref.ref[DeltaQueue]] = deque()
@@ -63,15 +61,15 @@ class Abandonment:
         return bool(self._notes)
 
     def watch(self, queue: DeltaQueue) -> "weakref.ref[DeltaQueue]":
-        """The reference that a request keeps. When the queue goes, in whatever thread, C code alone leaves the note: no
-        interrupt can come between."""
+        """The reference that a request keeps. When the queue goes, in any thread, C code alone
+        leaves the note: no interrupt can come between.
+        """
         return weakref.ref(queue, self._notes.append)
 
     def note(self, queue: DeltaQueue) -> None:
         """Any thread may call this at any time."""
         self._notes.append(weakref.ref(queue))
 
-    def take(self, requests: Iterable[S]) -> list[S]:
-        """Those of the requests whose queue was abandoned or has gone; the notes are read then."""
+    def take_abandoned(self, requests: Iterable[S]) -> list[S]:
         gone = [None, *(self._notes.popleft()() for _ in range(len(self._notes)))]
         return [r for r in requests if r.queue is not None and r.queue() in gone]

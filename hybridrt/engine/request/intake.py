@@ -1,4 +1,4 @@
-"""Limits of a model and its memory plan: requests outside them are refused before they are queued."""
+"""Checks prompts and parameters against a model's limits before they are queued."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +24,16 @@ _FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outpu
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt and parameters that an engine has checked and would take (`Engine.prepare`).
+    """A checked prompt with its parameters (`Engine.prepare`).
 
     Attributes:
         max_len: prompt + output tokens at which a sample ends.
         stop_ids: tokens that end it.
-        rules: what the parameters allow of single tokens; None for all.
-        boundaries: numbers of the prompt's tokens at which others may go on differently, such as the system prompt's.
-        matcher: follows `structured_outputs`, before the first token; None without. Each sample gets a copy.
+        rules: which single tokens the parameters allow; None for all.
+        boundaries: numbers of the prompt's tokens at which others may go on differently, such as
+            the system prompt's.
+        matcher: follows `structured_outputs`, before the first token; None without. Each sample
+            gets a copy.
         stop: finds `params.stop`; None without. Samples share it.
     """
 
@@ -46,13 +48,13 @@ class PreparedPrompt:
 
     @property
     def may_travel(self) -> bool:
-        """All of the prompt but its last token may be computed elsewhere."""
+        """All of the prompt except its last token may be computed elsewhere."""
         return len(self.tokens) > 1 and self.params.prompt_logprobs is None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelParams:
-    """What a model makes of parameters, the same for every prompt: fields of PreparedPrompt."""
+    """Fields of PreparedPrompt that do not depend on the prompt."""
 
     stop_ids: frozenset[int]
     rules: TokenRules | None
@@ -61,7 +63,7 @@ class ModelParams:
 
 @dataclass(slots=True)
 class Known:
-    """What was made of a batch's latest parameters."""
+    """Results for a batch's latest parameters."""
 
     params: SamplingParams | None = None
     made: ModelParams | None = None
@@ -69,7 +71,7 @@ class Known:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """The numbers of the model and its plan that limit requests.
+    """Limits of requests by the model and its memory plan.
 
     Attributes:
         max_model_len: longest prompt + output of a request, in tokens.
@@ -85,7 +87,6 @@ class EngineLimits:
     image_tokens: Mapping[int, str] = field(default_factory=dict)
 
     def check_length(self, num_tokens: int) -> None:
-        """Raises PromptTooLongError if a prompt has too many tokens."""
         longest = self.max_model_len - 1
         if num_tokens > longest:
             # Clients know an overlong prompt by the words of OpenAI's error.
@@ -99,11 +100,12 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class Intake:
-    """Makes of what a caller passes what an engine takes.
+    """Makes prepared prompts of a caller's arguments.
 
     Attributes:
         compiler: of grammars.
-        check_fits: raises MemoryBudgetError if a request of so many tokens could not run even alone.
+        check_fits: raises MemoryBudgetError if a request of so many tokens could not run even
+            alone.
     """
 
     limits: EngineLimits
@@ -112,16 +114,17 @@ class Intake:
     check_fits: Callable[[int], None]
 
     def prepare(self, prompt: Prompt, params: SamplingParams, known: Known | None = None) -> PreparedPrompt:
-        """Checks a prompt and its parameters, and compiles its grammar. Changes nothing.
+        """Checks a prompt (see hybridrt.engine.text.prompts) and its parameters, and compiles its
+        grammar. Changes nothing.
 
         Args:
-            prompt: as in hybridrt.engine.text.prompts: text or token ids, as they are or under their name.
-            known: of one batch: what the prompt before has made of its parameters, if they are the same object. The
-                largest ones take long, and a batch has a thousand prompts.
+            known: of one batch: results for the prompt before, reused for the same parameters. The
+                largest ones take long, and a batch may have a thousand prompts.
 
         Raises:
-            RequestError: the prompt is no prompt, empty, too long, holds ids outside the vocabulary, or needs a
-                tokenizer; or the parameters do not fit the vocabulary; or a grammar cannot be compiled.
+            RequestError: the prompt is no prompt, empty, too long, holds ids outside the
+                vocabulary, or needs a tokenizer; or the parameters do not fit the vocabulary; or a
+                grammar cannot be compiled.
             MemoryBudgetError: the request could not run even alone.
             QueueFullError: too many grammars are being compiled.
         """
@@ -143,7 +146,6 @@ class Intake:
         return PreparedPrompt(tokens, params, max_len, made.stop_ids, made.rules, matcher=matcher, stop=made.stop)
 
     def _tokens(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Checked token ids of a prompt."""
         limits = self.limits
         self._check_params(params)
         tokens = self._encode(prompt, params)
@@ -166,7 +168,7 @@ class Intake:
     def _of_model(self, params: SamplingParams) -> ModelParams:
         limits = self.limits
         eos = () if params.ignore_eos else limits.eos_token_ids
-        # As in vLLM, min_tokens forbids end-of-sequence ids also where they would not end the request.
+        # As in vLLM, min_tokens forbids end-of-sequence ids even if they would not end the request.
         forbidden = {*limits.eos_token_ids, *params.stop_token_ids}
         rules = make_rules(params, forbidden, self._bad_words(params), limits.vocab_size)
         _check_constants(params, rules)
@@ -176,10 +178,8 @@ class Intake:
     def prepare_all(
         self, prompts: object, sampling_params: SamplingParams | Sequence[SamplingParams]
     ) -> list[PreparedPrompt]:
-        """`prepare` for one prompt or several. A prompt that is prepared already keeps its own parameters.
-
-        Raises:
-            RequestError, MemoryBudgetError: as `prepare`; also if there are not as many parameters as prompts.
+        """`prepare` for one prompt or several. A PreparedPrompt keeps its own parameters. Raises as
+        `prepare`, and RequestError if there are not as many parameters as prompts.
         """
         given = as_prompts(prompts)
         if isinstance(sampling_params, SamplingParams):
@@ -197,7 +197,6 @@ class Intake:
         ]
 
     def _check_params(self, params: SamplingParams) -> None:
-        """What parameters can be wrong about only beside a model."""
         vocab = self.limits.vocab_size
         for name, instead in (("stop", "stop_token_ids"), ("bad_words", "logit_bias")):
             if getattr(params, name) and self.tokenizer is None:
@@ -212,8 +211,9 @@ class Intake:
                 raise RequestError(f"{name} is {number} and the vocabulary has {vocab} tokens; lower it", name)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Token ids of `bad_words`: of each word at the beginning of a text and, as vLLM does, of the word behind a
-        space where that makes as many tokens with another first one."""
+        """Token ids of `bad_words`: of each word at the beginning of a text and, as in vLLM, of the
+        word after a space if that makes as many tokens with another first one.
+        """
         found = list[list[int]]()
         if self.tokenizer is None:
             return found
@@ -227,7 +227,7 @@ class Intake:
         return found
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Token ids of a prompt, cut to its end where the parameters say so."""
+        """Token ids of a prompt, cut to its end if the parameters say so."""
         content, kept = text_or_ids(prompt), params.truncate_prompt_tokens
         if kept is not None:
             kept = self.limits.max_model_len - 1 if kept < 0 else kept
@@ -242,7 +242,7 @@ class Intake:
 
 
 def check_arrived(arrived: PrefixMatch | None, num_tokens: int) -> None:
-    """Raises RequestError unless what has been computed elsewhere is a part of a prompt of so many tokens."""
+    """Raises RequestError unless the part computed elsewhere fits a prompt of so many tokens."""
     if arrived is not None and not 0 < arrived.length < num_tokens:
         raise RequestError(
             f"{arrived.length} tokens of a prompt of {num_tokens} have arrived; the last token is always computed "
@@ -251,7 +251,9 @@ def check_arrived(arrived: PrefixMatch | None, num_tokens: int) -> None:
 
 
 def _check_constants(params: SamplingParams, rules: TokenRules | None) -> None:
-    """Raises RequestError for numbers that a step cannot pack: there they would fail all rows, and end other ranks."""
+    """Raises RequestError for numbers that a step cannot pack: there they would fail all rows, and
+    end other ranks.
+    """
     try:
         SamplingTable.constants(params, params.seed or 0, rules)
     except (struct.error, OverflowError, TypeError) as e:
@@ -259,7 +261,6 @@ def _check_constants(params: SamplingParams, rules: TokenRules | None) -> None:
 
 
 def _check_first(params: SamplingParams, rules: TokenRules, matcher: Matcher | None) -> None:
-    """Raises RequestError if no token may come first."""
     if any_allowed(rules, None if matcher is None else matcher.mask(), ()):
         return
     fields = [name for name in _FORBIDDING if getattr(params, name)]
@@ -274,13 +275,12 @@ def _no_params(value: object) -> RequestError:
 
 
 def check_prepared(prepared: object) -> None:
-    """Raises RequestError for anything but what `prepare` returns."""
     if not isinstance(prepared, PreparedPrompt):
         raise RequestError(f"prepared is {shown(prepared)}; pass what `prepare` returns for a prompt", "prompt")
 
 
 def check_name(request_id: object) -> None:
-    """Raises RequestError for what is no id of a request: text of 1 to MAX_NAME_CHARACTERS (1024) characters."""
+    """Raises RequestError unless it is text of 1 to MAX_NAME_CHARACTERS (1024) characters."""
     if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_NAME_CHARACTERS or not is_text(request_id):
         raise RequestError(
             f"request_id is {shown(request_id)}; pass a string of text of 1 to {MAX_NAME_CHARACTERS} characters, or "
@@ -290,7 +290,6 @@ def check_name(request_id: object) -> None:
 
 
 def check_submission(prepared: object, request_id: object, export_to: object, export_from: object) -> None:
-    """Raises RequestError for arguments that `Engine.submit` cannot take."""
     check_prepared(prepared)
     if request_id is not None:
         check_name(request_id)

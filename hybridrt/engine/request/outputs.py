@@ -1,4 +1,4 @@
-"""What an engine gives its callers: deltas, whole outputs, and counters."""
+"""Results for callers of an engine: deltas, whole outputs, and counters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _OUTPUT_NAMES = {
 
 @dataclass(slots=True, kw_only=True)
 class TokenCounters:
-    """Output tokens and what drafts brought of them, of a request or of an engine.
+    """Output tokens and drafts of a request or of an engine.
 
     Attributes:
         output_tokens: of a request, set when the sample ends.
@@ -44,19 +44,24 @@ class TokenCounters:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Inputs that a verify step keeps, the last known token included: 1 if every draft fails. None without one."""
+        """Inputs that a verify step keeps, the last known token included: 1 if every draft fails.
+        None without one.
+        """
         return 1 + self.accepted / self.verify_steps if self.verify_steps else None
 
     @property
     def tokens_per_target_step(self) -> float | None:
-        """Output tokens over steps of the target that gave some; 1 without speculation. None before the first."""
+        """Output tokens over steps of the target that gave some; 1 without speculation. None before
+        the first.
+        """
         return self.output_tokens / self.target_steps if self.target_steps else None
 
 
 @dataclass(slots=True)
 class RequestMetrics(TokenCounters):
-    """Of one sample. Times are seconds of `time.monotonic()`; `admission_time` is when it began to run first.
-    `cached_tokens` of the prompt needed no computing: they came from the prefix cache."""
+    """Of one sample. Times are seconds of `time.monotonic()`; `admission_time` is its first start.
+    `cached_tokens` came from the prefix cache.
+    """
 
     prompt_tokens: int
     arrival_time: float
@@ -69,19 +74,16 @@ class RequestMetrics(TokenCounters):
 
 @dataclass(slots=True)
 class EngineCounters(TokenCounters):
-    """Since the engine was built: steps, tokens, drafts and how samples ended. Now: requests that run and wait, and
-    free entries of the pools.
+    """Since the engine was built: steps, tokens, drafts and ends of samples. Now: running and
+    waiting requests, and free entries of the pools.
 
     Attributes:
-        cache_asked, cache_hit, cache_without_state, cache_without_kv, cache_retokenised, cache_fetched: the CacheCounts
-            of hybridrt.mem_cache.prefix_tree.prefix_cache, in tokens.
-        cache_dropped: entries that the prefix cache has dropped, because their use gave logits that are not finite.
-        cached_slots, cached_pages: what the prefix cache holds and no running request reads: it gives up what requests
-            need.
-        step_cost_error: median relative error of the last steps' predicted times; None without `target_itl_ms`, or
+        cache_asked .. cache_dropped: hybridrt.mem_cache.prefix_tree.prefix_cache.CacheCounts.
+        cached_slots, cached_pages: evictable entries of the prefix cache.
+        step_cost_error: median relative error of predicted times; None without `target_itl_ms`, or
             before enough steps have run.
-        host_pages, host_states: what the prefix cache holds in main memory.
-        folds: state rings that became part of their states, over all steps; most_folds: in one step. 0 without rings.
+        host_pages, host_states: entries of the prefix cache in main memory.
+        folds: rings folded over all steps; most_folds: in one step. 0 without rings.
     """
 
     steps: int = 0
@@ -111,44 +113,46 @@ class EngineCounters(TokenCounters):
     most_folds: int = 0
 
     def count_launch(self, plan: StepPlan) -> None:
-        """A step was launched."""
         self.steps += 1
         self.prompt_tokens += sum(len(row.tokens) for row in plan.extend)
         self.proposed += len(plan.decode.drafts)
 
     def count_folds(self, folds: int) -> None:
-        """A step has folded so many rings."""
         self.folds += folds
         self.most_folds = max(self.most_folds, folds)
 
     def count_end(self, reason: FinishReason, error: EngineError | None) -> None:
-        """A sample has ended."""
         self.finished += reason != "abort"
         self.failed += error is not None
         self.aborted += reason == "abort" and error is None
 
 
 class Delta(msgspec.Struct):
-    """What a sample has gained since its last delta. The deltas of a sample, joined in order, are its output.
+    """A sample's gains since its last delta. All deltas of a sample, joined in order, are its
+    output.
 
-    Plain data: `msgspec.msgpack.encode(deltas, enc_hook=str)` carries a step's deltas, each error as its text.
+    Plain data: `msgspec.msgpack.encode(deltas, enc_hook=str)` carries a step's deltas, each error
+    as its text.
 
     Attributes:
-        request_id: what `add_request` returned.
+        request_id: as returned by `add_request`.
         index: which of the prompt's `n` samples.
-        token_ids: new output tokens, the token that stopped the sample included. They may come before their text.
-        text: new text, without the stopping token or stop string; "" without a tokenizer. Text is held back while its
-            last character is unfinished, or while it may be the start of a stop string.
-        logprobs: for every new token, token id -> log-probability of it and of the likeliest; None if not asked for.
+        token_ids: new output tokens, the token that stopped the sample included. They may come
+            before their text.
+        text: new text, without the stopping token or stop string; "" without a tokenizer. Text is
+            held back while its last character is unfinished, or while it may be the start of a stop
+            string.
+        logprobs: for every new token, token id -> log-probability of it and of the likeliest; None
+            if not asked for.
         finish_reason: "stop", "length" or "abort" in the last delta; None before.
         metrics: the sample's counters, in the last delta; None before.
         error: why the request failed; finish_reason is then "abort".
-        prompt_logprobs: in the first delta of sample 0, if asked for: for every prompt token what `logprobs` is for new
-            ones, None for the first of them.
-        stop_reason: in the last delta, the stop string or the one of `stop_token_ids` that has ended the sample. None
-            if something else has, such as the end-of-sequence token.
-        prompt_scores: `prompt_logprobs` as arrays, a chunk of the prompt each. `spell_out` makes `prompt_logprobs` of
-            them: a DeltaQueue has done so unless its reader wants arrays.
+        prompt_logprobs: in the first delta of sample 0, if asked for: `logprobs` for every prompt
+            token, None for the first.
+        stop_reason: in the last delta, the stop string or the one of `stop_token_ids` that has
+            ended the sample. None if something else has, such as the end-of-sequence token.
+        prompt_scores: `prompt_logprobs` as arrays, one for each chunk of the prompt. A DeltaQueue
+            calls `spell_out` unless its reader wants arrays.
     """
 
     request_id: str
@@ -164,7 +168,6 @@ class Delta(msgspec.Struct):
     prompt_scores: list[TokenScores] | None = None
 
     def spell_out(self) -> None:
-        """Turns log-probabilities of the prompt from arrays into dictionaries."""
         if self.prompt_scores is not None:
             self.prompt_logprobs = [None, *(entry for chunk in self.prompt_scores for entry in chunk.entries())]
             self.prompt_scores = None
@@ -173,7 +176,6 @@ class Delta(msgspec.Struct):
         raise no_attribute(self, name, _DELTA_NAMES)
 
     def extend(self, later: "Delta") -> None:
-        """Adds the sample's next delta."""
         self.token_ids += later.token_ids
         self.text += later.text
         if later.logprobs is not None:
@@ -184,18 +186,12 @@ class Delta(msgspec.Struct):
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A whole sample, as `LLM.generate` returns it.
+    """A whole sample, as `LLM.generate` returns it. Fields not listed are those of Delta, for all
+    tokens.
 
     Attributes:
         index: which of the prompt's `n` samples.
-        prompt_token_ids: one list, which the prompt's samples share.
-        token_ids: all output tokens, the token that stopped the sample included.
-        text: their text, without the stopping token or stop string; "" without a tokenizer.
-        logprobs: for every token, token id -> log-probability of it and of the likeliest; None if not asked for.
-        prompt_logprobs: the same for every prompt token, None for the first; one list, which the prompt's samples
-            share; None if not asked for.
-        stop_reason: the stop string or the one of `stop_token_ids` that has ended the sample; None if something else
-            has.
+        prompt_token_ids, prompt_logprobs: shared by the prompt's samples.
         siblings: the samples 1 to n - 1 of the same prompt, on sample 0.
     """
 
@@ -221,7 +217,6 @@ class RequestOutput:
 
 
 def whole_output(request_id: str, prompt: list[int], n: int, ended: Mapping[tuple[str, int], Delta]) -> RequestOutput:
-    """The `n` samples of a prompt, each of whose tokens came in one delta, by request and index."""
     scores = ended[request_id, 0].prompt_logprobs
     first, *siblings = (_sample(prompt, scores, ended[request_id, index]) for index in range(n))
     first.siblings = tuple(siblings)

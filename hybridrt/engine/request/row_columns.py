@@ -1,4 +1,4 @@
-"""What a step must know of every running request, as columns over the request rows."""
+"""Columns over the request rows: what a step must know of every running request."""
 
 from collections.abc import Sequence
 
@@ -8,17 +8,18 @@ UNLIMITED = 2**31 - 1
 
 
 class RowColumns:
-    """Columns of int32 by request row. An entry means something while a request holds the row.
+    """Columns of int32 by request row. Entries are valid while a request holds the row.
 
-    The host reads results later than it launches steps: `computed` and `output_index` are upper bounds that hold once
-    every launched step has run. A verify step may gain fewer tokens than it could; its result then lowers both.
+    Steps are launched before earlier results are read: `computed` and `output_index` are upper
+    bounds that hold once every launched step has run. If a verify step gains fewer tokens, its
+    result lowers both.
 
     Args:
-        table: [5, R + 1], the columns below each other.
+        table: [5, R + 1], one row for each column.
 
     Attributes:
         computed: tokens with KV and state.
-        output_index: of the next token to sample: how many are sampled, those included that the host has not read yet.
+        output_index: of the next token to sample: sampled tokens, unread ones included.
         prefill_end: tokens to compute before decoding starts.
         max_output: output tokens at which the request ends.
         capacity: tokens that the lent KV pages hold; UNLIMITED in a model without attention.
@@ -32,13 +33,14 @@ class RowColumns:
     def allocate(cls, num_rows: int) -> "RowColumns":
         return cls(np.zeros((5, num_rows + 1), np.int32))
 
-    def of(self, rows: Sequence[int] | np.ndarray) -> "RowColumns":
-        """A copy of the entries of rows [n] (int64), in their order."""
+    def select_rows(self, rows: Sequence[int] | np.ndarray) -> "RowColumns":
+        """Copies the entries of rows [n] (int64), in their order."""
         return RowColumns(self.table.take(rows, axis=1))
 
     def advance(self, rows: np.ndarray, before: "RowColumns", tokens: np.ndarray) -> None:
-        """A decode step is launched that computes and samples `tokens` [n] of each of rows [n]
-        (int64), whose entries were `before`."""
+        """A launched decode step computes and samples `tokens` [n] of each of rows [n] (int64).
+        `before`: their entries so far.
+        """
         self.computed[rows] = before.computed + tokens
         self.output_index[rows] = before.output_index + tokens
 

@@ -1,4 +1,4 @@
-"""A request as the host sees it."""
+"""Host state of one sample of a request."""
 
 import time
 import weakref
@@ -41,37 +41,38 @@ class NotFinite(EngineError):
 class Request:
     """Host state of one sample.
 
-    `prompt` and `output` are known. `columns` hold what is launched for a running request, at its row.
+    `prompt` and `output` are known. `columns` count launched work too, at its row. Fields of
+    PreparedPrompt mean the same here.
 
     Attributes:
         arrival: order of arrival, unique.
-        max_len: prompt + output tokens at which the request ends.
-        stop_ids: tokens that end it.
-        rules: what its parameters allow of single tokens.
-        matcher: follows its output, where that has a grammar; a retracted request keeps it.
-        prompt_scores: log-probabilities of the first `scored` tokens of the prompt but the very first, by chunk. None
-            if the request did not ask for them, and once they are in a delta.
+        prompt_scores: log-probabilities of the first `scored` tokens of the prompt, without the
+            very first, by chunk. None if not asked for, and once they are in a delta.
         stream: its reader gets deltas while it runs; False: one delta at its end.
         told: tokens that are in deltas already.
         decoded: tokens that the detokenizer has read.
         queue: its reader's queue, while there is one.
-        row, state_slot, pages, spare, prefix: what the cache coordinator lent; see there.
-        given: pages of its own that the prefix cache has taken over while the request runs.
-        saves: slots with states of its prompt, by the number of tokens, and then with states of its answer
+        row, state_slot, pages, spare, prefix: lent by the cache coordinator; see there.
+        given: pages that the prefix cache has taken over while the request runs.
+        saves: slots with states of its prompt, by the number of tokens, and then of its answer
             (hybridrt.engine.cache.answer_states); save_at: where its prompt leaves such states.
         shared: its prompt has been offered to the prefix cache.
-        leader: the first sample of the same prompt, whose prompt this one waits for; None: it is the first.
-        boundaries: numbers of the prompt's tokens at which others may go on differently, such as the system prompt's.
-        first_page: which of the request's pages pages[0] is: those before it have left the sliding window.
+        leader: the first sample of the same prompt, whose prompt this one waits for; None: it is
+            the first.
+        first_page: number of pages[0] in the request: earlier ones have left the sliding window.
         settled: tokens that consumed steps have computed: a lower bound of `computed`.
-        prefill_end: how many of `tokens` are computed before decoding starts: those known at admission.
-        arrived: the prefix that came from elsewhere, until admission takes it: a retracted request computes anew.
-        export_to: bytes of the executor's arena for state and KV, once the prompt is computed; None leaves them.
-        export_from: tokens whose KV is not wanted there.
-        afresh: it computes everything itself, because with a cached prefix its logits were not finite; `suspect`: so
-            many tokens that prefix had, until a step with finite logits has shown that it was wrong.
-        restarting: it gives back what it holds, and waits again, once no launched step names it.
-        broken: a step that named it failed, so its state and KV may not be what its tokens say.
+        prefill_end: how many of `tokens` are computed before decoding starts: those known at
+            admission.
+        arrived: the prefix that came from elsewhere, until admission: a retracted request computes
+            anew.
+        export_to: bytes of the executor's arena for state and KV of the computed prompt; None: no
+            export.
+        export_from: tokens whose KV is left out there.
+        afresh: it skips the prefix cache, because with a cached prefix its logits were not finite.
+            `suspect`: length of that prefix, until a step with finite logits has shown that it was
+            wrong.
+        restarting: it will be released and wait again, once no launched step names it.
+        broken: a step that named it failed, so its state and KV may be wrong.
         in_flight: launched steps that name the request and whose result has not been consumed.
     """
 
@@ -140,37 +141,33 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it may start from a cached prefix. One that is computed already gives no log-probabilities."""
+        """True if it may start from a cached prefix. A computed prefix gives no log-probabilities."""
         return self.params.prompt_logprobs is None and not self.afresh
 
     @property
     def computed(self) -> int:
-        """Tokens with KV and state once every launched step has run; 0 while the request does not run."""
+        """Tokens with KV and state once every launched step has run; 0 while the request does not
+        run.
+        """
         return int(self.columns.computed[self.row.index]) if self.columns is not None and self.row is not None else 0
 
     @property
     def pending(self) -> int:
-        """Tokens sampled but not read yet."""
         if self.columns is None or self.row is None:
             return 0
         return int(self.columns.output_index[self.row.index]) - len(self.output)
 
     @property
     def end_page(self) -> int:
-        """Pages that the request has had so far: the number of the next one."""
         return self.first_page + len(self.pages)
 
     @property
     def borrowed_pages(self) -> int:
-        """How many of `pages` the prefix cache owns; they come first."""
         return len(self.prefix.pages)
 
     def score(self, start: int, found: TokenScores) -> None:
-        """Takes log-probabilities of the prompt's tokens from number `start` on. Those that have come already are
-        dropped: a retracted request computes its prompt once more.
-
-        Raises:
-            EngineError: one is no number.
+        """Adds log-probabilities of the prompt's tokens from number `start` on. Repeated ones are
+        dropped: a retracted request computes its prompt again. EngineError if one is no number.
         """
         fresh = found.part(self.scored - start)
         if not fresh.finite:
@@ -180,7 +177,7 @@ class Request:
             self.prompt_scores.append(fresh)
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> FinishReason | None:
-        """Takes what a step gained, up to the token that ends the request; the surplus is dropped.
+        """Adds a step's tokens, up to the one that ends the request; drops the rest.
 
         Returns:
             Why the request ends, or None.
@@ -209,8 +206,9 @@ class Request:
         return None
 
     def ends_within(self, tokens: Sequence[int]) -> bool:
-        """Whether the request ends within these tokens, if they come next: at a token that stops it, at a stop string,
-        or at an error, because no text can be made of them."""
+        """True if these tokens, coming next, would end the request: by a stop token, a stop string,
+        or an error of the text.
+        """
         if not self.stop_ids.isdisjoint(tokens):
             return True
         if self.detokenizer is None or len(self.output) + len(tokens) <= self.params.min_tokens:
@@ -221,17 +219,19 @@ class Request:
             return True
 
     def read_text(self) -> bool:
-        """Makes text of the tokens since the last call. True if a stop string has appeared in it; none is looked for
-        in the text of the first `min_tokens`."""
+        """Makes text of the tokens since the last call. True if a stop string has appeared; none is
+        looked for in the text of the first `min_tokens`.
+        """
         tokens = self.output[self.decoded :]
         self.decoded += len(tokens)
         if not tokens or self.detokenizer is None:
             return False
         return self.detokenizer.advance(tokens, may_stop=self.decoded > self.params.min_tokens)
 
-    def end(self, reason: FinishReason, error: EngineError | None = None) -> None:
-        """Ends the request. Without an error all of its text is made: a stop string may be hidden in what was held back
-        for an unfinished character."""
+    def finish(self, reason: FinishReason, error: EngineError | None = None) -> None:
+        """Ends the request. Without an error all of its text is made: a stop string may be hidden
+        in text that was held back for an unfinished character.
+        """
         if error is None and self.detokenizer is not None:
             rest = self.output[self.decoded :]
             if rest and rest[-1] in self.stop_ids and not self.params.include_stop_str_in_output:
@@ -244,19 +244,17 @@ class Request:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """Of a request that has stopped: the stop string or the one of `stop_token_ids` that has ended it."""
         if self.detokenizer is not None and self.detokenizer.stopped_by is not None:
             return self.detokenizer.stopped_by
         return self.output[-1] if self.output[-1] in self.params.stop_token_ids else None
 
     def delta(self) -> Delta:
-        """What is new since the last delta; with the last one why the request ended, and its metrics."""
         tokens = self.output[self.told :]
         self.told += len(tokens)
         reason, detokenizer, logprobs = self.finish_reason, self.detokenizer, self.logprobs
         if logprobs is not None:
             self.logprobs = []
-        text = detokenizer.take(reason is not None) if detokenizer is not None else ""
+        text = detokenizer.take_text(reason is not None) if detokenizer is not None else ""
         metrics = self.metrics if reason is not None else None
         prompt_scores, self.prompt_scores = self.prompt_scores, None
         return Delta(
@@ -268,7 +266,7 @@ class Request:
 def new_samples(
     request_id: str, prepared: PreparedPrompt, seed: int, arrivals: Iterator[int], tokenizer: Tokenizer | None
 ) -> list[Request]:
-    """The `n` samples of a prompt. The first one brings the log-probabilities of the prompt."""
+    """The `n` samples of a prompt. Only the first gets the log-probabilities of the prompt."""
     tokens, params = prepared.tokens, prepared.params
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     samples = [
@@ -304,8 +302,9 @@ def _detokenizer(tokenizer: Tokenizer | None, prepared: PreparedPrompt) -> Detok
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Seed number `index` of the stream that `seed` starts, in [0, 2**63): SplitMix64 (Steele, Lea and Flood 2014),
-    whose output at step i is a hash of seed + i * 0x9E3779B97F4A7C15."""
+    """Seed number `index` of the stream that `seed` starts, in [0, 2**63): SplitMix64 (Steele, Lea
+    and Flood 2014), whose output at step i is a hash of seed + i * 0x9E3779B97F4A7C15.
+    """
     mask = 2**64 - 1
     z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -1,4 +1,4 @@
-"""Who may change an engine: one thread at a time, without interrupts, and a change that fails is recovered from."""
+"""The right to change an engine: one thread at a time, without interrupts, with recovery."""
 
 import os
 from collections import deque
@@ -16,9 +16,9 @@ _HELD = nullcontext()  # a turn of the thread that has its turn
 
 
 class Turns:
-    """One thread at a time. `with turns` waits, first come, first served; `with turns.now` does not wait. A thread that
-    has its turn may enter again. Ctrl-C waits for the end of a turn (`Interrupts`), and what the thread has set in
-    torch is not seen in it (`undisturbed`).
+    """One thread at a time. `with turns` waits, first come, first served; `with turns.now` does not
+    wait. The owner may enter again. Ctrl-C waits for the end of a turn (`Interrupts`), and the
+    thread's torch settings do not apply in it (`undisturbed`).
 
     Args:
         begin: called at the head of every turn.
@@ -46,8 +46,9 @@ class Turns:
         return os.getpid() == self._process
 
     def check_process(self) -> None:
-        """Raises UnavailableError in a forked process. Torch's threads, which a step waits for, are not there, nor is
-        the thread whose turn it was."""
+        """Raises UnavailableError in a forked process: it lacks torch's threads, which a step waits
+        for, and the owner of the turn.
+        """
         if os.getpid() != self._process:
             raise UnavailableError(
                 f"this engine belongs to process {self._process}, from which this one was forked, and its threads do "
@@ -71,7 +72,9 @@ class Turns:
                 self._hand_on()
 
     def _take(self, wait: bool) -> None:
-        """Takes the turn, or waits in line for it. EngineError if it is taken and `wait` is False, or in a fork."""
+        """Takes the turn, or waits in line for it. EngineError if it is taken and `wait` is False,
+        or in a fork.
+        """
         self.check_process()
         with self._mutex:
             if self._owner is None:
@@ -108,11 +111,12 @@ class Turns:
 
 
 class Change:
-    """Around what changes bookkeeping. An exception that leaves the block has broken a change off, wherever it was:
-    `begin`, or the next change, then calls `recover`.
+    """Wraps a change of bookkeeping. After an exception in the block, `begin` or the next change
+    calls `recover`.
 
     Raises:
-        EngineError: on entry, if the caller is within a change of its own: a finalizer, or a signal's handler.
+        EngineError: on entry, if the caller is within a change of its own: a finalizer, or a
+            signal's handler.
     """
 
     def __init__(self, recover: Callable[[], None]) -> None:
@@ -130,7 +134,7 @@ class Change:
         self._inside, self._broken = False, kind is not None
 
     def begin(self) -> None:
-        """At the head of a turn, where no change is under way. Recovers from one that was broken off, if there was."""
+        """Recovers from a broken change, if there was one. Call it at the head of a turn."""
         self._inside = False
         if self._broken:
             with self:
@@ -138,8 +142,9 @@ class Change:
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """A bound method, called without keeping its object alive: an object that a part of it leads back to is freed by
-    the garbage collector alone, and its memory with it."""
+    """A bound method that does not keep its object alive: an object that its own part refers to is
+    freed, with its memory, only by the garbage collector.
+    """
     found = WeakMethod(method)
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""Text of a request, token by token: characters that span tokens, and stop strings."""
+"""Text of a request, token by token, with characters that span tokens and stop strings."""
 
 from collections.abc import Sequence
 
@@ -10,19 +10,21 @@ _CONTEXT = 6  # prompt tokens that decide how the first output token reads (lead
 
 
 class Detokenizer:
-    """Decodes a small window again with new tokens, because a token's text depends on its neighbours.
+    """Decodes a small window again with new tokens, because a token's text depends on its
+    neighbours.
 
-    tokenizers.decoders.DecodeStream does not serve: it raises where byte fallback reads a run of bytes anew (a newline,
-    then a byte that is no character), gives the prompt's text as output where the prompt ends within a character, and
-    keeps what it holds back at the end.
+    tokenizers.decoders.DecodeStream is not usable: it raises if byte fallback reads a run of bytes
+    anew (a newline, then a byte that is no character), outputs the prompt's text if the prompt ends
+    within a character, and drops held-back text at the end.
 
-    The first `_read` tokens of the window are text already, of `_known` characters; what the whole window's text has
-    beyond them is new, and becomes text once it does not end within a character.
+    The window's first `_read` tokens are text already, of `_known` characters. The rest of its text
+    is new, and is given out once it does not end within a character.
 
     Args:
         prompt: the prompt's token ids; output reads as their continuation.
-        stop: strings that end the text; it is cut before the first of them. Samples of one request share the object.
-        include_stop: it is cut behind that string instead.
+        stop: strings that end the text; it is cut before the first of them. Samples of one request
+            share the object.
+        include_stop: cut after that string instead.
         skip_special_tokens: special tokens leave nothing in the text.
 
     Attributes:
@@ -42,13 +44,13 @@ class Detokenizer:
         self._stop, self._include_stop = stop, include_stop
         self._stop_state = 0
         self.stopped_by: str | None = None
-        self._text = ""  # not taken yet
+        self._text = ""  # not read yet
         self._window = list(prompt[-_CONTEXT:])
         self._read = len(self._window)
         self._known = len(self._decode(self._window))
 
     def advance(self, tokens: Sequence[int], may_stop: bool = True) -> bool:
-        """Reads on. True if a stop string has appeared and may; the text is then cut before it."""
+        """Reads tokens. True if a stop string has appeared and may; the text is then cut before it."""
         window = self._window
         window += tokens
         text = self._decode(window)
@@ -64,20 +66,23 @@ class Detokenizer:
         return self._extend(text[known:], may_stop)
 
     def would_stop(self, tokens: Sequence[int]) -> bool:
-        """Whether a stop string appears in the text of these tokens, if they come next. Nothing is read."""
+        """True if these tokens, coming next, would complete a stop string. Nothing is read."""
         if self._stop is None:
             return False
         text = self._decode([*self._window, *tokens]).rstrip(_INCOMPLETE)
         return self._stop.scan(self._stop_state, text[self._known :])[1] > 0
 
     def finish(self, tokens: Sequence[int], may_stop: bool = True) -> bool:
-        """Reads the last tokens, but for a character whose last bytes never came. True as for `advance`."""
+        """Reads the last tokens, without a character whose last bytes never came. True as for
+        `advance`.
+        """
         text = self._decode([*self._window, *tokens]).rstrip(_INCOMPLETE)
         return self._extend(text[self._known :], may_stop)
 
-    def take(self, final: bool) -> str:
-        """The text since the last `take`. Unless it is the final one, an end that may be the beginning of a stop string
-        stays."""
+    def take_text(self, final: bool) -> str:
+        """The text since the last call. Holds back a possible beginning of a stop string unless
+        `final`.
+        """
         held = self._stop.held(self._stop_state) if self._stop is not None and not final else 0
         end = len(self._text) - held
         text, self._text = self._text[:end], self._text[end:]
@@ -87,7 +92,6 @@ class Detokenizer:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special)
 
     def _extend(self, fresh: str, may_stop: bool) -> bool:
-        """Appends text. True if a stop string has ended in it; the text is then cut there."""
         self._text += fresh
         if self._stop is None:
             return False

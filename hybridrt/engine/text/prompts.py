@@ -1,4 +1,4 @@
-"""Which values are accepted as a prompt."""
+"""Values that are accepted as a prompt."""
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -35,10 +35,8 @@ Ids = Sequence[Any] | npt.NDArray[Any] | torch.Tensor
 
 
 def text_or_ids(prompt: object) -> str | Ids:
-    """The text of a prompt, or its token ids. `token_ids` checks their elements; a caller can check their number first.
-
-    Raises:
-        RequestError: it is not a prompt.
+    """The text of a prompt, or its unchecked token ids: a caller can check their number before
+    `token_ids`. RequestError if it is no prompt.
     """
     named = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
     if isinstance(named, (np.ndarray, torch.Tensor)):
@@ -51,11 +49,8 @@ def text_or_ids(prompt: object) -> str | Ids:
 
 
 def as_prompts(prompts: object) -> list[Any]:
-    """One prompt as a list of one; a list, tuple or other sequence of prompts as a list. `text_or_ids` checks the
-    prompts themselves.
-
-    Raises:
-        RequestError: neither a prompt nor a sequence of prompts.
+    """One prompt as a list of one; a sequence of prompts as a list. `text_or_ids` checks the
+    prompts. RequestError if it is neither.
     """
     if isinstance(prompts, (str, Mapping, np.ndarray, torch.Tensor)):
         return [prompts]
@@ -65,11 +60,7 @@ def as_prompts(prompts: object) -> list[Any]:
 
 
 def token_ids(ids: Ids) -> list[int]:
-    """Token ids as Python integers.
-
-    Raises:
-        RequestError: one of them is not an integer.
-    """
+    """Token ids as Python integers. RequestError if one is not an integer."""
     if isinstance(ids, (np.ndarray, torch.Tensor)):
         ids = ids.tolist()
     if set(map(type, ids)) <= {int}:
@@ -90,7 +81,6 @@ def _is_token_id(value: object) -> bool:
 
 
 def _only_value(prompt: Mapping[Any, Any]) -> object:
-    """What a dictionary holds under the one key that it may have."""
     if list(prompt) == ["prompt"] and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
     if list(prompt) == ["prompt_token_ids"] and not isinstance(prompt["prompt_token_ids"], (str, Mapping)):
@@ -108,7 +98,6 @@ def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
 
 
 def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
-    """True for text, too, but not for bytes."""
     return isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))
 
 
@@ -118,7 +107,6 @@ def _not_a_prompt(value: object) -> RequestError:
 
 
 def _kind(value: object) -> str:
-    """The type's name; of an array also how many dimensions it has and of what."""
     name = type(value).__name__
     if isinstance(value, torch.Tensor) and (value.is_meta or value.layout is not torch.strided):
         name = f"{'meta' if value.is_meta else str(value.layout).removeprefix('torch.')} {name}"

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Sequence
 
 
 class StopStrings:
-    """A machine that reads each character once, however many strings there are and however long they are.
+    """Reads each character once, whatever the number and length of the strings.
 
-    A state is the longest end of what was read that begins a string: a node of the strings' prefix tree, 0 its root.
+    A state is the longest end of the text that begins a string: a node of the strings' prefix tree,
+    0 its root.
 
     Args:
-        strings: what to find, none of them empty.
+        strings: none of them empty.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -35,7 +36,6 @@ class StopStrings:
         self._found[state] = len(string)
 
     def _link(self, state: int) -> Iterable[int]:
-        """Fills what the states after `state` look up; gives these states."""
         self._found[state] = self._found[state] or self._found[self._shorter[state]]
         for character, later in self._next[state].items():
             self._shorter[later] = self._step(self._shorter[state], character)
@@ -45,8 +45,8 @@ class StopStrings:
         """Reads on from `state`.
 
         Returns:
-            The new state, and how many characters stand behind the beginning of the first string that was found: that
-            many belong to it or come after it. 0 if none was found.
+            The new state, and the number of characters from the beginning of the first found string
+                to the end; 0 if none was found.
         """
         behind = 0
         for read, character in enumerate(text, 1):
@@ -56,11 +56,10 @@ class StopStrings:
         return state, behind
 
     def string_at(self, text: str, start: int) -> str:
-        """The string that ends first of those which begin at `start`, as `scan` has found there."""
+        """Of the strings at `start`, where `scan` has found one, the one that ends first."""
         return next(string for string in self._strings if text.startswith(string, start))
 
     def held(self, state: int) -> int:
-        """Characters at the end of what was read that may be the beginning of a string."""
         return self._depth[state]
 
     def _step(self, state: int, character: str) -> int:

@@ -21,13 +21,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # for every loader of transformers
-# Normal form C and its kin make one character of at most so many: no canonical decomposition is longer (UAX 15).
+# Most characters that normal form C and its kin join: no canonical decomposition is longer (UAX
+# 15).
 _COMPOSED = 4
-# Text of which only the last tokens are used is tokenised whole: a suffix by itself may become other tokens. So it may
-# have as many characters as a prompt that is used whole, and at least so many.
+# Text of which only the last tokens are used is tokenised whole: a suffix alone may become other
+# tokens. It may be as long as a prompt that is used whole, and at least this long.
 _MAX_TRUNCATED = 2**20
-# Text has three to five characters a token, and seldom more than this. Longer text is refused by its beginning if that
-# alone has too many tokens. At the place of the cut some tokens may differ from those of the whole text.
+# Characters a token in long text: three to five are usual. Longer text is refused if its beginning
+# alone has too many tokens. At the cut, some tokens may differ from those of the whole text.
 _USUAL, _AT_CUT = 8, 1024
 
 
@@ -37,22 +38,22 @@ class Tokenizer(Protocol):
         """The longest text of one token, in characters."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with whatever the tokenizer puts before it."""
+        """Token ids of a prompt, with the tokenizer's own prefix."""
 
     def encode_bare(self, text: str) -> list[int]:
-        """Token ids of text that holds its special tokens already: nothing is put before it."""
+        """Token ids of text that has its special tokens already: nothing is put before it."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids; U+FFFD replaces bytes that are no character (yet)."""
 
 
 class HFTokenizer:
-    """A Hugging Face tokenizer; `hf` is the object itself (chat templates, special tokens). Call what works on text or
-    tokens here, not on `hf`: transformers checks little of what the files say before it uses it, and a regular
-    expression of theirs may fail on one text alone.
+    """A Hugging Face tokenizer; `hf` is the object itself (chat templates, special tokens). Work on
+    text or tokens through this class: transformers checks little of the files' contents before use,
+    and a regular expression of theirs may fail on one text alone.
 
     Raises:
-        CheckpointError: by every method, where the tokenizer's files make it fail.
+        CheckpointError: by every method, if the tokenizer's files make it fail.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -60,8 +61,9 @@ class HFTokenizer:
 
     @cached_property
     def characters_per_token(self) -> int:
-        """The length of the longest token; where a normaliser may compose characters, of what it may have composed. A
-        byte-level vocabulary spells bytes, of which a character has at least one."""
+        """Length of the longest token, before a normaliser that composes characters. In a
+        byte-level vocabulary each byte counts: a character has at least one.
+        """
         backend = getattr(self.hf, "backend_tokenizer", None)
         plain = backend is not None and backend.normalizer is None
         try:
@@ -78,11 +80,9 @@ class HFTokenizer:
         return issubclass(kind, fast) and (kind.decode, kind._decode) == (fast.decode, fast._decode)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, as `Tokenizer.encode`."""
         return self._encode(text)
 
     def encode_bare(self, text: str) -> list[int]:
-        """As `encode`, with nothing put before or behind the text."""
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, **options: bool) -> list[int]:
@@ -92,7 +92,6 @@ class HFTokenizer:
             _raise(e)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of the ids, as `Tokenizer.decode`."""
         options = {"skip_special_tokens": skip_special_tokens}
         try:
             if self._plain:
@@ -103,7 +102,7 @@ class HFTokenizer:
             _raise(e)
 
     def piece(self, token_id: int) -> str | None:
-        """How the vocabulary spells a token; None for an id that it does not have."""
+        """The vocabulary's spelling of a token; None for an unknown id."""
         try:
             return self.hf.convert_ids_to_tokens(token_id)
         except BaseException as e:
@@ -111,7 +110,6 @@ class HFTokenizer:
 
 
 def _raise(error: BaseException) -> NoReturn:
-    """Raises what a tokenizer has raised: a failure as a CheckpointError, anything else as it is."""
     if not is_failure(error):
         raise error
     raise CheckpointError(
@@ -123,14 +121,14 @@ def _raise(error: BaseException) -> NoReturn:
 def encode_prompt(
     tokenizer: Tokenizer, text: str, max_tokens: int, *, bare: bool = False, truncated: bool = False
 ) -> list[int]:
-    """Token ids of a prompt. Text too long for `max_tokens` whatever its tokens are is refused before it costs more
-    than its length; so is text of which a tokenizer would drop so much that it might fit (repeated spaces). Of other
-    text that is too long the beginning alone is tokenised.
+    """Token ids of a prompt. Refuses text that exceeds `max_tokens` whatever its tokens are, at the
+    cost of its length only; also text of which a tokenizer would drop so much that it might fit
+    (repeated spaces). Of other text that is too long only the beginning is tokenised.
 
     Args:
         bare: as `encode_bare` does.
-        truncated: the caller uses the last tokens alone. The text may then have _MAX_TRUNCATED (2**20) characters in
-            any case.
+        truncated: the caller uses only the last tokens. Then the text may always have
+            _MAX_TRUNCATED (2**20) characters.
 
     Raises:
         RequestError: the text is too long, or no Unicode text.
@@ -154,8 +152,9 @@ def encode_prompt(
 
 
 def _check_beginning(tokenizer: Tokenizer, text: str, max_tokens: int) -> None:
-    """Raises PromptTooLongError for long text of which the beginning has too many tokens. To tokenise megabytes in
-    order to refuse them would take seconds."""
+    """Raises PromptTooLongError if the beginning of long text has too many tokens: tokenising
+    megabytes to refuse them would take seconds.
+    """
     length = _USUAL * (max_tokens + _AT_CUT)
     if len(text) <= length:
         return
@@ -170,7 +169,7 @@ def _check_beginning(tokenizer: Tokenizer, text: str, max_tokens: int) -> None:
 
 
 def check_text(prompt: str) -> None:
-    """Raises RequestError for a lone surrogate, which no tokenizer takes."""
+    """Raises RequestError for a lone surrogate, which no tokenizer accepts."""
     try:
         prompt.encode()
     except UnicodeEncodeError as e:
@@ -182,16 +181,18 @@ def check_text(prompt: str) -> None:
 
 
 def load_tokenizer(path: str | Path) -> HFTokenizer | None:
-    """The tokenizer of a checkpoint directory, None if it has no tokenizer files. No code of the checkpoint is run.
+    """The tokenizer of a checkpoint directory, None if it has no tokenizer files. No code of the
+    checkpoint is run.
 
     Raises:
-        CheckpointError: the files are there but cannot be read, or only with code of the checkpoint.
+        CheckpointError: the files are there but cannot be read, or only with code of the
+            checkpoint.
         ConfigError: transformers, which chooses the tokenizer, refuses the model's config.json.
     """
     directory = Path(path)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer  # slow to import, and useless where token ids go in and come out
+    from transformers import AutoTokenizer  # slow to import, and not needed for token ids alone
 
     _check_kinds(directory)
     asks_for_code = _check_settings(directory)
@@ -214,8 +215,9 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
 
 
 def _read_config(directory: Path) -> Any:
-    """config.json as transformers reads it, to choose a class of tokenizer; by default AutoTokenizer does the same. It
-    checks fields that hybridrt does not read. None without the file."""
+    """config.json as transformers reads it to choose a class of tokenizer, as AutoTokenizer does.
+    It checks fields that hybridrt does not read. None without the file.
+    """
     from transformers import AutoConfig, PreTrainedConfig
 
     if not (directory / "config.json").exists():
@@ -235,7 +237,9 @@ def _read_config(directory: Path) -> Any:
 
 
 def _check_kinds(directory: Path) -> None:
-    """transformers reads the files whole, and chooses which by their names: CheckpointError where one may not end."""
+    """CheckpointError for a file that is not regular or too large: transformers reads files by
+    name, whole, and one may not end.
+    """
     for file in directory.iterdir():
         if file.suffix in (".json", ".jinja", ".model", ".txt") and file.exists():
             try:
@@ -245,8 +249,9 @@ def _check_kinds(directory: Path) -> None:
 
 
 def _check_settings(directory: Path) -> bool:
-    """Whether the files ask for code of the checkpoint. transformers looks up whatever class they name and loads it
-    without our option: a model's class would ask on the terminal and run code, so only tokenizers pass.
+    """True if the files ask for code of the checkpoint. transformers loads whatever class they name
+    without our option: a model's class would ask on the terminal and run code, so only tokenizers
+    pass.
 
     Raises:
         CheckpointError: a file is damaged, or names a class that is no tokenizer.

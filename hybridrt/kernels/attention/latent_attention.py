@@ -1,16 +1,15 @@
 """Multi-head latent attention over a paged cache of latent vectors (DeepSeek-AI 2024, section 2.1).
 
-Of each token the cache holds one vector of rank + rope numbers. All heads make their keys and values from its first
-rank numbers, by matrices; its last rope numbers are a part of the key that all heads share. There are two ways to
-attend:
+The cache holds rank + rope numbers per token. Each head computes keys and values from the first
+rank numbers. All heads share the rope numbers as a part of the key. There are two ways to attend:
 
-    absorbed      a head's query is multiplied by its key matrix and attends to the vectors themselves; the weighted sum
-                  of vectors is multiplied by its value matrix. The vectors are one key/value head, which is read once
-                  for all query heads (`paged_attention.py`)
-    decompressed  keys and values of all heads are made first. A pair of a query and a key then takes about a third of
-                  the products, a key takes more. It is faster where many queries see the same keys
+    absorbed      a head's query is multiplied by its key matrix and attends to the vectors; the
+                  weighted sum is multiplied by its value matrix. All query heads read the
+                  vectors once, as one key/value head (`paged_attention.py`)
+    decompressed  keys and values of all heads are computed first. A query-key pair then costs a
+                  third, a key more: faster if many queries see the same keys
 
-Shapes: T new tokens, H query heads on this rank, a query nope + rope numbers, a value `value` numbers.
+Shapes: T new tokens, H query heads on this rank, nope + rope numbers a query, `value` a value.
 """
 
 import torch
@@ -29,10 +28,12 @@ def write_latent(
     q: Tensor, k: Tensor, weights: LatentWeights, positions: Tensor, cos_sin: Tensor | None, cache: Tensor,
     out_cache_loc: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Norms the first rank numbers of k `[T, rank + rope]`, rotates the others and the last rope numbers of each head
-    of q `[T, H, nope + rope]` by their tokens' positions `[T]`, and stores k at slots out_cache_loc `[T]` of the cache
-    `[pages, page, 1, rank + rope]`. What would go to page 0 is padding and dropped. Without cos_sin (see Rope) nothing
-    is rotated. Returns q; with an implementation that works in place, the argument itself.
+    """Normalizes and rotates latent vectors, stores them, and rotates queries.
+
+    k `[T, rank + rope]`: the first rank numbers are normalized, the others rotated by positions
+    `[T]`, like the last rope numbers of q `[T, H, nope + rope]`; without cos_sin (see Rope) nothing
+    is rotated. k goes to token slots out_cache_loc `[T]` of the cache `[pages, page, 1, rank +
+    rope]`, except to page 0 (padding). Returns q, possibly rotated in place.
     """
     (_, nope, rank), tail = weights.up_k.shape, k
     latent, tail = rms_norm.reference(k[:, :rank], weights.norm, weights.norm_eps), k[:, rank:]
@@ -47,7 +48,8 @@ def write_latent(
 def latent_extend(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
     """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.
 
-    q `[T, H, nope + rope]`. Returns `[T, H, value]` in q's dtype; tokens past the last row are zeros.
+    q `[T, H, nope + rope]`. Returns `[T, H, value]` in q's dtype; tokens past the last row are
+    zeros.
     """
     up_k, up_v, *_ = weights
     rank = up_k.shape[2]
@@ -73,7 +75,7 @@ def latent_extend(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
 
 @operation(By("triton"))
 def into_latent(q: Tensor, weights: LatentWeights) -> Tensor:
-    """Queries [..., H, nope + rope] multiplied by their key matrices: [..., H, rank + rope], as latent vectors are."""
+    """Queries [..., H, nope + rope] times their key matrices: [..., H, rank + rope]."""
     heads, nope, rank = weights.up_k.shape
     found = q.new_empty(*q.shape[:-1], rank + q.shape[-1] - nope)
     flat, into = q.reshape(-1, heads, q.shape[-1]), found.view(-1, heads, found.shape[-1])

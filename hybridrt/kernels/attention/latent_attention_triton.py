@@ -1,4 +1,4 @@
-"""Triton implementations of multi-head latent attention: storing latent vectors, and prefill over them."""
+"""Triton kernels of multi-head latent attention: storing latent vectors, and prefill."""
 
 from collections.abc import Sequence
 
@@ -15,15 +15,15 @@ from hybridrt.kernels.attention.prefill_attention_triton import KeySources, desc
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionPrompts, LatentWeights, PagedKV
 
-FEW_TOKENS = 4  # up to so many, a head's matrix times a vector takes one launch, and the tails need no copy
-MAX_DECOMPRESSED = 1 << 28  # bytes of the keys and values that are made at a time, of as many heads as that allows
-# On an H200 a multiply-add of absorbed queries takes as long as two others. Both count in tiles of so many rows.
+FEW_TOKENS = 4  # up to here, all heads' products take one launch, and tails need no copy
+MAX_DECOMPRESSED = 1 << 28  # bytes of keys and values computed at a time; limits the heads
+# On an H200 a multiply-add of absorbed queries costs two others. Both count in tiles of these rows.
 ABSORBED_COST, ABSORBED_ROWS, MADE_ROWS = 2, 32, 64
 
 
 @triton.jit
 def _rotated(x, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The two halves of the numbers at x [R] that turn, rotated: [R, BLOCK_HALF] float32 each."""
+    """Rotary numbers at x [R], rotated: two halves [R, BLOCK_HALF] float32."""
     i = tl.arange(0, BLOCK_HALF)[None, :]
     angles = cos_sin_ptr + position.to(tl.int64) * (2 * HALF) + i
     cos, sin = tl.load(angles, mask=i < HALF, other=0.0), tl.load(angles + HALF, mask=i < HALF, other=0.0)
@@ -37,7 +37,7 @@ def _rotated(x, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.
 def _turn(  # type: ignore[no-untyped-def]
     x, out, cos_sin_ptr, position, mask, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
 ):
-    """Stores the numbers at x [R], rotated, at out [R]. A thread holds both halves of a pair, so that out may be x."""
+    """A thread holds both halves of a pair, so out may be x."""
     first, second = _rotated(x, cos_sin_ptr, position, mask, HALF, BLOCK_HALF)
     i = tl.arange(0, BLOCK_HALF)[None, :]
     mask = mask[:, None] & (i < HALF)
@@ -52,7 +52,8 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens, 1 or 2]: the first program of a token stores its latent vector, the second rotates its queries."""
+    """Grid [tokens, 1 or 2]: a token's first program stores its vector, the second rotates its
+    queries."""
     t = tl.program_id(0).to(tl.int64)
     slot, position = tl.load(slots_ptr + t).to(tl.int64), tl.load(positions_ptr + t)
     d = tl.arange(0, BLOCK_D)
@@ -83,7 +84,7 @@ def write_latent_triton(
     q: Tensor, k: Tensor, weights: LatentWeights, positions: Tensor, cos_sin: Tensor | None, cache: Tensor,
     out_cache_loc: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`write_latent` in one launch, in place."""
+    """One launch, in place."""
     (tokens, heads, query_dim), (_, nope, rank) = q.shape, weights.up_k.shape
     half = 0 if cos_sin is None else cos_sin.shape[1] // 2
     if tokens:
@@ -104,7 +105,8 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     K: tl.constexpr, N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [blocks of N, heads, tokens]: out[t, h, :N] = x[t, h, :K] w[h]; the TAIL numbers behind are copied."""
+    """Grid [blocks of N, heads, tokens]: out[t, h, :N] = x[t, h, :K] w[h]; then copies TAIL
+    numbers."""
     h, t = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     k, n = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (k < K)[:, None] & (n < N)[None, :]
@@ -121,7 +123,6 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
 
 
 def into_latent_triton(q: Tensor, weights: LatentWeights) -> Tensor:
-    """`into_latent`, of few tokens in one launch."""
     heads, nope, rank = weights.up_k.shape
     tail = q.shape[-1] - nope
     flat = q.reshape(-1, heads, q.shape[-1])
@@ -133,7 +134,6 @@ def into_latent_triton(q: Tensor, weights: LatentWeights) -> Tensor:
 
 
 def from_latent_triton(x: Tensor, weights: LatentWeights) -> Tensor:
-    """`from_latent`, of few tokens in one launch."""
     heads, rank, value_dim = weights.up_v.shape
     flat = x.reshape(-1, heads, rank)
     if not 0 < len(flat) <= FEW_TOKENS:
@@ -156,9 +156,9 @@ def _multiply_heads(x: Tensor, matrices: Tensor, out: Tensor, tail: int) -> None
 
 
 def latent_extend_triton(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
-    """`latent_extend`: absorbed for few tokens; decompressed for many, if the device has a tensor memory accelerator
-    and the copied vectors take at most MAX_GATHERED bytes."""
-    lens = batch.seq_lens_host  # empty in a graph, which could not hold copies of changing sizes
+    """Absorbed for few tokens. Decompressed for many, if the device has a tensor memory accelerator
+    and the gathered vectors take at most MAX_GATHERED bytes."""
+    lens = batch.seq_lens_host  # empty in a graph, which cannot hold copies of changing sizes
     copied = sum(lens) * kv.k_cache.shape[3] * q.element_size()
     allowed = bool(lens) and prefill.ample(q) and copied <= prefill.MAX_GATHERED
     if allowed and decompressed_pays(q, weights, batch.query_lens, lens):
@@ -167,13 +167,13 @@ def latent_extend_triton(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: 
 
 
 def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
-    """Whether keys and values made for all heads take less time than absorbed queries: by the multiply-adds of a head,
-    and by how many multiprocessors have a tile, because a tile walks all keys of its row by itself."""
+    """Whether decompressed attention is faster: by a head's multiply-adds and by idle
+    multiprocessors, because one tile walks all keys of its row."""
     (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     rope, matrices, device = q.shape[2] - nope, rank * (nope + value_dim), multiprocessors(q.device)
 
     def pairs(rows: int, heads_of_tile: int, launched: int) -> float:
-        """Pairs of a query and a key, queries in whole tiles of `rows`; more where tiles leave multiprocessors idle."""
+        """Query-key pairs in whole tiles of `rows`; more if multiprocessors idle."""
         tiles = [triton.cdiv(n * heads_of_tile, rows) for n in query_lens]
         count = sum(t * rows / heads_of_tile * (k - n / 2) for t, n, k in zip(tiles, query_lens, seq_lens, strict=True))
         return count * max(device / max(launched * sum(tiles), 1), 1.0)
@@ -184,14 +184,12 @@ def decompressed_pays(q: Tensor, weights: LatentWeights, query_lens: Sequence[in
 
 
 def _heads_at_once(q: Tensor, weights: LatentWeights, keys: int) -> int:
-    """Of how many heads keys and values are made at a time."""
     (heads, nope, _), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     row_bytes = (width_of(nope) + width_of(value_dim)) * q.element_size()
     return min(max(MAX_DECOMPRESSED // max(keys * row_bytes, 1), 1), heads)
 
 
 def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: AttentionPrompts) -> Tensor:
-    """Gathers the vectors that the batch sees. Then, some heads at a time, makes keys and values and attends."""
     (heads, nope, rank), value_dim = weights.up_k.shape, weights.up_v.shape[2]
     out = q.new_empty(*q.shape[:2], value_dim)
     out[sum(batch.query_lens) :].zero_()
@@ -211,9 +209,11 @@ def _decompressed(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
 
 
 def _tile_of(q: Tensor, nope: int, value_dim: int, query_lens: Sequence[int]) -> dict[str, int]:
-    """Tile sizes and launch options over keys and values that were made for the heads of q, as measured on an H200.
-    Queries and three stages of keys take a multiprocessor's shared memory; in long prompts 256 queries share what is
-    loaded, if they fit. Few queries have small tiles, of which two fit a multiprocessor."""
+    """Tile sizes and launch options for decompressed attention, as measured on an H200.
+
+    Queries and three stages of keys fill a multiprocessor. In long prompts 256 queries share loads,
+    if they fit; few queries have small tiles, two a multiprocessor.
+    """
     (_, heads, query_dim), dim, device = q.shape, max(nope, value_dim), multiprocessors(q.device)
     tile = prefill.tile_of(q, dim, heads, query_lens, gathered=True)
 
@@ -224,14 +224,14 @@ def _tile_of(q: Tensor, nope: int, value_dim: int, query_lens: Sequence[int]) ->
         return tile
     key = width_of(nope) + width_of(query_dim - nope)
     stages = 3 * tile["BLOCK_N"] * (key + width_of(value_dim))
-    room = shared_memory(q.device) - 1024  # barriers take some bytes
+    room = shared_memory(q.device) - 1024  # barriers need some bytes
     fits = (256 * key + stages) * q.element_size() < room
     long = min(query_lens) >= 2048 and programs(256) >= 2 * device
     return tile | {"BLOCK_M": 256 if long and fits else 128, "num_warps": 8, "num_stages": 3}
 
 
 def _made(latents: Tensor, matrices: Tensor) -> Tensor:
-    """latents [total, rank] times matrices [h, rank, dim]: [h * total, width], zeros behind dim."""
+    """latents [total, rank] times matrices [h, rank, dim]: [h * total, width], zeros past dim."""
     heads, _, dim = matrices.shape
     made = torch.bmm(latents.expand(heads, -1, -1), matrices)  # matmul would leave it transposed
     return (made if width_of(dim) == dim else F.pad(made, (0, width_of(dim) - dim))).flatten(0, 1)

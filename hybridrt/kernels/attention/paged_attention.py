@@ -1,9 +1,9 @@
 """Softmax attention over a paged KV cache.
 
-Shapes: B rows, T tokens per row, Hq query and Hkv key/value heads (query head h reads key head h // (Hq // Hkv)), D
-dim of queries and keys, Dv of values (see PagedKV), L the longest context looked at. A token's slot is page * page_size
-+ offset; `req_to_token[row, position]` holds slots. Page 0 is padding: it is never written, and no row reads
-what another one wrote or left behind, so that NaN in one request reaches no other.
+Shapes: B rows, T tokens per row, Hq query and Hkv key/value heads (query head h reads key head h //
+(Hq // Hkv)), D dim of queries and keys, Dv of values (see PagedKV), L the longest context. Token
+slot: page * page_size + offset, as in `req_to_token[row, position]`. Page 0 is padding and never
+written. No row reads another row's entries, so NaN in one request reaches no other.
 """
 
 from collections.abc import Iterable
@@ -21,23 +21,23 @@ from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, Paged
 
 @operation(By("triton"))
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """Store k, v `[T, Hkv, D]` at slots out_cache_loc `[T]` of the caches `[pages, page, Hkv, D]`, in place. What would
-    go to page 0 is padding and dropped."""
+    """Stores k, v `[T, Hkv, D]` at token slots out_cache_loc `[T]` of the caches `[pages, page,
+    Hkv, D]`, in place. Page 0 is padding and not written."""
     store(((k_cache, k), (v_cache, v)), out_cache_loc)
 
 
 def store(caches: Iterable[tuple[Tensor, Tensor]], out_cache_loc: Tensor) -> None:
-    """`write_kv` of caches, each with what it gets, in plain torch."""
+    """`write_kv` of (cache, values) pairs in plain torch."""
     caches = tuple(caches)
     live(lambda: store_at(caches, cell_places(out_cache_loc, caches[0][0].shape[1])))
 
 
 class CellPlaces(NamedTuple):
-    """Where tokens go in the cells [pages * page, ...] of a cache, the same in all layers of a step.
+    """Places of tokens in the cells [pages * page, ...] of a cache, equal in all layers of a step.
 
     Attributes:
         cells: [T] int64; 0 for padding.
-        padding: [T] bool; None where it is known that there is none.
+        padding: [T] bool; None if it is known that there is none.
     """
 
     cells: Tensor
@@ -45,7 +45,7 @@ class CellPlaces(NamedTuple):
 
 
 def cell_places(out_cache_loc: Tensor, page: int) -> CellPlaces:
-    """The places of slots [T] in pages of so many tokens."""
+    """The places of token slots [T] in pages of `page` tokens."""
     slots = out_cache_loc.long()
     if slots.device.type == "cpu" and steady(lambda: (slots.numpy() >= page).all()):
         return CellPlaces(slots, None)
@@ -54,7 +54,6 @@ def cell_places(out_cache_loc: Tensor, page: int) -> CellPlaces:
 
 
 def store_at(caches: Iterable[tuple[Tensor, Tensor]], places: CellPlaces) -> None:
-    """Each cache [pages, page, ...] gets its values [T, ...], but for padding."""
     for cache, new in caches:
         cells, values = cache.view(-1, *cache.shape[2:]), new.to(cache.dtype)
         if places.padding is not None:
@@ -66,12 +65,11 @@ def store_at(caches: Iterable[tuple[Tensor, Tensor]], places: CellPlaces) -> Non
 def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
     """Attention of T new tokens per row, already in the cache, over each row's whole context.
 
-    q `[B, T, Hq, D]`. Token t of a chain sees seq_len - T + t + 1 keys. A node of a tree sees the first seq_len - T
-    keys and those of the last T that its mask names. The places of padding drafts are not read. Keys that have left
-    the window of all T tokens are not read either, and their table entries may be stale. Returns `[B, T, Hq, Dv]` in
-    q's dtype; rows with seq_len 0 (padding) are zeros. If `out` of that shape is given, they are left there: heads
-    contiguous, tokens at any distance, also between rows. ConfigError: a kernel cannot write to an `out` of other
-    strides.
+    q `[B, T, Hq, D]`. Token t of a chain sees seq_len - T + t + 1 keys; a tree node the first
+    seq_len - T and those of the last T in its mask. Keys of padding drafts, and outside the window
+    of all T tokens, are not read: table entries may be stale. Returns `[B, T, Hq, Dv]` in q's
+    dtype, in `out` if given (heads contiguous, any token stride); padding rows (seq_len 0) are
+    zeros. ConfigError: a kernel cannot write to the strides of `out`.
     """
     return attend(q, kv, row_context(kv.req_to_token, batch, q.shape[1], kv.sliding_window), out)
 
@@ -83,8 +81,8 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
 def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
     """Causal attention of ragged chunks of new tokens, already in the cache, over prefix and chunk.
 
-    q `[T, Hq, D]`: the last token of row b is at position seq_lens[b] - 1. Returns `[T, Hq, Dv]` in q's dtype; tokens
-    past the last row are zeros. If `out`, of any token stride, is given, they are left there.
+    q `[T, Hq, D]`: row b's last token is at position seq_lens[b] - 1. Returns `[T, Hq, Dv]` in q's
+    dtype, in `out` (any token stride) if given; tokens past the last row are zeros.
     """
     k_cache, v_cache, req_to_token, scale, sliding_window = kv
     rows, _, _, query_lens, seq_lens_host = batch
@@ -103,11 +101,11 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
 
 
 class RowContext(NamedTuple):
-    """The keys of B rows of T tokens, the same for all layers of a window.
+    """The keys of B rows of T tokens, equal in all layers of a window.
 
     Attributes:
-        slots: [B * L] KV slots; a slice if they are adjacent on a CPU, and all are seen.
-        visible: [B, T, L] bool, which of them each token sees; None: all.
+        slots: [B * L] token slots; a slice on a CPU if adjacent and all visible.
+        visible: [B, T, L] bool, which of them each token sees; None for all.
         seq_lens: [B], as in AttentionRows.
     """
 
@@ -117,15 +115,14 @@ class RowContext(NamedTuple):
 
 
 def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding_window: int | None) -> RowContext:
-    """What rows of T `tokens` see."""
     rows, seq_lens, tree_mask, num_drafts, max_len = batch
     slots, position = _last_slots(req_to_token, rows, seq_lens, tokens, sliding_window, max_len)
     if tokens == 1 and sliding_window is None and _all_reach(seq_lens, slots.shape[1]):
         return RowContext(_run(slots), None, seq_lens)
     last = seq_lens - 1 if num_drafts is None else seq_lens - tokens + num_drafts
     in_context = (position >= 0) & (position <= last.unsqueeze(1))
-    # Other slots may name another request's page or a stale one. What is masked is still multiplied by zero,
-    # and 0 * NaN is NaN: the row's own last key replaces it.
+    # Other slots may be stale or another request's. Masked values are still multiplied by zero, and
+    # 0 * NaN is NaN: the row's own last key replaces them.
     stand_in = slots.gather(1, (last - position[:, 0]).clamp(min=0).long().unsqueeze(1))
     slots = torch.where(in_context, slots, stand_in).view(-1)
     if tokens == 1:
@@ -135,7 +132,7 @@ def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding
 
 
 def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = None) -> Tensor:
-    """`attention_decode` of rows whose context is known."""
+    """`attention_decode` with a known context."""
     k_cache, v_cache, scale = kv.k_cache, kv.v_cache, kv.scale
     num_rows, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
@@ -146,7 +143,7 @@ def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = Non
         if tokens > 1:
             visible = visible.expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * tokens, -1)
     keys, values = _by_head((k_cache, v_cache), slots, num_rows, q.dtype)
-    # The query heads that share a key head become extra query positions of that head: nothing is repeated.
+    # Query heads of one key head become query positions of that head: nothing is repeated.
     if tokens == 1:
         query = q.view(num_rows, kv_heads, groups, head_dim)
     else:
@@ -164,19 +161,20 @@ def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = Non
 
 
 def _run(slots: Tensor) -> Tensor | slice:
-    """Slots [B, L] on a CPU: a slice if they are adjacent, whose keys need no copy, else [B * L]."""
+    """CPU slots [B, L] as a slice, without a copy, if adjacent, else [B * L]."""
     numbers = slots.numpy().reshape(-1)
     first, end = int(numbers[0]), int(numbers[0]) + len(numbers)
     return slice(first, end) if numbers[-1] == end - 1 and (np.diff(numbers) == 1).all() else slots.view(-1)
 
 
 def _all_reach(seq_lens: Tensor, context: int) -> bool:
-    """Whether every row's context is the whole table width, where looking waits for nothing: no mask is needed then."""
+    """Whether every context has the table's width, if looking does not wait: then no mask is
+    needed."""
     return not seq_lens.is_cuda and seq_lens.tolist() == [context] * len(seq_lens)
 
 
 def _by_head(caches: Iterable[Tensor], slots: Tensor | slice, num_rows: int, dtype: torch.dtype) -> list[Tensor]:
-    """[B, Hkv, L, D] of each cache: what B rows find at slots [B * L]. Adjacent slots are a view."""
+    """[B, Hkv, L, D] of each cache: its entries at slots [B * L]."""
     found = []
     for cache in caches:
         heads, dim = cache.shape[2:]
@@ -193,8 +191,8 @@ def _by_head(caches: Iterable[Tensor], slots: Tensor | slice, num_rows: int, dty
 def _last_slots(
     req_to_token: Tensor, rows: Tensor, seq_lens: Tensor, tokens: int, sliding_window: int | None, max_len: int | None
 ) -> tuple[Tensor, Tensor]:
-    """KV slots `[B, L]` of all that a row's last `tokens` tokens may see, and their positions; a slot means nothing
-    outside [0, seq_len). What has left the window is not looked up."""
+    """Token slots `[B, L]` in the window of a row's last `tokens`, and positions. Undefined outside
+    [0, seq_len)."""
     if sliding_window is None:
         slots = req_to_token[:, :max_len].index_select(0, rows)
         return slots, torch.arange(slots.shape[1], device=rows.device).expand_as(slots)
@@ -206,8 +204,8 @@ def _last_slots(
 def _visible(
     in_context: Tensor, node: Tensor, tokens: int, sliding_window: int | None, tree_mask: Tensor | None
 ) -> Tensor:
-    """`[B, T, L]` bool: which of L keys each of a row's T tokens sees. node `[B, L]` says which of the T tokens a key
-    belongs to; it is negative in the prefix."""
+    """`[B, T, L]` bool: which keys each token sees. node `[B, L]`: a key's token, negative in the
+    prefix."""
     if tree_mask is None:
         tree_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=node.device).tril()
         tree_mask = tree_mask.expand(len(node), -1, -1)
@@ -222,7 +220,6 @@ def _visible(
 
 
 def _causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int | None) -> Tensor:
-    """query `[1, Hq, n, D]` at the end of keys, values `[1, Hkv, L, D]`. Returns `[1, Hq, n, D]`."""
     query_len, context = query.shape[2], keys.shape[2]
     mask = None
     if query_len < context or (sliding_window is not None and sliding_window < context):

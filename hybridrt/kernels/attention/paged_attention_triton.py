@@ -1,10 +1,11 @@
-"""Triton kernels of paged decode attention (flash attention, Dao et al. 2022; split over the context, Dao et al. 2023).
+"""Triton kernels of paged decode attention.
 
-All query heads that share a key/value head are rows of one tile, so a key is loaded once for the group: row m of a tile
-is token m // GROUPS and head m % GROUPS of the group. Scores are in units of log 2.
+Flash attention (Dao et al. 2022), split over the context (Dao et al. 2023). The query heads of one
+key/value head share a tile, so a key is loaded once: tile row m is token m // GROUPS and head m %
+GROUPS. Scores are in units of log 2.
 
-Keys of a latent cache are D + ROPE numbers, of which the first D are also their values: they are loaded once for both,
-and the ROPE others apart, so that each part is a power of two wide. Other caches have ROPE = 0.
+Keys of a latent cache have D + ROPE numbers, loaded in two parts so that each width is a power of
+two. The first D are also the values. Other caches have ROPE = 0.
 """
 
 import math
@@ -24,15 +25,16 @@ from hybridrt.kernels.core.launch import (
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionRows, PagedKV
 
-BLOCK_N = 64  # context positions per tile; half of it in float32
-BLOCK_M = 64  # query rows per tile at most; half of it in float32
-PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # of heads up to 128, and of wider ones
-LONG_CONTEXT = 4096  # positions that one program may have to walk where the device is full anyway
-# A row has FEW_SPLITS programs at most where the device is full: every row of the batch has as many, and memory for as
-# many parts. With few rows it may have MAX_SPLITS. The further ones gain nothing before each of FEW_SPLITS has some
-# blocks, because their parts take time to join. Programs of wide heads, which load more at once, need half as many.
+BLOCK_N = 64  # context positions per tile; halved for float32
+BLOCK_M = 64  # query rows per tile at most; halved for float32
+PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # heads up to 128, and wider ones
+LONG_CONTEXT = 4096  # positions that one program may walk if the device is full anyway
+# At most FEW_SPLITS programs a row if the device is full: every row has as many, with memory for as
+# many parts. Few rows may have MAX_SPLITS, but further ones gain nothing before each of FEW_SPLITS
+# has some blocks, because joining parts takes time. Programs of wide heads load more at once and
+# need half as many.
 FEW_SPLITS, MAX_SPLITS = 64, 256
-PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # that `_combine_kernel` loads together
+PARTS_AT_ONCE, WIDE_AT_ONCE = 64, 32  # loaded together by `_combine_kernel`
 
 
 @triton.jit
@@ -40,8 +42,8 @@ def _split_range(  # type: ignore[no-untyped-def]
     seq_len, split, T: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr,
     LEAST: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """First position that any token sees, aligned; the split's first and end block; how many splits have blocks. Where
-    they suffice, FEW splits have up to LEAST blocks each."""
+    """First visible position, aligned; first and end block of the split; splits with blocks. FEW
+    splits have up to LEAST blocks each if they suffice."""
     origin = 0
     if WINDOW > 0:
         origin = tl.maximum(seq_len - T - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -53,7 +55,6 @@ def _split_range(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tree_depth(tree, node, node_mask, tree_st, T: tl.constexpr, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ancestors of each node of a row's tree: its mask holds them and the node itself."""
     t = tl.arange(0, BLOCK_T)
     mask = node_mask[:, None] & (t < T)[None, :]
     seen = tl.load(tree + node[:, None] * tree_st + t[None, :], mask=mask, other=0)
@@ -69,15 +70,17 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, key heads and blocks of their query rows, SPLITS]. If they count arrivals, a row with one part at
-    most is finished at once, and the parts of others are joined by the last program to arrive; else `_combine_kernel`
-    joins them."""
+    """Grid [rows, key heads and blocks of their query rows, SPLITS].
+
+    With arrival counters, a row of one part ends at once, and the last program joins the parts of
+    others. Without, `_combine_kernel` joins them.
+    """
     b, head_block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + b)
     table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr
     keys = seq_len
     if drafts_ptr is not None:
-        keys -= T - 1 - tl.load(drafts_ptr + b)  # behind them is padding of the T: it belongs to another row
+        keys -= T - 1 - tl.load(drafts_ptr + b)  # after them, padding of the T belongs to another row
     origin, first, end, used = _split_range(seq_len, split, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
     if ROPE > 0:
         pos = origin + first * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -108,7 +111,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         pos = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
         in_context = pos < keys
         if WINDOW > 0:
-            in_context &= pos > seq_len - T - WINDOW  # the pages before may be another request's by now
+            in_context &= pos > seq_len - T - WINDOW  # earlier pages may be another request's by now
         node = pos - (seq_len - T)  # which of the T tokens is at `pos`; negative before them
         key_depth = node
         if tree_ptr is not None:
@@ -122,8 +125,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             visible = in_context[None, :] & (node[None, :] <= token[:, None])
         if WINDOW > 0:
             visible &= depth[:, None] - key_depth[None, :] < WINDOW
-        # One step of the online softmax. `in_context` guards the loads: nothing is read at other positions. `visible`
-        # guards the scores: other keys get no weight.
+        # One step of the online softmax. `in_context` guards loads; `visible` guards scores: other
+        # keys get no weight.
         if ROPE == 0:
             slot = tl.load(table + pos, mask=in_context, other=0).to(tl.int64)
         base = (slot * HKV + kv_head) * (D + ROPE)
@@ -134,12 +137,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             rope_mask = in_context[:, None] & (r < ROPE)[None, :]
             k_rope = tl.load(k_ptr + base[:, None] + D + r[None, :], mask=rope_mask, other=0.0).to(q.dtype)
             scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
-            # The slots of the next block: with them here, the compiler has two blocks of keys on their way.
+            # Loading the next block's slots here lets the compiler keep two blocks of keys in
+            # flight.
             pos += BLOCK_N
             slot = tl.load(table + pos, mask=pos < keys, other=0).to(tl.int64)
         scores = tl.where(visible, scores * scale_log2, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # A row that has seen nothing yet keeps -inf; 0 in its place keeps the differences from being NaN.
+        # A row that has seen nothing keeps -inf; 0 in its place prevents NaN differences.
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - safe_max[:, None])
         rescale = tl.exp2(row_max - safe_max)
@@ -164,7 +168,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             tl.store(lse_ptr + own, row_max + tl.log2(row_sum), mask=live)
             if arrivals_ptr is not None:
                 arrivals = arrivals_ptr + b * tl.num_programs(1) + head_block
-                tl.debug_barrier()  # the arrival below publishes what all threads stored
+                tl.debug_barrier()  # publish all stores before the arrival
                 if tl.atomic_add(arrivals, 1, sem="acq_rel") == used - 1:
                     tl.store(arrivals, 0)
                     y = _join(partial_ptr, lse_ptr, first_part, part, used, live, d, D, BLOCK_M, BLOCK_D)
@@ -179,11 +183,11 @@ def _join(  # type: ignore[no-untyped-def]
     partial_ptr, lse_ptr, first, part: tl.constexpr, used, live, d, D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rows [BLOCK_M] of a split context: the parts' outputs weighted by their sums of exponentials."""
+    """Parts of a split context, weighted by their sums of exponentials."""
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for s in range(used):
         largest = tl.maximum(largest, tl.load(lse_ptr + first + s * part, mask=live, other=0.0, cache_modifier=".cg"))
-    # A row that no part has seen anything for keeps -inf; 0 in its place keeps the differences from being NaN.
+    # A row that no part has seen keeps -inf; 0 in its place prevents NaN differences.
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -204,8 +208,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
     PARTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token and head: the splits' outputs weighted by their sums of exponentials. EARLY: the first parts' outputs
-    are loaded beside these sums instead of behind them, which takes registers."""
+    """One token and head. EARLY: loads the first parts together with their sums of exponentials,
+    which needs registers."""
     b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, used = _split_range(tl.load(seq_lens_ptr + b), 0, T, WINDOW, SPLITS, FEW, LEAST, BLOCK_N)
     begin(PDL)
@@ -230,7 +234,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _parts(partial_ptr, lse_ptr, first, part, used, d, APART: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logarithms of the sums of exponentials of parts number `part` [P], and their outputs [P, len(d)]."""
+    """Log sums of exponentials of parts [P], and their outputs [P, len(d)]."""
     row = first + part * APART
     lse = tl.load(lse_ptr + row, mask=part < used, other=float("-inf"))
     mask = (part < used)[:, None] & (d < D)[None, :]
@@ -238,10 +242,10 @@ def _parts(partial_ptr, lse_ptr, first, part, used, d, APART: tl.constexpr, D: t
 
 
 def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
-    """`attention_decode` in one launch, or two where all contexts are split among programs (`_walk`).
+    """One launch, or two if all contexts are split among programs (`_walk`).
 
-    The split depends on shapes alone (max_len is not looked at), so that a graph's replay and an eager call of the same
-    batch size give the same bits.
+    The split depends on shapes alone, not on max_len: a graph's replay and an eager call of the
+    same batch size give the same bits.
     """
     k_cache, v_cache, req_to_token, scale, sliding_window = kv
     rows, seq_lens, tree_mask, num_drafts, _ = batch
@@ -272,7 +276,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     if splits > 1 and not joined:
         wide, block_s = tile["BLOCK_D"] > 256, triton.next_power_of_2(splits)
         parts = min(block_s, WIDE_AT_ONCE if wide else PARTS_AT_ONCE)
-        # More programs than multiprocessors would take the room of what runs beside attention.
+        # At most one program per SM: a parallel branch (Mamba-2 in Falcon-H1) needs the rest.
         early = wide or num_rows * tokens * query_heads <= multiprocessors(q.device)
         _combine_kernel[(num_rows, tokens * query_heads)](
             partial, lse, seq_lens, out, token_stride,
@@ -284,7 +288,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
 
 
 def _token_stride(out: Tensor) -> int:
-    """Elements from one token of out [B, T, Hq, D] to the next; ConfigError if one number does not say it."""
+    """Token stride of out [B, T, Hq, D]; ConfigError if it is not uniform."""
     batch, tokens, heads, dim = out.shape
     stride = out.stride(1) if tokens > 1 else out.stride(0)
     apart = out.stride(3) != 1 or (heads > 1 and out.stride(2) != dim)
@@ -294,18 +298,17 @@ def _token_stride(out: Tensor) -> int:
 
 
 def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> tuple[dict[str, int], bool]:
-    """How programs share a row's context and walk it, by the batch and the table's width alone.
+    """How programs share and walk a row's context, by the batch and the table's width alone.
 
     Returns:
-        What differs from `_tile`, and SPLITS programs that a row's context is split among at most, of which FEW get
-        LEAST blocks each before any further ones get some. Then whether the last program of a row joins the parts:
-        where only long contexts are split, a launch for that would nearly always find nothing to do; where all are
-        (few rows, wide heads, many query rows), its many programs beat the one.
+        Changes to `_tile`, with at most SPLITS programs a row; FEW get LEAST blocks each before
+            others get any. Then whether a row's last program joins the parts: if only long contexts
+            are split, a launch for it would rarely find work. If all are, its many programs are
+            faster.
 
-    As measured on an H200: with programs for every multiprocessor a context is best left whole, if it is not so long
-    that one row would keep the others waiting; two warps each are enough then. With fewer, a key's wait for the slot
-    that its address needs decides, and short tiles, four of them under way, beat long ones. Tiles of many query rows
-    and of wide heads are bound by registers instead.
+    Measured on an H200: if programs fill the device, whole contexts with two warps are best, unless
+    one row would delay the others. With fewer, keys wait for slots: four short tiles in flight beat
+    long ones. Many query rows and wide heads are bound by registers.
     """
     device = multiprocessors(q.device)
     if tile["BLOCK_D"] > 256:
@@ -330,8 +333,8 @@ def _walk(programs: int, max_context: int, tile: dict[str, int], q: Tensor) -> t
 
 
 def _walk_latent(room: int, max_context: int, block_n: int, q: Tensor) -> tuple[dict[str, int], bool]:
-    """`_walk` of latent vectors. A program takes a multiprocessor's shared memory for itself: the device has room for
-    `room` programs of each."""
+    """`_walk` of latent vectors. A program uses a whole multiprocessor's shared memory; `room` run
+    at a time."""
     stages = {"num_stages": 3 if shared_memory(q.device) >= LARGE_SHARED_MEMORY else 2}
     blocks = triton.cdiv(max_context, block_n)
     if room > 2:
@@ -341,14 +344,14 @@ def _walk_latent(room: int, max_context: int, block_n: int, q: Tensor) -> tuple[
 
 
 def rope_block(rope: int) -> int:
-    """Width of the tile of the numbers that only keys have, no matter where there are none."""
+    """Tile width of the numbers that only keys have; arbitrary if there are none."""
     return max(16, triton.next_power_of_2(rope))
 
 
 def _tile(rows: int, head_dim: int, q: Tensor) -> dict[str, int]:
     """Tile sizes and warps for `rows` query rows per key/value head."""
     block_d, halved = max(16, triton.next_power_of_2(head_dim)), q.dtype == torch.float32
-    max_rows = BLOCK_M >> (halved + (block_d > 256))  # the accumulator of 64 rows of 512 numbers does not fit registers
+    max_rows = BLOCK_M >> (halved + (block_d > 256))  # registers cannot hold sums of 64 rows of 512 numbers
     block_m = min(max(16, triton.next_power_of_2(rows)), max(16, max_rows))
     return {
         "BLOCK_M": block_m,
@@ -379,7 +382,7 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_kv_triton(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
-    """`write_kv`, one program a token."""
+    """One program a token."""
     tokens, kv_heads, head_dim = k.shape
     _write_kv_kernel[(tokens,)](
         k, v, k_cache, v_cache, out_cache_loc, k.stride(0), k.stride(1), v.stride(0), v.stride(1),

@@ -1,13 +1,12 @@
-"""Triton kernels of prefill attention over pages (flash attention, Dao et al. 2022).
+"""Triton kernels of paged prefill attention (flash attention, Dao et al. 2022).
 
-As in decode, all query heads that share a key/value head are rows of one tile: row m of a tile is token m // GROUPS and
-head m % GROUPS of the group; scores are in units of log 2. Long chunks copy the keys and values of their contexts
-together first: the tensor memory accelerator then fetches whole tiles, and neither registers nor instructions go into
-addresses. Short ones read the pages where they are.
+Tiles are those of `paged_attention_triton.py`. Long chunks gather their keys and values first: the
+tensor memory accelerator then loads whole tiles, without registers or instructions for addresses.
+Short chunks read pages in place.
 
-Keys are D + ROPE numbers and values DV. Where ROPE is not 0, the last ROPE of a key stand apart, so that each part is a
-power of two wide: in the pages of a latent cache, whose values are the first DV = D numbers of the keys, and in copies
-made from it (latent_attention_triton.py), where they serve all heads.
+Keys have D + ROPE numbers, values DV. The last ROPE numbers are separate, so that each width is a
+power of two: in a latent cache, with values in the first DV = D numbers of keys, and in copies of
+it for all heads (latent_attention_triton.py).
 """
 
 import math
@@ -24,14 +23,14 @@ from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, dot_precision
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 
-BLOCK_M, BLOCK_N = 128, 64  # query rows and context positions per tile; half of them in float32
-GATHER_FROM = 8192  # query rows of a key/value head and request, in the mean, from which on copying keys together pays
-MAX_GATHERED = 1 << 30  # bytes of such a copy: contexts so long that it would be larger are read from their pages
+BLOCK_M, BLOCK_N = 128, 64  # query rows and context positions per tile; halved for float32
+GATHER_FROM = 8192  # mean query rows per key/value head and request from which gathering pays
+MAX_GATHERED = 1 << 30  # bytes of gathered keys; longer contexts are read from their pages
 
 
 @triton.jit
 def _span(starts_ptr, seq_lens_ptr, b, mask, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First query, queries, length of the rows b, and the first position, aligned, that any of their queries sees."""
+    """Rows b: first query, queries, length, and the first visible position, aligned."""
     start = tl.load(starts_ptr + b, mask=mask, other=0)
     query_len = tl.load(starts_ptr + b + 1, mask=mask, other=0) - start
     seq_len = tl.load(seq_lens_ptr + b, mask=mask, other=0)
@@ -43,7 +42,7 @@ def _span(starts_ptr, seq_lens_ptr, b, mask, WINDOW: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where row b's keys begin among the gathered: each row fills whole tiles."""
+    """Where row b's gathered keys begin: each row fills whole tiles."""
     blocks = 0
     for first in range(0, b, 64):
         i = first + tl.arange(0, 64)
@@ -52,14 +51,15 @@ def _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW: tl.constexpr, BLOCK_N:
     return blocks * BLOCK_N
 
 
-# The rows of prompts stand behind those that decode: their integers are aligned for some numbers of rows only.
+# Rows of prompts follow decode rows: their alignment depends on the number of rows.
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
     k_cache_ptr, v_cache_ptr, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, k_ptr, v_ptr, table_sr, total,
     HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one row and key/value head; zeros past the row's end, before its window and past the head's width."""
+    """A tile of one row and key/value head; zeros outside the row, its window and the head's
+    width."""
     block, kv_head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, query_len, seq_len, origin = _span(starts_ptr, seq_lens_ptr, b, b >= 0, WINDOW, BLOCK_N)
     if origin + block * BLOCK_N >= seq_len:
@@ -68,7 +68,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     pos = origin + offset
     kept = pos < seq_len
     if WINDOW > 0:
-        kept &= pos > seq_len - query_len - WINDOW  # the pages before may be another request's by now
+        kept &= pos > seq_len - query_len - WINDOW  # earlier pages may be another request's by now
     slot = tl.load(table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_sr + pos, mask=kept, other=0).to(tl.int64)
     source = ((slot * HKV + kv_head) * STRIDE)[:, None]
     row = kv_head.to(tl.int64) * total + _gathered_before(starts_ptr, seq_lens_ptr, b, WINDOW, BLOCK_N) + offset
@@ -80,7 +80,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _query_rows(block_m, query_len, kv_head, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tile's first token; its rows' tokens counted from there, their heads, and which rows there are."""
+    """The tile's first token, its rows' relative tokens, heads, and mask."""
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     first = block_m * BLOCK_M // GROUPS
     return first, m // GROUPS - first, kv_head * GROUPS + m % GROUPS, m < query_len * GROUPS
@@ -91,7 +91,7 @@ def _tile(  # type: ignore[no-untyped-def]
     source, slot, row, kv_head, HKV: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values [BLOCK_N, BLOCK_D]: at slots of a cache, or from a row of a tensor descriptor on."""
+    """Keys or values [BLOCK_N, BLOCK_D]: at slots of a cache, or rows of a tensor descriptor."""
     if PAGED:
         d = tl.arange(0, BLOCK_D)
         at = ((slot.to(tl.int64) * HKV + kv_head) * STRIDE)[:, None] + d[None, :]
@@ -102,7 +102,7 @@ def _tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-untyped-def]
-    """Weights of a tile, what the sums so far shrink by, the new maxima and sums."""
+    """Weights of a tile, the factor for earlier sums, new maxima and sums."""
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     weights = tl.exp2(scores * scale_log2 - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)
@@ -117,7 +117,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, OUT_ST: tl.constexpr,
 ):  # fmt: skip
-    # The last blocks of a row see the longest context: start them first.
+    # Start with the last blocks of a row: they have the longest context.
     kv_head, block_m, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     start, query_len, seq_len, origin = _span(starts_ptr, seq_lens_ptr, b, b >= 0, WINDOW, BLOCK_N)
     if block_m * BLOCK_M >= query_len * GROUPS:
@@ -143,15 +143,16 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         oldest = tl.maximum(nearest - WINDOW + 1, 0)
         begin = oldest // BLOCK_N * BLOCK_N
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    # Finite, so that a query that has seen nothing yet has the weights exp2(-inf - row_max) = 0 and not NaN.
+    # Finite: a query that has seen nothing gets weights exp2(-inf - row_max) = 0, not NaN.
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # disable_licm: what is the same in all turns would cost registers if it were computed before the loop.
+    # disable_licm: hoisted loop invariants would cost registers.
     for offset in tl.range(begin, furthest + 1, BLOCK_N, disable_licm=True):
         pos = offset + tl.arange(0, BLOCK_N)
         slot = 0
         if PAGED:
-            # Keys that no query sees are multiplied by zero, and 0 * NaN is NaN: own ones stand in for them.
+            # Keys that no query sees are multiplied by zero, and 0 * NaN is NaN: own ones replace
+            # them.
             slot = tl.load(table + tl.minimum(tl.maximum(pos, oldest), furthest))
         k = _tile(keys, slot, shift + offset, kv_head, HKV, D + ROPE, D, BLOCK_D, PAGED).to(q.dtype)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
@@ -161,7 +162,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         masked = offset >= masked_from
         if WINDOW > 0:
             masked |= offset <= furthest - WINDOW
-        if masked:  # a loop of its own for these blocks makes ptxas serialize the matrix instructions of both
+        if masked:  # a separate loop for these blocks makes ptxas serialize both loops' matrix instructions
             visible = pos[None, :] <= position[:, None]
             if WINDOW > 0:
                 visible &= position[:, None] - pos[None, :] < WINDOW
@@ -172,8 +173,8 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         else:
             v = _tile(values, slot, shift + offset, kv_head, HKV, DV, DV, BLOCK_V, PAGED).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-    # Where the tile goes is computed anew, from values that the compiler cannot know to be the same: carried through
-    # the loop, the addresses would cost it registers that it does not have.
+    # Recompute the output addresses from volatile loads: carried through the loop, they would need
+    # registers that it does not have.
     again = tl.load(starts_ptr + b, volatile=True)
     query_len = tl.load(starts_ptr + b + 1, volatile=True) - again
     block_m += tl.load(starts_ptr + b, volatile=True) - again
@@ -185,12 +186,12 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
 
 
 class KeySources(NamedTuple):
-    """Where the kernel finds keys and values: in the caches, or in copies with whole tiles for each row.
+    """Where the kernel finds keys and values: caches, or copies with whole tiles for each row.
 
     Attributes:
         keys, values: caches, or descriptors of [heads * total, width].
-        ropes: the part of keys that is stored apart, or a descriptor of [total, width]; None without.
-        total: rows that one head has in a copy; 0 of caches.
+        ropes: the part of keys that is stored apart, or a descriptor of [total, width], or None.
+        total: rows of one head in a copy; 0 for caches.
     """
 
     keys: Any
@@ -200,7 +201,7 @@ class KeySources(NamedTuple):
 
 
 def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
-    """`attention_extend` in one launch, or two where keys and values are copied together first."""
+    """One launch, or two if keys and values are gathered first."""
     k_cache, v_cache, _, _, sliding_window = kv
     query_lens, (kv_heads, dim) = batch.query_lens, v_cache.shape[2:]
     rope, groups = k_cache.shape[3] - dim, q.shape[1] // kv_heads
@@ -209,7 +210,7 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     if not any(query_lens):
         return out
     many = sum(query_lens) * groups >= GATHER_FROM * len(query_lens)
-    # A graph knows no lengths that the copy could be as large as.
+    # A graph does not know the lengths that bound the copy's size.
     blocks = key_blocks(query_lens, batch.seq_lens_host, sliding_window) if many and batch.seq_lens_host else []
     copied = 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size()
     gathered = bool(blocks) and not rope and ample(q) and copied <= MAX_GATHERED
@@ -234,7 +235,7 @@ def run_extend(
     """Launches the kernel over q [T, Hq, D + ROPE] into out [T, Hq, DV].
 
     Args:
-        shape: key/value heads, D, DV and ROPE. tile: as `tile_of` gives it.
+        shape: key/value heads, D, DV and ROPE. tile: result of `tile_of`.
     """
     kv_heads, dim, value_dim, rope = shape
     groups = q.shape[1] // kv_heads
@@ -249,12 +250,12 @@ def run_extend(
 
 
 def width_of(dim: int) -> int:
-    """Columns of the tile that holds `dim` columns: a power of two."""
+    """Columns of a tile for `dim` columns: a power of two."""
     return max(16, triton.next_power_of_2(dim))
 
 
 def ample(q: Tensor) -> bool:
-    """Whether a program gets the shared memory of the largest tiles, and tiles of q fit. Such devices have the tensor
+    """Whether the largest tiles of q fit a program's shared memory. Such devices have the tensor
     memory accelerator too."""
     return shared_memory(q.device) >= LARGE_SHARED_MEMORY and q.element_size() == 2 and q.shape[-1] <= 256
 
@@ -262,8 +263,8 @@ def ample(q: Tensor) -> bool:
 def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathered: bool) -> dict[str, int]:
     """Tile sizes and launch options for keys and values of `dim` numbers, as measured on an H200.
 
-    Four warps of up to 255 registers leave room for two gathered programs on a multiprocessor. With pages it takes
-    eight of 128: addresses need registers too. Where tiles are too few for all multiprocessors, halves are more.
+    Four warps of up to 255 registers let two gathered programs share a multiprocessor. Pages need
+    eight of 128, for addresses. Tiles are halved if too few for all multiprocessors.
     """
     block_d, single = width_of(dim), q.dtype == torch.float32
     wide, groups = block_d > 128, q.shape[1] // kv_heads
@@ -283,7 +284,7 @@ def tile_of(q: Tensor, dim: int, kv_heads: int, query_lens: Sequence[int], gathe
 
 
 def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int | None) -> list[int]:
-    """Tiles that each row's keys fill at most."""
+    """Upper bound of the tiles of each row's keys."""
     blocks = [triton.cdiv(n, BLOCK_N) for n in seq_lens]
     if sliding_window is None:
         return blocks
@@ -294,8 +295,11 @@ def key_blocks(query_lens: Sequence[int], seq_lens: Sequence[int], sliding_windo
 def gather(
     k_cache: Tensor, v_cache: Tensor, kv: PagedKV, batch: AttentionPrompts, blocks: Sequence[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, int]:
-    """Copies what a batch sees of two caches, or of two parts of the vectors of one cache: [Hkv * total, width] each,
-    and total, the rows of one head. Behind each other lie the rows of the batch, in whole tiles."""
+    """Copies what a batch sees of two caches, or of two parts of one cache's vectors.
+
+    Returns two copies [Hkv * total, width] and total, the rows of one head. Batch rows follow each
+    other in whole tiles.
+    """
     kv_heads, total, dims = k_cache.shape[2], BLOCK_N * sum(blocks), (k_cache.shape[3], v_cache.shape[3])
     keys, values = (k_cache.new_empty(kv_heads * total, width_of(dim), dtype=dtype) for dim in dims)
     _gather_kernel[(max(blocks), kv_heads, len(blocks))](
@@ -308,5 +312,5 @@ def gather(
 
 
 def described(copy: Tensor) -> TensorDescriptor:
-    """A copy [rows, width] as the kernel reads it, tile by tile."""
+    """A copy [rows, width] for tile-wise reads by the kernel."""
     return TensorDescriptor.from_tensor(copy, [BLOCK_N, copy.shape[1]])

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) in the NeoX order: dimension i is paired with i + rot / 2."""
+"""Rotary position embedding (Su et al. 2021) in NeoX order: dimension i pairs with i + rot / 2."""
 
 import torch
 from torch import Tensor
@@ -9,18 +9,18 @@ from hybridrt.kernels.core.records import KVPlaces, Rope
 from hybridrt.kernels.dense.rms_norm import rms_norm
 
 
-def turns(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, 1, rot / 2] of tokens at `positions` [T]: the same in all layers of a table."""
+def rotations(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, 1, rot / 2] at `positions` [T], equal in all layers of a table."""
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     return cos, sin
 
 
-def turned(q: Tensor, k: Tensor, rope: Rope, by: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """`qk_norm_rotary` in plain torch, by the cosines and sines of the tokens."""
+def rotate(q: Tensor, k: Tensor, rope: Rope, by: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """`qk_norm_rotary` in plain torch, by the tokens' cosines and sines."""
     cos, sin = by
     normed_q = q if rope.q_weight is None else rms_norm.reference(q, rope.q_weight, rope.eps)
     normed_k = k if rope.k_weight is None else rms_norm.reference(k, rope.k_weight, rope.eps)
-    # One tensor for both takes half as many operations: a decode step on a CPU spends its time on their number.
+    # One tensor halves the operations: their number bounds a decode step on a CPU.
     heads, half = torch.cat((normed_q, normed_k), dim=1).float(), cos.shape[2]
     first, second, _ = heads.split_with_sizes((half, half, heads.shape[2] - 2 * half), dim=-1)
     rotated = (first * cos).addcmul_(second, sin, value=-1)
@@ -32,19 +32,19 @@ def turned(q: Tensor, k: Tensor, rope: Rope, by: tuple[Tensor, Tensor]) -> tuple
 
 @operation(By("triton"))
 def qk_norm_rotary(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """Norms q and k per head if there are weights (Qwen3-Next), then rotates the first `rot` dims of every head by its
-    token's position; the other dims pass through.
+    """Normalizes q and k per head if there are weights (Qwen3-Next), then rotates the first `rot`
+    dims by position.
 
-    q `[T, Hq, D]`, k `[T, Hkv, D]` (strided views are fine), positions `[T]` int32 or int64. Returns (q, k) in their
-    dtypes, possibly views of one tensor. With an implementation that works in place, the arguments themselves come
-    back.
+    q `[T, Hq, D]`, k `[T, Hkv, D]` (strided views are fine), positions `[T]` int32 or int64.
+    Returns (q, k) in their dtypes: changed in place, or possibly views of one tensor.
     """
-    return turned(q, k, rope, turns(rope.cos_sin, positions))
+    return rotate(q, k, rope, rotations(rope.cos_sin, positions))
 
 
 @operation(By("triton"))
 def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope, places: KVPlaces) -> Tensor:
-    """`qk_norm_rotary`, then `write_kv` of the rotated k and of v `[T, Hkv, D]`. Returns the rotated q."""
+    """`qk_norm_rotary`, then `write_kv` of the rotated k and of v `[T, Hkv, D]`. Returns the
+    rotated q."""
     q, k = qk_norm_rotary.reference(q, k, positions, rope)
     write_kv.reference(k, v, *places)
     return q

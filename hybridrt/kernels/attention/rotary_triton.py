@@ -1,4 +1,4 @@
-"""Triton kernel of rotary embedding, with per-head norms before it and the KV write behind it."""
+"""Triton kernel of per-head norms, rotary embedding and the KV write."""
 
 import triton
 import triton.language as tl
@@ -15,8 +15,8 @@ def _rotate(  # type: ignore[no-untyped-def]
     weight_ptr, eps, first, tokens, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate BLOCK_R heads, counted through all tokens from `first`. A thread holds both halves of a pair, so
-    that out may be x. With slots, a token's heads go to its slot of out."""
+    """Normalizes and rotates BLOCK_R heads from `first`, counted through all tokens. A thread holds
+    both halves of a pair, so out may be x. With slots, heads go to their token's slot."""
     row = first + tl.arange(0, BLOCK_R)
     t, h = row // HEADS, row % HEADS
     live = t < tokens
@@ -57,7 +57,7 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of BLOCK_R heads: those of the queries, then of the keys, then of the values, which are copied."""
+    """Blocks of BLOCK_R heads: of queries, keys, then values, which are copied."""
     block = tl.program_id(0)
     q_blocks, kv_blocks = tl.cdiv(tokens * HQ, BLOCK_R), tl.cdiv(tokens * HKV, BLOCK_R)
     if block < q_blocks:
@@ -84,13 +84,13 @@ def _rotary_kernel(  # type: ignore[no-untyped-def]
 
 
 def qk_norm_rotary_triton(q: Tensor, k: Tensor, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """`qk_norm_rotary`, in place."""
+    """In place."""
     _launch(q, k, None, positions, rope)
     return q, k
 
 
 def rotary_write_kv_triton(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, rope: Rope, places: KVPlaces) -> Tensor:
-    """`rotary_write_kv`; q is rotated in place, k and v are not changed."""
+    """Rotates q in place; k and v are not changed."""
     _launch(q, k, v, positions, rope, places)
     return q
 
@@ -115,8 +115,8 @@ def _launch(
 
 
 def rotary_tile(rows: int, head_dim: int) -> tuple[int, int]:
-    """Rows (heads of tokens) and warps of a program, as measured on an H200: few rows are spread, wide heads take
-    fewer rows (2.3 to 0.9 µs for one token of 16 heads of 256, 27 to 24 for 2,048)."""
+    """Rows (heads of tokens) and warps of a program, as measured on an H200 (2.3 to 0.9 µs for one
+    token of 16 heads of 256, 27 to 24 for 2,048)."""
     if rows <= 128:
         return 1, 1
     return (4, 2) if head_dim > 128 else (16, 4)

@@ -1,4 +1,4 @@
-"""How a ragged prefill is cut into chunks that no request shares and that do not move with the prefix."""
+"""Cuts ragged prompts into chunks at fixed absolute positions."""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -13,8 +13,6 @@ from hybridrt.kernels.core.packed import A, arrays_of, int32_array, map_arrays, 
 
 
 class ChunkArrays(NamedTuple, Generic[A]):
-    """The tensors of a ChunkPlan."""
-
     cu_chunk_seqlens: A
     seq_idx: A
     first_chunk: A
@@ -23,21 +21,17 @@ class ChunkArrays(NamedTuple, Generic[A]):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Logical chunks of the new tokens of B requests, packed along one axis.
+    """Chunks of the new tokens of B requests, packed along one axis.
 
-    A chunk ends where the request ends or where an absolute position is a multiple of `chunk_size`, so the chunks of
-    a prompt are the same however it was split into steps. A request without new tokens has no chunk.
-
-    In a graph, chunks without tokens follow that belong to no request, and what the host knows are
-    bounds: one request has all tokens.
+    Chunks end with their request and at positions that are multiples of `chunk_size`, so they do
+    not depend on how steps split a prompt. A request without new tokens has no chunk. In a graph,
+    empty chunks follow, and host numbers are bounds: one request has all tokens.
 
     Attributes:
         cu_chunk_seqlens: [n+1] int32, first token of each chunk, then the number of tokens.
         seq_idx: [n] int32, request of each chunk.
-        first_chunk: [B] int32; last_chunk: [B] int32, -1 for a request without chunks (first_chunk is 0 then).
+        first_chunk, last_chunk: [B] int32; 0 and -1 for a request without chunks.
         max_chunks_per_seq: chunks of the longest request.
-        chunk_size: most tokens of a chunk.
-        num_tokens: new tokens of all requests.
         lengths: new tokens of each request, on the host.
     """
 
@@ -54,7 +48,7 @@ class ChunkPlan:
 def plan_chunks(
     computed: Sequence[int], new: Sequence[int], chunk_size: int, device: torch.device | str = "cpu"
 ) -> ChunkPlan:
-    """Plans the chunks of requests with `computed` tokens in their state and `new` ones to add (host integers)."""
+    """Plans chunks of requests with `computed` tokens in their state and `new` tokens to add."""
     on_host: ChunkArrays[np.ndarray] = map_arrays(int32_array, chunk_lists(computed, new, chunk_size))
     arrays = arrays_of(on_host)
     packed = np.empty(packed_size(arrays), np.int32)
@@ -74,12 +68,9 @@ def chunk_plan(
 def chunk_lists(
     computed: Sequence[int], new: Sequence[int], chunk_size: int, cuts: Sequence[int] | None = None
 ) -> ChunkArrays[list[int]]:
-    """The tensors of a ChunkPlan, as lists.
-
-    Args:
-        cuts: for each request a number of its new tokens behind which a chunk ends, too; 0: none.
-    """
-    # A loop, not array operations: most steps have few chunks, and the device waits for this.
+    """The tensors of a ChunkPlan, as lists. `cuts`: tokens of each request after which a chunk also
+    ends; 0 for none."""
+    # A loop is faster than array operations: most steps have few chunks. The device waits for this.
     ends, requests, first_chunks, last_chunks, start = [0], list[int](), list[int](), list[int](), 0
     for request, (done, length) in enumerate(zip(computed, new)):
         end = start + length
@@ -95,7 +86,7 @@ def chunk_lists(
 
 
 def most_chunks(rows: int, tokens: int, chunk_size: int) -> int:
-    """No `rows` requests with `tokens` new tokens in all have more chunks: each may begin and end within one."""
+    """An upper bound of the chunks of `rows` requests with `tokens` new tokens in all."""
     return tokens // chunk_size + 2 * rows
 
 
@@ -107,9 +98,11 @@ def ith_chunks(plan: ChunkPlan, i: int) -> tuple[Tensor | slice, Tensor]:
 
 
 def chunk_tokens(plan: ChunkPlan, chunk: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [b, Q] of chunks [b], the last one repeated as padding, and which of them are real. Q is the size of a
-    chunk however short the requests are: another shape of the products would round differently, and a request's numbers
-    would depend on its neighbours."""
+    """Tokens [b, Q] of chunks [b], padded with the last one, and a mask of the real ones.
+
+    Q is always the chunk size: other shapes round differently, so a request's numbers would depend
+    on its neighbours.
+    """
     token = plan.cu_chunk_seqlens[chunk][:, None] + torch.arange(plan.chunk_size, device=chunk.device)
     end = plan.cu_chunk_seqlens[chunk + 1][:, None]
     return token.clamp(max=end - 1), token < end

@@ -1,14 +1,14 @@
-"""Running sums of the logs of decays, whose differences are exact whatever comes before them.
+"""Running sums of log decays in float64, with exact differences.
 
-What is left of token j at token i is exp(G_i - G_j), G the running sum of gates from 0 to -inf. In float32 the
-difference loses what a strong gate before j has rounded off both sums, and -inf leaves NaN. So no gate counts for more
-than FLOOR, and sums are float64: a difference of two is as exact as a sum of the gates between alone.
+Token j has decayed at token i by exp(G_i - G_j), where G is the running sum of gates. In float32 a
+strong gate before j makes the difference inexact, and -inf makes it NaN. So gates are clamped to
+FLOOR, and sums are float64.
 """
 
 import torch
 from torch import Tensor
 
-FLOOR = -128.0  # the exponential of it, and of all that is lower, is 0 in float32
+FLOOR = -128.0  # its exponential is 0 in float32
 
 
 def decay_sums(gates: Tensor, dim: int) -> Tensor:
@@ -17,10 +17,11 @@ def decay_sums(gates: Tensor, dim: int) -> Tensor:
 
 
 def left(sums: Tensor) -> Tensor:
-    """exp of sums, or of differences of them, float32."""
+    """exp of sums, or of their differences, float32."""
     return sums.float().exp_()
 
 
 def finite_rates(A: Tensor) -> Tensor:
-    """A, the lowest number in the place of -inf: a place without a token has a time step of 0, and no decay."""
+    """A with -inf replaced by the lowest number: padding has a time step of 0, and 0 * -inf is
+    NaN."""
     return A.clamp(min=torch.finfo(A.dtype).min)

@@ -1,4 +1,7 @@
-"""What the launchers of the Triton kernels share. They launch over empty grids too: Triton starts nothing then."""
+"""Helpers of all Triton launchers: arrival counters, precision, cache keys.
+
+Launchers accept empty grids: Triton starts nothing then.
+"""
 
 import sys
 from collections.abc import MutableMapping
@@ -13,23 +16,25 @@ from hybridrt.base.device import is_capturing
 
 _counters: MutableMapping[Tensor, dict[int, Tensor]] = WeakIdKeyDictionary()
 
-_reserved: dict[torch.device, Tensor] = {}  # int32 zeros, of which the first are taken next
-_RESERVE, _LINE = 2**18, 32  # counters; those of two owners share no line of the cache
+_reserved: dict[torch.device, Tensor] = {}  # int32 zeros; captures take the first ones
+_RESERVE, _LINE = 2**18, 32  # counters; two owners share no cache line
 
 LARGE_SHARED_MEMORY = 227 << 10  # bytes that the largest tiles need
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """tl.dot's input_precision: float32 operands are split in three for TF32, which keeps float32's accuracy."""
+    """tl.dot's input_precision. float32 operands are split in three TF32 parts to keep their
+    accuracy."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def arrival_counters(owner: Tensor, count: int) -> Tensor:
-    """int32 zeros [count]: programs that share a part of the work count their arrivals in them, and leave zeros.
+    """int32 zeros [count], in which programs that share work count their arrivals. They leave
+    zeros.
 
-    Counters are kept by `owner`, whose launches never run at the same time, and by count, because graphs keep the
-    address. A capture takes new ones from what `reserve_counters` has made before. If that is used up, it gets its own,
-    which each replay fills with zeros: kept ones would hold anything until that graph is replayed.
+    Counters are kept by `owner` and count, because graphs keep the address. Launches of one owner
+    never overlap. A capture takes counters of `reserve_counters`. If none are left, each replay
+    fills its own with zeros: kept ones would not be zero before the first replay.
     """
     kept = _counters.setdefault(owner, {})
     if count in kept:
@@ -45,26 +50,28 @@ def arrival_counters(owner: Tensor, count: int) -> Tensor:
 
 
 def reserve_counters(device: torch.device) -> None:
-    """Makes zeros for the counters of the next capture on a device, if few are left."""
-    device = torch.empty(0, dtype=torch.float32, device=device).device  # with its number
+    """Makes zeros for the counters of the next capture, if few are left."""
+    device = torch.empty(0, dtype=torch.float32, device=device).device  # with its index
     if device not in _reserved or len(_reserved[device]) < _RESERVE // 2:
         _reserved[device] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
 
 
 def end_launches(device: torch.device) -> None:
-    """Launches a small kernel that does not start early. So what was written in front of it may be read early by all
-    kernels behind it (pdl_triton.py)."""
+    """Launches a small kernel that does not start early. After it, all kernels may read early what
+    was written before it (`pdl_triton.py`)."""
     if device.type != "cpu":
         torch.zeros(1, dtype=torch.float32, device=device)
 
 
 @cache
-def settle_keys(module: ModuleType) -> None:
-    """Makes Triton compute the keys of a module's functions in the order of their definition, those of imported ones
-    first. Triton adds the global constants of a called function to a kernel's key only if the function's own key was
-    computed before: without this, processes that launch in another order find other keys in the cache."""
+def compute_keys(module: ModuleType) -> None:
+    """Computes Triton's cache keys in a fixed order: imported functions first, then by definition.
+
+    Triton adds a called function's global constants to a key only if that function's key was
+    computed before. Otherwise processes that launch in another order would miss the cache.
+    """
     for function in list(vars(module).values()):
-        if hasattr(type(function), "cache_key"):  # a Triton function; interpreted ones have none
+        if hasattr(type(function), "cache_key"):  # interpreted functions have none
             if function.__module__ != module.__name__:
-                settle_keys(sys.modules[function.__module__])
+                compute_keys(sys.modules[function.__module__])
             _ = function.cache_key

@@ -1,4 +1,4 @@
-"""An operation: a plain-torch reference, and the other implementations that a call may go to."""
+"""Operations: a plain-torch reference and its other implementations."""
 
 import functools
 from collections.abc import Callable
@@ -15,11 +15,10 @@ R = TypeVar("R")
 
 
 class Operation(Generic[P, R]):
-    """A function with several implementations of one signature. A call goes to the one that `providers.select` picks
-    for the device of the first argument: a tensor, or a record whose first field is one.
+    """A function with several implementations of one signature.
 
-    Attributes:
-        reference: the plain-torch implementation, which also carries the signature and the documentation.
+    A call goes to the one that `providers.select` picks for the device of the first argument: a
+    tensor, or a record that begins with one. `reference` is the plain-torch implementation.
     """
 
     def __init__(self, reference: Callable[P, R], check: Callable[..., None] | None) -> None:
@@ -39,9 +38,9 @@ def operation(*others: By, check: Callable[..., None] | None = None) -> Callable
     """Makes a plain-torch reference an operation.
 
     Args:
-        others: its implementations beside the reference. All take the reference's arguments.
-        check: called with the arguments before any implementation; it raises where they do not fit together. It names
-            the arguments that it looks at and takes the others as `*_` and `**_`.
+        others: further implementations with the reference's arguments.
+        check: called first with the arguments; raises if they do not fit together. It names those
+            that it reads and accepts others as `*_` and `**_`.
     """
 
     def decorate(reference: Callable[P, R]) -> Operation[P, R]:

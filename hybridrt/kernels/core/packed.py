@@ -1,6 +1,6 @@
-"""Records of int32 arrays in one buffer: packed on the host for one copy, rebuilt over views on the device.
+"""Records of int32 arrays in one buffer: packed on the host, rebuilt as views on the device.
 
-A record is a tuple, usually a NamedTuple, of arrays, further records, and None for parts that it lacks.
+A record is a tuple of arrays, further records, and None for missing parts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-A = TypeVar("A")  # a record's arrays: np.ndarray on the host, torch.Tensor on the device, list[int] before both
+A = TypeVar("A")  # np.ndarray on the host, torch.Tensor on the device, list[int] before
 Record = tuple[Any, ...]
-# Each section starts on 16 bytes: Triton compiles a kernel anew for every combination of aligned and unaligned
-# arguments.
+# Each section starts on 16 bytes: Triton recompiles a kernel for every combination of aligned and
+# unaligned arguments.
 ALIGNED = 4
 int32_array = partial(np.array, dtype=np.int32)
-_GAPS = [np.zeros(size, np.int32) for size in range(ALIGNED)]  # after sections
+_GAPS = [np.zeros(size, np.int32) for size in range(ALIGNED)]  # padding after sections
 
 
 def arrays_of(record: Record) -> list[Any]:
@@ -37,23 +37,22 @@ def arrays_of(record: Record) -> list[Any]:
 
 
 def rebuild(record: Record, arrays: Iterator[Any]) -> Any:
-    """The same record of other arrays, the next ones of `arrays`."""
+    """The same record with the next ones of `arrays`."""
     parts = list[Any]()
     for part in record:
         if isinstance(part, tuple):
             parts.append(rebuild(part, arrays) if part else part)
         else:
             parts.append(None if part is None else next(arrays))
-    return tuple.__new__(type(record), parts)  # a NamedTuple's own constructor takes longer
+    return tuple.__new__(type(record), parts)  # faster than a NamedTuple's constructor
 
 
 def map_arrays(function: Callable[[Any], Any], record: Record) -> Any:
-    """The same record of `function`'s results."""
     return rebuild(record, map(function, arrays_of(record)))
 
 
 def packed_size(arrays: Sequence[np.ndarray]) -> int:
-    """Integers of a buffer for these arrays."""
+    """Size of a buffer for these arrays, in integers."""
     return sum([array.size + -array.size % ALIGNED for array in arrays])
 
 
@@ -63,7 +62,7 @@ def section_starts(arrays: Sequence[np.ndarray]) -> list[int]:
 
 
 def pack_arrays(arrays: Sequence[np.ndarray], out: np.ndarray) -> None:
-    """Writes the arrays to `out` [packed_size] int32, each as one section."""
+    """Writes each array as one section of `out` [packed_size] int32."""
     parts = list[np.ndarray]()
     for array in arrays:
         parts += array.reshape(-1), _GAPS[-array.size % ALIGNED]
@@ -72,7 +71,7 @@ def pack_arrays(arrays: Sequence[np.ndarray], out: np.ndarray) -> None:
 
 
 def unpack(record: Record, flat: torch.Tensor) -> Any:
-    """The record over views of `flat` [packed_size] int32, which has the sections of `record`'s arrays."""
+    """The record as views of `flat` [packed_size] int32, with the sections of `record`'s arrays."""
     sizes, arrays, views = list[int](), arrays_of(record), list[torch.Tensor]()
     for array in arrays:
         sizes += array.size, -array.size % ALIGNED

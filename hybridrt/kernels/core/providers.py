@@ -1,10 +1,9 @@
-"""Which implementation of an operation runs.
+"""Selects the implementation of an operation.
 
-Every operation of this package (`operation.py`) is registered here, once per provider: `torch` (the plain reference,
-always there), `triton` (ours, CUDA), and installed libraries. `select` picks the one of highest priority that is
-installed and runs on the device; `HYBRIDRT_PROVIDERS="rms_norm=torch,sample=triton"` overrides it.
-Implementations are named "module:attribute" and imported when first picked, so that no optional package is imported
-before it is used.
+Every operation is registered once per provider: `torch` (the reference), `triton` (ours, CUDA), and
+installed libraries. `select` picks the highest priority that is installed and runs on the device;
+`HYBRIDRT_PROVIDERS="rms_norm=torch,sample=triton"` overrides it. Implementations are imported when
+first picked, so optional packages are not imported before use.
 """
 
 import importlib
@@ -21,7 +20,7 @@ from operator import attrgetter
 from typing import Any
 
 from hybridrt.base.errors import BackendError, ConfigError, ProviderNotInstalledError
-from hybridrt.kernels.core.launch import settle_keys
+from hybridrt.kernels.core.launch import compute_keys
 from hybridrt.kernels.core.recording import live
 
 ENVIRONMENT_VARIABLE = "HYBRIDRT_PROVIDERS"
@@ -30,9 +29,11 @@ DEFAULT_CUDA_HOME = "/usr/local/cuda"
 
 @dataclass(frozen=True)
 class Provider:
-    """A source of kernels: the module that must be importable, its distribution and minimum version, and our extra.
+    """A source of kernels: the module that must be importable, its distribution, minimum version,
+    and our extra.
 
-    `prebuilt`: it compiles its kernels with nvcc at first use, unless a module of this name is installed.
+    `prebuilt`: it compiles kernels with nvcc at first use, unless the module of this name is
+    installed.
     """
 
     name: str
@@ -49,11 +50,11 @@ class By:
     """An implementation of an operation.
 
     Attributes:
-        provider: whose it is, a name of PROVIDERS.
-        target: "module:attribute". None is the usual place: for triton `<name>_triton` in `<file>_triton.py` beside the
-            operation, for a library `<name>` in `libraries/<provider>.py`.
-        priority: among those that fit, the highest is picked.
-        needs_host: it uses the exact lengths of prompts on the host, so that a graph cannot hold it.
+        provider: a name of PROVIDERS.
+        target: "module:attribute". None for the usual place: `<name>_triton` in `<file>_triton.py`
+            next to the operation, or `<name>` in `libraries/<provider>.py`.
+        priority: the highest one that fits is picked.
+        needs_host: it needs exact prompt lengths on the host, so a graph cannot hold it.
     """
 
     provider: str
@@ -63,7 +64,7 @@ class By:
     needs_host: bool = False
 
     def load(self) -> Callable[..., Any]:
-        """Raises ProviderNotInstalledError where the provider is installed and cannot be imported."""
+        """Raises ProviderNotInstalledError if the provider is installed but cannot be imported."""
         assert self.target is not None, "`operation` fills it in"
         module, attribute = self.target.split(":")
         try:
@@ -74,13 +75,14 @@ class By:
                 f"provider {self.provider!r} of {attribute!r} is installed but cannot be imported: {e}"
             ) from e
         if self.provider == "triton":
-            settle_keys(imported)
+            compute_keys(imported)
         return function
 
 
 @dataclass(frozen=True)
 class ReportRow:
-    """What `select` would pick for an operation on a device, and why every other provider was passed over."""
+    """The pick of `select` for an operation on a device, and why each other provider was passed
+    over."""
 
     op: str
     device: str
@@ -106,7 +108,8 @@ _IMPLEMENTATIONS: dict[str, dict[str, By]] = {}
 
 
 def register(op: str, implementation: By) -> None:
-    """Declare an implementation of `op`. Raises ConfigError for a provider that PROVIDERS does not list."""
+    """Declares an implementation of `op`. ConfigError for a provider that PROVIDERS does not
+    list."""
     if implementation.provider not in PROVIDERS:
         known = ", ".join(PROVIDERS)
         raise ConfigError(f"unknown kernel provider {implementation.provider!r} for {op!r}; known: {known}")
@@ -116,11 +119,13 @@ def register(op: str, implementation: By) -> None:
 
 @cache
 def select(op: str, device_type: str, name: str | None = None) -> Callable[..., Any]:
-    """The implementation of `op` to call on `device_type` ("cpu", "cuda").
+    """The implementation of `op` on `device_type` ("cpu", "cuda"), cached. `name` insists on one
+    provider.
 
-    `name` insists on one provider. Cached, so a repeated call costs a dictionary look-up. Raises ConfigError (unknown
-    operation or provider), ProviderNotInstalledError (a named provider is missing), BackendError (it does not run on
-    the device, or nothing does).
+    Raises:
+        ConfigError: unknown operation or provider.
+        ProviderNotInstalledError: a named provider is missing.
+        BackendError: it does not run on the device, or nothing does.
     """
     picked = _pick(op, device_type, name)
     function = picked.load()
@@ -128,7 +133,7 @@ def select(op: str, device_type: str, name: str | None = None) -> Callable[..., 
 
 
 def _live(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called again by recordings: interpreted kernels are no operations of torch."""
+    """Recordings call it again: interpreted kernels are no torch operations."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +143,7 @@ def _live(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def needs_host(op: str, device_type: str) -> bool:
-    """Whether a call of `op` goes to an implementation that a graph cannot hold (`register`). Raises as `select`."""
+    """Whether `op` goes to an implementation that a graph cannot hold. Raises as `select`."""
     return _pick(op, device_type, None).needs_host
 
 
@@ -157,8 +162,10 @@ def _pick(op: str, device_type: str, name: str | None) -> By:
 
 
 def objection(name: str, device_type: str) -> str | None:
-    """Why a provider cannot serve calls on a device; None if it can. Raises ConfigError for one that PROVIDERS does not
-    list: a backend from outside may name any."""
+    """Why a provider cannot serve a device; None if it can.
+
+    ConfigError if PROVIDERS does not list it: a backend from outside may name any.
+    """
     if name not in PROVIDERS:
         raise ConfigError(f"unknown kernel provider {name!r}; known: {', '.join(PROVIDERS)}")
     provider = PROVIDERS[name]
@@ -175,7 +182,8 @@ def is_installed(name: str) -> bool:
 
 
 def require(name: str, what: str) -> None:
-    """Raises ProviderNotInstalledError if `what` was asked of a provider that is not installed or not usable."""
+    """Raises ProviderNotInstalledError if the provider that `what` needs is not installed or
+    unusable."""
     missing = _missing(PROVIDERS[name])
     if missing is not None:
         raise ProviderNotInstalledError(f"{what} was asked of provider {name!r}, which is {missing}")
@@ -198,7 +206,8 @@ def _report_row(op: str, device: str) -> ReportRow:
 
 
 def _ranked(op: str, device_type: str) -> list[By]:
-    """By falling priority; on a CPU the torch path comes first, since others only interpret kernels there."""
+    """By falling priority. On a CPU torch comes first, since others only interpret kernels
+    there."""
     if op not in _IMPLEMENTATIONS:
         _import_operations()
     if op not in _IMPLEMENTATIONS:
@@ -245,14 +254,14 @@ def _version_tuple(version: str) -> tuple[int, ...]:
 
 @cache
 def _overrides() -> dict[str, str]:
-    """The environment variable, read once: {operation: provider}. Raises ConfigError for names that do not exist."""
+    """{operation: provider} of the environment, read once. ConfigError for unknown names."""
     text = os.environ.get(ENVIRONMENT_VARIABLE, "")
     return dict(_parse_override(item) for item in text.split(",") if item.strip())
 
 
 def check_overrides(device_type: str) -> None:
-    """Raises ConfigError, ProviderNotInstalledError or BackendError if the environment variable names what does not
-    exist, is not installed or does not run on a device: at the start, not in a request's step."""
+    """Raises ConfigError, ProviderNotInstalledError or BackendError for unusable overrides at the
+    start, not in a request's step."""
     for op in _overrides():
         _pick(op, device_type, None)
 
@@ -269,8 +278,7 @@ def _parse_override(item: str) -> tuple[str, str]:
 
 
 def _import_operations() -> None:
-    """Imports the files that register operations. Those of Triton and of libraries hold implementations alone, and stay
-    unimported."""
+    """Imports the files that register operations, but not those of Triton and of libraries."""
     package = importlib.import_module("hybridrt.kernels")
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if not module.name.endswith("_triton") and ".libraries" not in module.name:

@@ -1,12 +1,11 @@
-"""The operations of a step on a CPU, recorded once and then repeated over the same tensors.
+"""Records the operations of a CPU step once and repeats them over the same tensors.
 
-In a step of a small model, layers in Python, views and allocations take longer than most operations. A recording is a
-flat list of the operations. Each repetition writes into the tensors of the recorded step, so no view is made again.
+In a small model's step, Python layers, views and allocations cost more than most operations.
+Repetitions call a flat list of operations and write to the tensors of the recorded step.
 
-What reads numbers of a step on the host stands within `live`, which a repetition calls again, or within `steady`. Any
-other read is a `problem` of the recording, as is an operation that cannot be repeated. The recorded step itself runs as
-any other. What is no operation of torch, such as a library that is given addresses, is not seen: it must stand within
-`live`.
+On a CPU, wrap non-torch kernels and host reads of step values in `live`: repetitions call it again.
+Wrap reads that never change in `steady`. Other host reads, and operations that cannot be repeated,
+are a `problem`. Libraries that are given addresses are not seen: they must be within `live`.
 """
 
 import threading
@@ -20,20 +19,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 R = TypeVar("R")
-# Where numbers pass between tensors and Python. The first two are operations of tolist and numpy; that of item makes no
-# tensor. The last one makes a tensor of numbers in Python, which may be others in the next step, and which operations
-# of this step may change in place.
+# Operations that pass numbers between tensors and Python: the first two come from tolist and numpy
+# (item's operation makes no tensor). The last one makes a tensor of Python numbers, which may
+# differ in the next step, and which this step may change in place.
 _HOST = frozenset(("resolve_conj", "resolve_neg", "lift_fresh"))
-# The shape of a result depends on numbers; or the numbers are drawn, and to record would draw twice; or a tensor gets
-# other strides, so views that were made before show other numbers when it is written again.
+# Operations with a result shape that depends on numbers; random ones, which recording would draw
+# twice; and those that change a tensor's strides, so that earlier views show other numbers.
 _UNSTEADY = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view))
-# What they leave is not read before it is written.
+# Their contents are written before they are read.
 _PLACES = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 _COPIES = frozenset(("clone", "_to_copy"))
-# Where operations are functions or methods in Python. Here and below, names that another PyTorch may not have are
-# looked up such that `missing` can say so.
+# Where Python keeps its functions and methods. Names that another PyTorch may lack are looked up so
+# that `missing` can name them.
 _OWNERS = getattr(torch._C, "_VariableFunctions", None), getattr(torch._C, "_nn", None), Tensor
-# Operations that are made of others.
+# Operations composed of others.
 _COMPOSITE: Any = getattr(torch._C.DispatchKey, "CompositeImplicitAutograd", None)
 _PRIVATE = (
     (torch._C, ("_VariableFunctions", "_nn", "_dispatch_has_kernel_for_dispatch_key")),
@@ -46,20 +45,22 @@ _current = threading.local()
 
 
 def missing() -> str | None:
-    """What recordings need of PyTorch beside its documented interface and this version does not have; None: nothing."""
+    """The undocumented part of PyTorch that recordings need and this version lacks; None if
+    complete."""
     lost = [name for owner, names in _PRIVATE for name in names if not hasattr(owner, name)]
     return f"PyTorch {torch.__version__} has no {', '.join(lost)}" if lost else None
 
 
 def live(call: Callable[[], R]) -> R:
-    """call(), which each repetition of a recorded step calls again. It works on tensors of the recorded step. If it
-    returns tensors, the repetitions leave theirs there."""
+    """call(), which each repetition of a recorded step calls again. It works on tensors of that
+    step and, in repetitions, leaves returned tensors there."""
     recording: Recording | None = getattr(_current, "recording", None)
     return call() if recording is None else recording.live(call)
 
 
 def steady(call: Callable[[], R]) -> R:
-    """call(), whose result is the same in all repetitions of a recorded step (`AttentionBackend.recording_key`)."""
+    """call(), with the same result in all repetitions of a step
+    (`AttentionBackend.recording_key`)."""
     recording: Recording | None = getattr(_current, "recording", None)
     return call() if recording is None else recording.aside(call)
 
@@ -68,16 +69,16 @@ class Recording(TorchDispatchMode):
     """A step that ran once within `record`.
 
     Args:
-        most_bytes: what the tensors that the step makes may take together.
+        most_bytes: limit for the tensors that the step makes, together.
 
     Attributes:
         problem: why it cannot be repeated; None if it can.
-        bytes: what these tensors take.
+        bytes: size of these tensors.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: torch.compile, which nothing here uses, would be imported. That takes a second."""
+        """False avoids the import of torch.compile, which takes a second."""
         return False
 
     def __init__(self, most_bytes: int) -> None:
@@ -90,7 +91,6 @@ class Recording(TorchDispatchMode):
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """What runs within it is the step."""
         _current.recording = self
         try:
             with self:
@@ -99,12 +99,11 @@ class Recording(TorchDispatchMode):
             _current.recording = None
 
     def repeat(self) -> None:
-        """The step again, with its results in the tensors of the recorded step."""
+        """Runs the step again, over the tensors of the recorded step."""
         for call in self._calls:
             call()
 
     def aside(self, call: Callable[[], R]) -> R:
-        """call(), of which nothing is recorded."""
         before, self._aside = self._aside, True
         try:
             return call()
@@ -112,7 +111,6 @@ class Recording(TorchDispatchMode):
             self._aside = before
 
     def live(self, call: Callable[[], R]) -> R:
-        """call(), which each repetition calls again."""
         result = self.aside(call)
         if not self._aside:
             self._calls.append(call if result is None else partial(_leave, call, result))
@@ -140,7 +138,6 @@ class Recording(TorchDispatchMode):
             self._calls.clear()
 
     def _change(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs an operation that writes into its arguments."""
         call, result = _called(name, args, kwargs)
         if call is None:
             call = partial(func._op, *args, **kwargs)
@@ -149,7 +146,6 @@ class Recording(TorchDispatchMode):
         return result
 
     def _make(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Notes how an operation made its result."""
         results = result if isinstance(result, (tuple, list)) else (result,)
         dense = all(isinstance(each, Tensor) and each.layout == torch.strided for each in results)
         self._check(dense, f"{name} cannot be repeated: it makes no dense tensors")
@@ -165,8 +161,8 @@ class Recording(TorchDispatchMode):
 
 
 def _called(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Callable[[], object] | None, Any]:
-    """An operation by its function or method in Python, whose calls take less time than the operator's, and what it
-    gave. (None, None) if there is none that takes these arguments."""
+    """An operation as its faster Python function or method, and its result. (None, None) if none
+    accepts these arguments."""
     for owner in _OWNERS:
         function = getattr(owner, name, None)
         if function is not None:
@@ -188,7 +184,7 @@ def _is_steady(func: Any, name: str, args: Sequence[Any]) -> bool:
 
 
 def _leave(call: Callable[[], Any], place: Any) -> None:
-    """Leaves what call() gives, one tensor or several, where the recorded step had it."""
+    """Copies the result of call() to where the recorded step had it."""
     result = call()
     if isinstance(place, Tensor):
         result, place = (result,), (place,)
@@ -198,7 +194,6 @@ def _leave(call: Callable[[], Any], place: Any) -> None:
 
 
 def _is_view(result: Any, args: Sequence[Any]) -> bool:
-    """Whether an operation has given a view, or several, of an argument."""
     first = result[0] if isinstance(result, (list, tuple)) else result
     if not isinstance(first, Tensor) or first.layout != torch.strided:
         return False

@@ -1,4 +1,4 @@
-"""Reading and writing pool rows by slot, where slot -1 marks a padding row. Nothing here waits for the device."""
+"""Reads and writes pool rows by slot; slot -1 is padding. Nothing here waits for the device."""
 
 from collections.abc import Callable
 
@@ -7,21 +7,23 @@ from torch import Tensor
 
 from hybridrt.kernels.core.records import StateSlots
 
-# Entry 0 of a pool is scratch. So 0 where a slot is named has a meaning of its own.
+# Entry 0 of a pool is scratch. So slot 0 is free to mean something else.
 SCRATCH = 0  # padding may write there, and nothing reads it
-NO_SLOT = 0  # there is no slot: the model keeps no state, or this one is not saved
+NO_SLOT = 0  # the model keeps no state, or this one is not saved
 OWN_SLOT = 0  # the slot that the row owns
 
 
 def pad_mask(slots: Tensor, ndim: int) -> Tensor:
-    """True where a row is padding: `slots` [B] as [B, 1, ...] with `ndim` dimensions."""
+    """True for padding rows: `slots` [B] as [B, 1, ...] with `ndim` dimensions."""
     return (slots < 0).view(-1, *[1] * (ndim - 1))
 
 
 def neighbours(slots: Tensor) -> tuple[slice, Tensor | None] | None:
-    """Slots [B] on a CPU as a slice of the pool and the row of each entry of the slice [B] int64, if they are s, s + 1,
-    ... in any order and none is padding: then the rows are a view and no copy. The rows are None where they are in
-    order. None otherwise, and on a GPU, where looking would wait for the device."""
+    """CPU slots [B] as a slice of the pool, without a copy, if they are consecutive in any order.
+
+    Also returns the row of each entry, [B] int64; None if they are in order. Returns None otherwise
+    or with padding, and on a GPU, where looking would wait for the device.
+    """
     if slots.device.type != "cpu":
         return None
     numbers = slots.tolist()
@@ -44,7 +46,7 @@ def initial_states(states: Tensor, slots: Tensor, has_initial_state: Tensor) -> 
 
 def write_rows(pool: Tensor, slots: Tensor, values: Tensor) -> None:
     """pool[slots] = values [B, ...] in the pool's dtype; padding rows touch nothing."""
-    # Padding rows land in row 0, which gets its bytes back: copying one row is cheaper than masking all of them.
+    # Padding writes to row 0, which is restored: copying one row is cheaper than masking all.
     scratch = pool[:1].clone()
     pool.index_copy_(0, slots.clamp(min=0).long(), values.to(pool.dtype))
     pool[:1] = scratch
@@ -53,11 +55,12 @@ def write_rows(pool: Tensor, slots: Tensor, values: Tensor) -> None:
 def advance_states(state: StateSlots, tokens: int, step: Callable[[int, Tensor], Tensor]) -> None:
     """Advances the states of B rows by `tokens` tokens each and leaves them where `state` says.
 
-    The state is rounded to its dtype after every token, as in so many steps of one token. In a draft tree a node starts
-    from the state of its parent.
+    The state is rounded to its dtype after every token, as in steps of one token. A node of a draft
+    tree starts from its parent's state.
 
     Args:
-        step: (number of a token, state before it [B, *state] float32, which it may overwrite) to the state after it.
+        step: (token number, state before it [B, *state] float32, may be overwritten) to the state
+            after it.
     """
     states, read_slots, write_slots, intermediate = state
     current = read_rows(states, read_slots).float()
@@ -77,14 +80,14 @@ def advance_states(state: StateSlots, tokens: int, step: Callable[[int, Tensor],
 
 
 def write_columns(rings: Tensor, slots: Tensor, columns: Tensor, values: Tensor, rows: Tensor | None = None) -> None:
-    """rings[rows[b], :, columns[b, i]] = values [B, n, C, ...]; rows whose slot is -1 are padding and touch nothing.
-    rows [B] is where the rings of states stand; None: at `slots`, as those of convs do."""
+    """rings[rows[b], :, columns[b, i]] = values [B, n, C, ...]; padding rows (slot -1) touch
+    nothing. rows [B]: places of state rings; None for `slots`, as for conv rings."""
     ring = (slots.clamp(min=0) if rows is None else rows)[:, None]
     old = rings[ring, :, columns]
     rings[ring, :, columns] = torch.where(pad_mask(slots, values.ndim), old, values.to(rings.dtype))
 
 
-def live_tokens(slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
+def real_tokens(slots: Tensor, query_start_loc: Tensor, num_tokens: int) -> Tensor:
     """[T] bool: the token belongs to a row of `query_start_loc` [B+1] that is not padding."""
     tokens = torch.arange(num_tokens, device=slots.device, dtype=query_start_loc.dtype)
     row = torch.searchsorted(query_start_loc[1:].contiguous(), tokens, right=True)

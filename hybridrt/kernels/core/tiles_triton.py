@@ -6,7 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def tile_mask(live, column, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Mask of a tile: live rows, columns below SIZE. If it masks whole rows only, threads load 16 bytes at a time."""
+    """Live rows, columns below SIZE. If only whole rows are masked, threads load 16 bytes at a
+    time."""
     if SIZE % BLOCK == 0:
         return live[:, None]
     else:

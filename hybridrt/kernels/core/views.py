@@ -1,5 +1,8 @@
-"""Views and copies that keep strides: Triton compiles kernels by the strides of their arguments, so that a tensor of
-the same shape with other strides would make it compile in the middle of serving."""
+"""Views and copies that keep strides.
+
+Triton compiles kernels by the strides of their arguments: other strides would cause a compilation
+during serving.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,16 +12,18 @@ from torch import Tensor
 
 
 def by_head(channels: Tensor, heads: int, dim: int) -> Tensor:
-    """[..., heads * dim] as [..., heads, dim]. With one token, `unflatten` would change the stride between tokens."""
+    """[..., heads * dim] as [..., heads, dim]. `unflatten` would change the token stride of one
+    token."""
     *outer, inner = channels.stride()
     return channels.as_strided((*channels.shape[:-1], heads, dim), (*outer, dim * inner, inner))
 
 
 def take_tokens(inputs: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor | None]:
-    """Each input at some tokens, with the strides that it has. Parts of one projection become parts of one copy.
+    """Each input at some tokens, with its own strides. Parts of one projection become parts of one
+    copy.
 
     Args:
-        inputs: [T, ...] each. Where a token's elements do not lie in front of the next token's, the copy is dense.
+        inputs: [T, ...] each. If tokens interleave in memory, the copy is dense.
         tokens: [t] int64.
     Returns:
         [t, ...] each; None for None.
@@ -31,11 +36,11 @@ def take_tokens(inputs: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor 
     for (_, stride, _), parts in merged.items():
         first = min(t.storage_offset() for t in parts.values())
         width = max(t.storage_offset() + _span(t) for t in parts.values()) - first
-        if width > stride and len(parts) > 1:  # they lie in different rows of one storage
+        if width > stride and len(parts) > 1:  # they are in different rows of one storage
             for i, t in parts.items():
                 (taken[i],) = take_tokens((t,), tokens)
             continue
-        if width > stride:  # tokens lie within each other: no copy has these strides
+        if width > stride:  # tokens interleave: no copy has these strides
             for i, t in parts.items():
                 taken[i] = t.index_select(0, tokens)
             continue
@@ -49,5 +54,4 @@ def take_tokens(inputs: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor 
 
 
 def _span(t: Tensor) -> int:
-    """Elements from the first to the last one of a token, both counted."""
     return 1 + sum((size - 1) * stride for size, stride in zip(t.shape[1:], t.stride()[1:], strict=True))

@@ -9,7 +9,7 @@ from hybridrt.kernels.core.operation import By, operation
 
 @operation(By("triton"), By("flashinfer", priority=5), By("sgl_kernel", priority=4))
 def silu_and_mul(x: Tensor) -> Tensor:
-    """SwiGLU (Shazeer 2020): silu(gate) * up for x `[..., 2I]` holding gate then up. Returns `[..., I]` in x's
+    """SwiGLU (Shazeer 2020): silu(gate) * up. x `[..., 2I]` holds gate, then up. `[..., I]` in x's
     dtype."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
@@ -30,5 +30,5 @@ def relu2(x: Tensor) -> Tensor:
 
 @operation(By("triton"))
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), both `[T, D]` or broadcastable (a gate `[T, 1]` scales rows). Returns x's dtype."""
+    """x * sigmoid(gate), both `[T, D]` or broadcastable (a gate `[T, 1]`). Returns x's dtype."""
     return x * torch.sigmoid(gate)

@@ -1,4 +1,4 @@
-"""Triton kernel of the element-wise activations: a program takes a block of one row."""
+"""Triton kernel of the element-wise activations."""
 
 import torch
 import triton
@@ -16,9 +16,8 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
     OP: tl.constexpr, LIMIT: tl.constexpr, INNER: tl.constexpr, ONE_OTHER: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, blocks of INNER]. x [rows, INNER] of row stride x_sr, other [rows, INNER], or [rows, 1] if ONE_OTHER,
-    to out [rows, INNER], contiguous. Computes in float32. OP: relu2(x), silu(x) * other, the same
-    within +-LIMIT each, or x * sigmoid(other)."""
+    """Grid [rows, blocks of INNER]. x [rows, INNER] of row stride x_sr and other [rows, INNER], or
+    [rows, 1] if ONE_OTHER, to out [rows, INNER], contiguous. Computes in float32."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < INNER
@@ -40,29 +39,24 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
 
 
 def silu_and_mul_triton(x: Tensor) -> Tensor:
-    """x [..., 2 I] to [..., I]: silu of the first half times the second half."""
     gate, up = x.chunk(2, -1)
     return _launch("silu_and_mul", gate, up)
 
 
 def clamped_silu_and_mul_triton(x: Tensor, limit: float) -> Tensor:
-    """x [..., 2 I] to [..., I]: silu of the first half, at most `limit`, times the second half within +-limit."""
     gate, up = x.chunk(2, -1)
     return _launch("clamped_silu_and_mul", gate, up, limit)
 
 
 def relu2_triton(x: Tensor) -> Tensor:
-    """[..., I]: max(x, 0) squared."""
     return _launch("relu2", x, x)
 
 
 def sigmoid_mul_triton(x: Tensor, gate: Tensor) -> Tensor:
-    """x [..., I] times sigmoid(gate), with gate [..., I] or [..., 1]."""
     return _launch("sigmoid_mul", x, gate)
 
 
 def _launch(op: str, x: Tensor, other: Tensor, limit: float | None = None) -> Tensor:
-    """x [..., I] and what it is multiplied with, [..., I] or [..., 1], as rows."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inner = x.shape[-1]
     x, other = x.reshape(-1, inner), other.reshape(-1, other.shape[-1])

@@ -1,4 +1,4 @@
-"""Grouped RMS norm with a gate, the norm of Mamba-2 mixers (RMSNormGated, Dao & Gu 2024)."""
+"""Gated RMS norm over groups, of Mamba-2 mixers (RMSNormGated, Dao & Gu 2024)."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -24,7 +24,8 @@ def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, group_size: int, norm_before_gate: bool,
     activation: GateActivation = "silu",
 ) -> Tensor:  # fmt: skip
-    """norm(x) * act(gate) if `norm_before_gate`, else norm(x * act(gate)); norms over groups of `group_size`.
+    """norm(x) * act(gate) if `norm_before_gate`, else norm(x * act(gate)), in groups of
+    `group_size`.
 
     Args:
         x, gate: [T, D], last dimension contiguous. weight: [D] float32.

@@ -1,4 +1,4 @@
-"""Triton kernel of `gated_rms_norm`: a program takes one group of one token, or of several where there are many."""
+"""Triton kernel of `gated_rms_norm`: a program computes one group of one or several tokens."""
 
 import torch
 import triton
@@ -19,18 +19,18 @@ def _gated_norm_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, NORM_FIRST: tl.constexpr,
     SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs that start together read groups that lie side by side. Each token of a program is a tile of its own, so
-    that its sum has the same order whatever TOKENS is."""
+    """Neighbouring programs read adjacent groups. Each token is a tile of its own, so its sum has
+    the same order for every TOKENS."""
     first = tl.program_id(0) // (D // GROUP) * TOKENS
     i = tl.arange(0, BLOCK)
     mask = i < GROUP
     d = tl.program_id(0) % (D // GROUP) * GROUP + i
     weight = tl.load(weight_ptr + d, mask=mask, other=0.0)
     begin(PDL)
-    # Loads of all tokens come before the first store, because the compiler does not move them over it.
+    # Load all tokens before the first store: the compiler does not move loads over stores.
     hs, gates = (), ()  # type: tuple[Tensor, ...], tuple[Tensor, ...]
     for t in tl.static_range(TOKENS):
-        token = tl.minimum(first + t, tokens - 1).to(tl.int64)  # past the last token that one is computed again
+        token = tl.minimum(first + t, tokens - 1).to(tl.int64)  # tokens past the last repeat it
         hs += (tl.load(x_ptr + token * x_st + d, mask=mask, other=0.0),)
         gates += (tl.load(gate_ptr + token * gate_st + d, mask=mask, other=0.0),)
     for t in tl.static_range(TOKENS):
@@ -49,7 +49,6 @@ def gated_rms_norm_triton(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, group_size: int, norm_before_gate: bool,
     activation: GateActivation = "silu",
 ) -> Tensor:  # fmt: skip
-    """Triton `gated_rms_norm`."""
     tokens, channels = x.shape
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     block, groups = triton.next_power_of_2(group_size), channels // group_size
@@ -63,13 +62,11 @@ def gated_rms_norm_triton(
 
 
 def _tokens_of_a_program(rows: int, block: int) -> int:
-    """
-    Args:
-        rows: groups of all tokens, for each multiprocessor.
-        block: numbers of a group.
+    """Measured on an H200 with groups of 128: few rows are bound by latency, many by loads in
+    flight.
 
-    As measured on an H200 with groups of 128: with few rows latency decides, with very many the loads that are under
-    way. More numbers do not fit into a program's registers.
+    `rows`: groups of all tokens for each multiprocessor. `block`: size of a group. Registers limit
+    tokens.
     """
     if rows < 4:
         return 1

@@ -1,4 +1,4 @@
-"""The matrix product of a dense linear layer, for any number of tokens."""
+"""The matrix product of a dense linear layer."""
 
 import torch
 import torch.nn.functional as F
@@ -6,23 +6,23 @@ from torch import Tensor
 
 from hybridrt.kernels.core.recording import live
 
-# Multiply-adds from which oneDNN's faster product pays for its two copies (70 microseconds together).
+# Multiply-adds from which oneDNN pays for its two copies (70 microseconds together).
 ONEDNN_FROM = 1 << 21
-# Tokens from which it also pays for turning a weight that is stored column by column.
-TURNS_FROM = 256
+# Tokens from which it also pays for transposing a column-major weight.
+TRANSPOSE_FROM = 256
 
 
-def stands_by_columns(weight: Tensor) -> bool:
-    """Whether a weight [out, in] should be stored column by column: smaller float32 ones on a CPU. MKL then takes half
-    the time for one or two tokens, and the same for others."""
+def stored_by_columns(weight: Tensor) -> bool:
+    """Whether a weight [out, in] should be column-major: small float32 ones on a CPU. MKL then
+    needs half the time for one or two tokens, and the same for more."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() < ONEDNN_FROM
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: x [T, K], weight [N, K], bias [N] or None.
 
-    PyTorch gives float32 products on a CPU to MKL, which leaves the wide vector units of AMD's processors idle. Large
-    ones go to oneDNN, which uses them, through tensors of PyTorch's mkldnn layout.
+    PyTorch passes float32 CPU products to MKL, which does not use the wide vector units of AMD
+    processors. Large ones go to oneDNN, which does.
     """
     if not _is_for_onednn(x, weight):
         return F.linear(x, weight, bias)
@@ -30,7 +30,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_linear(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T + residual, in the place of `residual` [T, N]."""
+    """x W^T + residual, stored in `residual` [T, N]."""
     if _is_for_onednn(x, weight):
         return residual.add_(linear(x, weight))
     return residual.addmm_(x, weight.t())
@@ -38,7 +38,7 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
     tokens = x.shape[0]
-    pays = tokens * weight.numel() >= ONEDNN_FROM and (weight.is_contiguous() or tokens >= TURNS_FROM)
+    pays = tokens * weight.numel() >= ONEDNN_FROM and (weight.is_contiguous() or tokens >= TRANSPOSE_FROM)
     return pays and x.device.type == "cpu" and x.dtype == torch.float32 and _HAS_ONEDNN
 
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: routers and the routed experts' MLP.
+"""Mixture of experts: routers and the MLP of the routed experts.
 
 Shapes: T tokens of width D, E experts of inner width I, k experts chosen per token.
 """
@@ -16,8 +16,8 @@ from hybridrt.kernels.dense.linear import linear
 
 
 class SoftmaxChoice(NamedTuple):
-    """How `router_softmax` chooses: the top_k experts, whose weights are divided by their sum if `renormalize`, and
-    behind them the `shared` experts E, E + 1, ..., which every token passes."""
+    """The choice of `router_softmax`: top_k experts, weights divided by their sum if `renormalize`,
+    then the `shared` experts E, E + 1, ... of every token."""
 
     top_k: int
     renormalize: bool
@@ -25,9 +25,12 @@ class SoftmaxChoice(NamedTuple):
 
 
 class GroupedChoice(NamedTuple):
-    """How `router_sigmoid_grouped` chooses: top_k experts within the best topk_group of n_group groups. Their scores
-    become weights: over their sum if `renormalize`, times `scaling`. Behind them come the `shared` experts E, E + 1,
-    ..., which every token passes with weight 1."""
+    """The choice of `router_sigmoid_grouped`: top_k experts within the best topk_group of n_group
+    groups.
+
+    Weights are the scores, over their sum if `renormalize`, times `scaling`. The `shared` experts
+    E, E + 1, ... of every token follow with weight 1.
+    """
 
     top_k: int
     n_group: int
@@ -41,9 +44,10 @@ class ExpertStack(NamedTuple):
     """E routed experts of one layer.
 
     Attributes:
-        w_up: `[E, 2I, D]` (gate rows, then up rows) of SwiGLU, else `[E, I, D]`; w_down: `[E, D, I]`.
+        w_up: `[E, 2I, D]` (gate rows, then up rows) of SwiGLU, else `[E, I, D]`; w_down: `[E, D,
+            I]`.
         activation: "silu" for SwiGLU; "relu2" for squared ReLU, without a gate.
-        limit: of a SwiGLU whose two factors are clamped (`clamped_silu_and_mul`); None for none.
+        limit: of a clamped SwiGLU (`clamped_silu_and_mul`), or None.
     """
 
     w_up: Tensor
@@ -56,12 +60,12 @@ class ExpertStack(NamedTuple):
 def router_softmax(
     logits: Tensor, choice: SoftmaxChoice, shared_gate: Tensor | None = None, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The top_k experts by softmax probability (Qwen3-Next, Jamba), and behind them those that every token passes.
+    """The top_k experts by softmax probability (Qwen3-Next, Jamba), then the shared ones.
 
     Args:
         logits: `[T, E]`, rows of any stride.
-        shared_gate: `[T]`, whose sigmoid is the weight of the shared experts.
-        rows: `[B]` int32, each with T / B tokens; those of row 0, which is padding, go to no expert: weight 0, id -1.
+        shared_gate: `[T]`; its sigmoid is the weight of the shared experts.
+        rows: `[B]` int32, each with T / B tokens. Tokens of row 0 are padding: weight 0, id -1.
 
     Returns:
         weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
@@ -83,9 +87,15 @@ def router_sigmoid_grouped(
 ) -> tuple[Tensor, Tensor]:
     """The top_k experts within the topk_group best groups (DeepSeek-V3, section 2.1.2; Nemotron-H).
 
-    logits `[T, E]`; correction_bias `[E]` float32 is added to the sigmoid scores for choosing only; a group's score is
-    the sum of its two best. Returns weights `[T, k + shared]` float32, made of the plain scores, and ids
-    `[T, k + shared]` int32. rows as in `router_softmax`.
+    A group's score is the sum of its two best scores.
+
+    Args:
+        logits: `[T, E]`.
+        correction_bias: `[E]` float32, added to the sigmoid scores for the choice, not for weights.
+        rows: as in `router_softmax`.
+
+    Returns:
+        weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
     """
     top_k, n_group, topk_group, renormalize, scaling, shared = choice
     scores = torch.sigmoid(logits.float())
@@ -112,18 +122,18 @@ def router_product(x: Tensor, weight: Tensor) -> Tensor:
 
 @operation(By("triton"))
 def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
-    """sum_j weights[t, j] * w_down[e] act(w_up[e] x[t]) over the experts e = ids[t, j] of each token.
+    """sum_j weights[t, j] * w_down[e] act(w_up[e] x[t]) over each token's experts e = ids[t, j].
 
-    x `[T, D]`; weights `[T, k]` float32; ids `[T, k]` int32, -1 for none (padding). Returns `[T, D]` in x's dtype,
-    summed in float32.
+    x `[T, D]`; weights `[T, k]` float32; ids `[T, k]` int32, -1 for none. Returns `[T, D]` in x's
+    dtype, summed in float32.
     """
     return live(lambda: _each_expert(x, experts, weights, ids))
 
 
 def _each_expert(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
-    """`fused_experts`, which reads on the host how many tokens each expert has."""
+    """Reads on the host how many tokens each expert has."""
     w_up, w_down, *_ = experts
-    # Token-expert pairs sorted by expert, one pair of matrix products for each expert that was hit
+    # Pairs sorted by expert: one pair of matrix products for each expert with tokens
     count, top_k = w_up.shape[0], ids.shape[1]
     flat = ids.flatten().long()
     order = torch.where(flat < 0, count, flat).argsort(stable=True)
@@ -142,7 +152,6 @@ def _each_expert(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) 
 
 
 def _without_padding(weights: Tensor, ids: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights and ids `[T, k]` with those of row 0's tokens replaced by 0 and -1."""
     if rows is None or not rows.shape[0]:
         return weights, ids
     padding = (rows == 0).repeat_interleave(ids.shape[0] // rows.shape[0]).unsqueeze(1)

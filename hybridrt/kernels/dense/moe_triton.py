@@ -1,7 +1,7 @@
 """Triton kernels of the routed experts.
 
-Few token-expert pairs: bandwidth decides, and each pair gathers its own rows of the weights. Many: pairs are laid out
-in blocks of one expert each, and blocks are matrix products.
+With few token-expert pairs bandwidth decides, and each pair gathers its own weight rows. With many,
+pairs are laid out in blocks of one expert, and blocks are matrix products.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,12 @@ from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.dense.moe import ExpertStack
 
-# Up to here two small launches lay pairs out, each comparing all of them with all; from here on a sort is less work.
+# Up to here two small launches that compare all pairs cost less than a sort.
 COMPARED_PAIRS = 12288
 
 
 @triton.jit
 def _activate(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """SwiGLU if GATED, of factors within LIMIT if there is one, else squared ReLU."""
     if GATED:
         hidden = hidden * tl.sigmoid(hidden)
         if LIMIT is not None:
@@ -39,7 +38,8 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, ids_ptr, hidden_ptr, x_sr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [inner blocks, pairs]. A thread owns 8 neighbouring columns of each row, one 16-byte load."""
+    """Grid [inner blocks, pairs]. A thread owns 8 neighbouring columns of each row, one 16-byte
+    load."""
     begin_in_turn(PDL)
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -47,7 +47,7 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
         return
     i, d = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D)
     x_row = x_ptr + (pair // TOP_K).to(tl.int64) * x_sr + d
-    # Past the last row the last one is read again: cheaper than a mask, and never written.
+    # Rows past the last repeat it: cheaper than a mask, and never written.
     w_rows = w_ptr + expert * w_se + tl.minimum(i, INNER - 1)[:, None] * w_sr + d[None, :]
     tile = tl.load(w_rows, mask=(d < D)[None, :], other=0.0)
     up_tile = tile
@@ -60,7 +60,7 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
         if GATED:
             up += _sum_by_8(up_tile.to(tl.float32) * x)
         if BLOCK_D < D:
-            # Last, so that a row's next piece takes the registers of the piece just multiplied.
+            # Last, so that a row's next piece reuses the registers of this one.
             following = start + BLOCK_D
             mask = (following + d < D)[None, :]
             tile = tl.load(w_rows + following, mask=mask, other=0.0)
@@ -72,7 +72,6 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum_by_8(x):  # type: ignore[no-untyped-def]
-    """[rows, columns] to [rows, columns / 8]: what one thread holds of a row."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 2)
 
 
@@ -81,8 +80,8 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
     hidden_ptr, w_ptr, weights_ptr, ids_ptr, out_ptr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
     INNER: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens, output blocks]: BLOCK_P experts of a token and BLOCK_I of their inner columns at a time. A tile
-    has a row for each expert and output, a thread 8 neighbouring columns of it."""
+    """Grid [tokens, output blocks]: BLOCK_P experts and BLOCK_I inner columns at a time. A tile has
+    a row for each expert and output; a thread owns 8 neighbouring columns."""
     PARTS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
     STEPS: tl.constexpr = (TOP_K + BLOCK_P - 1) // BLOCK_P * PARTS
     t = tl.program_id(0).to(tl.int64)
@@ -90,7 +89,7 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
     p = r // BLOCK_D
     w_rows = w_ptr + tl.minimum(tl.program_id(1) * BLOCK_D + r % BLOCK_D, D - 1) * w_sr
     ids_row, weights_row = ids_ptr + t * TOP_K, weights_ptr + t * TOP_K
-    # The experts were chosen before the kernel in front began: they may be read before it ends.
+    # The experts were chosen before the previous kernel began, so reading them early is safe.
     tile = _down_tile(w_rows, ids_row, w_se, p, i, TOP_K, INNER)
     begin(PDL)
     total = tl.zeros([BLOCK_P * BLOCK_D, BLOCK_I // 8], tl.float32)
@@ -103,7 +102,7 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
         hidden = tl.load(hidden_rows[:, None] + column[None, :], mask=mask, other=0.0)
         total += _sum_by_8(tile.to(tl.float32) * hidden.to(tl.float32)) * weight[:, None]
         if STEPS > 1:
-            # Last, so that the next tile takes the registers of the one just multiplied.
+            # Last, so that the next tile reuses the registers of this one.
             k, column = (step + 1) // PARTS * BLOCK_P + p, (step + 1) % PARTS * BLOCK_I + i
             tile = _down_tile(w_rows, ids_row, w_se, k, column, TOP_K, INNER)
     out = tl.sum(tl.reshape(tl.sum(total, 1), [BLOCK_P, BLOCK_D]), 0)
@@ -113,7 +112,7 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _down_tile(w_rows, ids_row, w_se, k, column, TOP_K: tl.constexpr, INNER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, columns] of the weights; row r of a token's expert number k[r], zeros if that is none."""
+    """[rows, columns] of the weights; row r is of a token's expert k[r], zeros if there is none."""
     expert = tl.load(ids_row + k, mask=k < TOP_K, other=-1).to(tl.int64)
     mask = (expert >= 0)[:, None] & (column < INNER)[None, :]
     return tl.load((w_rows + expert * w_se)[:, None] + column[None, :], mask=mask, other=0.0)
@@ -126,7 +125,8 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     LIMIT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = act(a[pair // PAIRS_PER_ROW] w[expert]^T) for a block of pairs of one expert and BLOCK_N columns."""
+    """out[pair] = act(a[pair // PAIRS_PER_ROW] w[expert]^T) for a block of one expert's pairs and
+    BLOCK_N columns."""
     begin(PDL)
     block = tl.program_id(1)
     expert = tl.load(block_expert_ptr + block).to(tl.int64)
@@ -157,8 +157,8 @@ def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
     y_ptr, weights_ptr, ids_ptr, out_ptr, TOP_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens * blocks of columns]. A thread adds one expert after the other: nothing passes through shared
-    memory, and the loads of all experts are under way at once."""
+    """Grid [tokens * blocks of columns]. A thread adds the experts in order: no shared memory, all
+    loads in flight at once."""
     begin(PDL)
     COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     t = (tl.program_id(0) // COLUMNS).to(tl.int64)
@@ -194,7 +194,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     ids_ptr, ranks_ptr, layout_ptr, block_expert_ptr, pairs, blocks, experts,
     SIZE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each pair to its place in the layout. A pair whose rank is a multiple of SIZE opens a block."""
+    """A pair with a rank that is a multiple of SIZE opens a block."""
     begin(PDL)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     expert = tl.load(ids_ptr + p, mask=p < pairs, other=-1)
@@ -212,7 +212,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     place = block * SIZE + rank % SIZE
     tl.store(layout_ptr + place, p, mask=expert >= 0)
     tl.store(block_expert_ptr + block, expert, mask=(expert >= 0) & (rank % SIZE == 0))
-    # Behind the last pair of an expert its block is empty, and behind the last block there are blocks of no expert.
+    # The rest of an expert's last block is empty. Blocks of no expert follow the last block.
     gap = 1 + tl.arange(0, SIZE)
     empty = ((expert >= 0) & (rank == count - 1))[:, None] & ((rank % SIZE)[:, None] + gap[None, :] < SIZE)
     tl.store(layout_ptr + place[:, None] + gap[None, :], tl.full([BLOCK_P, SIZE], 0, tl.int32) + pairs, mask=empty)
@@ -220,7 +220,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 
 
 def fused_experts_triton(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
-    """Two launches where most pairs meet an expert of their own, else the grouped products."""
+    """Gathered products if most pairs have an expert of their own, else grouped ones."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     hidden = torch.empty(ids.numel(), experts.w_down.shape[2], dtype=x.dtype, device=x.device)
     run = _gathered if ids.numel() <= experts.w_up.shape[0] // 2 else _grouped
@@ -244,8 +244,7 @@ def _gathered(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hid
 
 
 def gathered_tiles(width: int, inner: int, top_k: int, gated: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Tiles of the gathered products, up and down, as measured on an H200 for one token. Rows of the up product are
-    taken in pieces that fill them; down, long rows are taken by fewer experts at a time."""
+    """Tiles of the gathered products, up and down, as measured on an H200 for one token."""
     columns = next(size for size in (2048, 1024, 256) if width % size == 0 or size == 256)
     rows = 8 if columns == 256 else 2
     up = {"BLOCK_I": rows if gated else 2 * rows, "BLOCK_D": max(8, min(columns, triton.next_power_of_2(width)))}
@@ -257,8 +256,8 @@ def gathered_tiles(width: int, inner: int, top_k: int, gated: bool) -> tuple[dic
 
 @dataclass(frozen=True)
 class _Blocks:
-    """n blocks of `size` pairs of one expert: `pairs` [n * size], the number of pairs where there is none, and
-    `experts` [n], E for a block of none. Integers; what a block of none holds of pairs means nothing."""
+    """n blocks of one expert's pairs: `pairs` [n * size], the number of pairs for none, and
+    `experts` [n], E for none. The pairs of a block without an expert are undefined."""
 
     pairs: Tensor
     experts: Tensor
@@ -266,8 +265,8 @@ class _Blocks:
 
 
 def _lay_out(ids: Tensor, experts: int) -> _Blocks:
-    """Blocks of pairs of one expert each, ordered by expert, then by pair; pairs of none (-1) are in no block. The
-    shapes depend on those of the arguments alone."""
+    """Pairs by expert, then by number, without those of no expert (-1). Shapes depend on argument
+    shapes alone."""
     pairs = ids.numel()
     size = 16 if pairs <= 16 * experts else 64
     blocks = min(pairs, pairs // size + experts)
@@ -291,7 +290,7 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks
     order = flat.argsort(stable=True)
     shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # from the place in `order` to that in the layout
     place = torch.arange(pairs, device=ids.device) + shift[flat[order]]
-    # Pairs without an expert come last, and what the layout does not hold of them falls on one spare place behind it.
+    # Pairs without an expert come last; those outside the layout share one spare place after it.
     layout = torch.full((blocks * size + 1,), pairs, dtype=torch.int64, device=ids.device)
     layout[place.clamp(max=blocks * size)] = order
     ends = padded[:experts].cumsum(0)

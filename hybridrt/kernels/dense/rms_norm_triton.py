@@ -1,4 +1,4 @@
-"""Triton kernel of the RMS norm, one program a row, alone and behind the residual addition."""
+"""Triton kernel of the RMS norm, alone and after a residual addition; a program computes a row."""
 
 import torch
 import triton

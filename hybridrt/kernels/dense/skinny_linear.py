@@ -1,7 +1,7 @@
-"""A linear layer of a few tokens, with the norm before it and the activation behind it.
+"""A linear layer of few tokens, fused with the norm before it and the activation after it.
 
-With 1 to MAX_TOKENS rows a matrix product costs what reading its weights costs, so the work is to keep the memory busy:
-the norm is recomputed instead of stored, the activation applied before the output is written.
+With 1 to MAX_TOKENS rows a product costs as much as reading its weights. So the norm is recomputed
+instead of stored, and the activation applied before the output is written.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -19,12 +19,14 @@ Activation = Literal["silu_and_mul", "relu2"]
 ACTIVATIONS = {"silu_and_mul": silu_and_mul, "relu2": relu2}
 
 MAX_TOKENS = 64
-# Where cuBLAS becomes as fast on an H200; with an activation, and rows to fill the device, at MAX_TOKENS.
+# Where cuBLAS catches up on an H200; at MAX_TOKENS with an activation and enough rows for the
+# device.
 ALONE_UP_TO, FILLING_ROWS = 32, 16384
 
 
 def is_skinny(x: Tensor, weight: Tensor, activation: Activation | None) -> bool:
-    """Whether skinny_linear beats the separate operations for x `[T, K]`: few rows and 16-bit weights, on a GPU."""
+    """Whether skinny_linear beats separate operations for x `[T, K]`: few rows, 16-bit weights, a
+    GPU."""
     if not x.is_cuda:
         return False
     max_tokens = ALONE_UP_TO if activation is None or len(weight) < FILLING_ROWS else MAX_TOKENS
@@ -35,8 +37,8 @@ class InputNorm(NamedTuple):
     """The RMS norm of a layer's input.
 
     Attributes:
-        norm_weight: [K] float32, as in `rms_norm`; eps belongs to it.
-        residual: [T, K], added before the norm. It may be overwritten: use the returned sum instead.
+        norm_weight: [K] float32, as in `rms_norm`; eps is the norm's.
+        residual: [T, K], added before the norm. May be overwritten: use the returned sum instead.
     """
 
     norm_weight: Tensor
@@ -73,25 +75,27 @@ def skinny_linear(
     parts: int = 1,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """act(rms_norm(x + residual) W^T + b) and x + residual; norm, residual, bias and activation are optional.
+    """act(rms_norm(x + residual) W^T + b) and x + residual; norm, residual, bias and activation are
+    optional.
 
     Args:
         x: [T, K] with any row stride, T at most MAX_TOKENS.
         weight: [N, K] contiguous, in x's dtype; bias: [N] or None.
-        tail: [T, K - K1], the last columns of the input where x `[T, K1]` holds the first: two inputs of one merged
-            weight need no copy side by side. Not with a norm.
-        parts: into so many equal parts x and the weight's rows are cut, [1, K] and [N / parts, K] each, of which the
-            i-th are multiplied; with one token, and nothing but a bias.
+        tail: [T, K - K1], the last input columns if x is `[T, K1]`: avoids a copy of two inputs.
+            Not with a norm.
+        parts: cuts x and the weight's rows into so many parts, [1, K] and [N / parts, K] each; the
+            i-th are multiplied. One token, at most a bias.
         activation: "silu_and_mul" halves N (gate rows, then up rows); "relu2".
-        out: where y goes, contiguous, in x's dtype; None for a new tensor.
+        out: contiguous, in x's dtype, for y; None for a new tensor.
 
     Returns:
-        y [T, N] or [T, N / 2] in x's dtype, accumulated in float32; x + residual rounded to residual's dtype, or None.
+        y [T, N] or [T, N / 2] in x's dtype, accumulated in float32; x + residual rounded to
+            residual's dtype, or None.
 
     Raises:
-        ConfigError: too many tokens, or a tail with a norm, parts that do not fit, or weights of another dtype.
+        ConfigError: too many tokens, a tail with a norm, parts that do not fit, or another dtype.
     """
-    # The separate operations one after the other
+    # The separate operations in order
     dtype = x.dtype
     if tail is not None:
         x = torch.cat((x, tail), dim=-1)

@@ -1,12 +1,15 @@
 """Triton kernels of `skinny_linear`: one token by multiply-add, several by tensor cores.
 
-Both stream the weights once, a block of rows per program, and reduce in a fixed order. With one token a program keeps
-a tile of weights in registers while the next is on its way, and has its first tile before it waits for the kernel in
-front (`pdl_triton`); the norm's scale is applied to the finished products, so that the sum of squares needs no pass of
-its own. With more tokens the tiles go through shared memory, and the norm is a launch of its own: every program would
-have to read all tokens twice. Where a weight has too few rows to occupy the device, programs share a row block and take
-a part of its columns each; the last to finish sums the parts, always in the same order. Likewise where a few blocks are
-left over after whole waves of them: shared, they are done before the others.
+Both stream the weights once, a block of rows per program, and reduce in a fixed order.
+
+One token: a program keeps a tile of weights in registers while it loads the next, and loads its
+first before it waits for the previous kernel (`pdl_triton`). The norm's scale is applied to
+finished products, so the sum of squares needs no pass of its own.
+
+More tokens: tiles go through shared memory. The norm is a launch of its own: otherwise every
+program would read all tokens twice. If a weight has too few rows for the device, programs share a
+row block by columns; the last to finish sums the parts in order. Blocks left over after whole waves
+are shared too, so the last wave is short.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +29,7 @@ MULTIPROCESSORS = 132  # of the devices that the tiles are for; tiles do not cha
 
 @triton.jit
 def _weight_rows(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of the weight in this block; with silu_and_mul gate and up rows take turns."""
+    """Rows of the weight in this block; with silu_and_mul gate and up rows alternate."""
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)
     if ACTIVATION == "silu_and_mul":
         row = row // 2 + (row % 2) * (N // 2)
@@ -35,7 +38,6 @@ def _weight_rows(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):  # 
 
 @triton.jit
 def _activate(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The activation of float32 products y [T, BLOCK_N], gate and up taking turns; silu_and_mul halves the columns."""
     if ACTIVATION == "silu_and_mul":
         gate, up = tl.split(tl.reshape(y, [y.shape[0], y.shape[1] // 2, 2]))
         y = gate * tl.sigmoid(gate) * up
@@ -49,7 +51,6 @@ def _activate(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 def _store_output(  # type: ignore[no-untyped-def]
     y, bias_ptr, out_ptr, block, tokens, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Adds the bias to the products y [T, BLOCK_N] of a block of rows, activates and writes them."""
     if bias_ptr is not None:
         row = _weight_rows(block, N, ACTIVATION, BLOCK_N)
         y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
@@ -64,7 +65,6 @@ def _store_output(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _input_columns(x_ptr, tail_ptr, column, split):  # type: ignore[no-untyped-def]
-    """The pointer to input column `column`: from `split` on in the tail, if there is one."""
     pointer = x_ptr + column
     if tail_ptr is not None:
         pointer = tl.where(column < split, pointer, tail_ptr + (column - split))
@@ -81,11 +81,11 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
     if PARTS > 1:
         x_ptr += tl.program_id(0) * BLOCK_N // (N // PARTS) * K
     k = tl.arange(0, BLOCK_K)
-    # Past the last row the last one is read again: cheaper than a mask, and never written.
+    # Rows past the last repeat it: cheaper than a mask, and never written.
     row = tl.minimum(_weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N), N - 1).to(tl.int64)
     weights = weight_ptr + row[:, None] * K + k[None, :]
     tile = tl.load(weights, mask=(k < K)[None, :], other=0.0)
-    sum_end = tl.where(tl.program_id(0) == 0, K, 0)  # the first program alone writes x + residual
+    sum_end = tl.where(tl.program_id(0) == 0, K, 0)  # only the first program writes x + residual
     begin(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -103,7 +103,7 @@ def _matvec_kernel(  # type: ignore[no-untyped-def]
         products = tl.reshape(tile.to(tl.float32) * x[None, :], [BLOCK_N, BLOCK_K // 8, 8])
         acc += tl.sum(products, axis=2)
         if BLOCK_K < K:
-            # Last, so that a row's next piece takes the registers of the piece just multiplied.
+            # Last, so that a row's next piece reuses the registers of this one.
             following = start + BLOCK_K
             tile = tl.load(weights + following, mask=(following + k < K)[None, :], other=0.0)
     y = tl.sum(acc, axis=1)
@@ -119,9 +119,11 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`whole` programs with a block of rows each, then SPLIT for each block that is left: weight [BLOCK_N, K or its
-    part] x tokens [K, T], the weights on the left, where a tensor core takes 64 rows, and STAGES tiles ahead in shared
-    memory. HEAD: columns of the input before the tail."""
+    """`whole` programs with a block of rows each, then SPLIT for each block left.
+
+    Weight [BLOCK_N, K or its part] x tokens [K, T]: a tensor core takes 64 rows on the left. STAGES
+    tiles are loaded ahead. HEAD: input columns before the tail.
+    """
     PART: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
     block, part, first, end = tl.program_id(0), 0, 0, K
     if SPLIT > 1:
@@ -158,7 +160,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
         cells = parts_ptr + (block - whole).to(tl.int64) * (SPLIT * BLOCK_N * T)
         cells += tl.arange(0, BLOCK_N)[:, None] * T + t[None, :]
         tl.store(cells + part * (BLOCK_N * T), acc)
-        tl.debug_barrier()  # the arrival below publishes what all threads stored
+        tl.debug_barrier()  # publish all stores before the arrival
         if tl.atomic_add(arrivals_ptr + block - whole, 1, sem="acq_rel") == SPLIT - 1:
             tl.store(arrivals_ptr + block - whole, 0)
             total = tl.zeros([BLOCK_N, T], tl.float32)
@@ -169,8 +171,8 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns of the weight that a program works on at a time, and how. With `split` above 1 so many programs
-    share each of the last `shared` blocks of rows (None: of all blocks)."""
+    """A program's rows and columns of the weight. If `split` > 1, so many programs share each of
+    the last `shared` row blocks (None: of all)."""
 
     block_n: int
     block_k: int
@@ -191,7 +193,7 @@ def skinny_linear_triton(
     parts: int = 1,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`skinny_linear`: one launch for one token, one more where several tokens have a norm."""
+    """One launch for one token; several tokens with a norm need one more."""
     assert weight.is_contiguous() and x.stride(1) == 1
     (rows, columns), (norm_weight, eps, residual) = weight.shape, norm or (None, 0.0, None)
     out_features = rows // (2 if activation == "silu_and_mul" else 1)
@@ -247,8 +249,8 @@ def _matmul(
 
 
 def matvec_tile(rows: int, columns: int) -> Tile:
-    """Tile of the kernel for one token: small ones, of which many fit a multiprocessor, so that programs of the next
-    kernel have room to fetch their weights while they wait."""
+    """Small tiles for one token: programs of the next kernel find room to load weights while they
+    wait."""
     tile = Tile(4, 1024, 4)
     if columns == 2048:
         tile = Tile(2 if rows <= 4096 else 4, 2048, 8)
@@ -258,9 +260,11 @@ def matvec_tile(rows: int, columns: int) -> Tile:
 
 
 def matmul_tile(rows: int, columns: int, tokens: int) -> Tile:
-    """Tile of the kernel for several tokens: 64 rows, stages for two or three programs a multiprocessor. Where there
-    are fewer than two blocks of rows a multiprocessor, several programs share each block. Where a few blocks are left
-    over after whole waves, several programs share each of these: the last wave is then as short as the others."""
+    """Tile for several tokens: 64 rows, stages for two or three programs a multiprocessor.
+
+    Programs share all row blocks if there are fewer than two a multiprocessor, else those left over
+    after whole waves.
+    """
     blocks = triton.cdiv(rows, 64)
     left = blocks % MULTIPROCESSORS
     if blocks <= MULTIPROCESSORS:

@@ -1,1 +1,1 @@
-"""Operations served by installed libraries, one file a library, imported when one of its operations is picked."""
+"""Operations of installed libraries: one file a library, imported when first picked."""

@@ -1,4 +1,4 @@
-"""What the files of this folder share: pages of a batch, and saying what a library cannot do."""
+"""Page numbers of a batch, and the error for unsupported arguments."""
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ def page_table(req_to_token: Tensor, rows: Tensor, page_size: int, longest: int)
 
 
 def page_numbers(req_to_token: Tensor, rows: Tensor, page_starts: Tensor, count: int, page_size: int) -> Tensor:
-    """[count] int32 pages of request rows `rows` [B] one row behind the other: those of row b are
-    [page_starts[b]:page_starts[b + 1]], and what lies past the last is any page."""
+    """[count] int32 pages of request rows `rows` [B]: row b has [page_starts[b]:page_starts[b +
+    1]]. Entries past the last row are arbitrary pages."""
     entry = torch.arange(count, dtype=torch.int32, device=rows.device)
     row = torch.searchsorted(page_starts[1:], entry, right=True).clamp_(max=len(rows) - 1)
     position = ((entry - page_starts[row]) * page_size).clamp_(max=req_to_token.shape[1] - 1)

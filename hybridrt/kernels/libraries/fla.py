@@ -9,14 +9,14 @@ from fla.ops.kda import chunk_kda
 from torch import Tensor
 
 from hybridrt.kernels.core.records import DeltaInputs, GateWeights, Prompts, StateSlots
-from hybridrt.kernels.core.slots import initial_states, live_tokens, write_rows
+from hybridrt.kernels.core.slots import initial_states, real_tokens, write_rows
 from hybridrt.kernels.delta_rule.delta_rule import with_gates
 
 
 def chunk_gated_delta_rule(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:
-    """`chunk_gated_delta_rule`; its chunks start with the row, wherever the prefix ended."""
+    """Chunks start with the row, not at absolute positions."""
     (states, read_slots, write_slots, _), (query_start_loc, has_initial_state, plan, _) = state, prompts
     v, real = inputs.v, plan.num_tokens
     if inputs.g.ndim > inputs.beta.ndim:
@@ -32,11 +32,11 @@ def chunk_gated_delta_rule(
     write_rows(states, write_slots, after)
     out = v.new_zeros(v.shape)
     out[:real] = y[0]
-    return out.masked_fill(~live_tokens(read_slots, query_start_loc, v.shape[0])[:, None, None], 0.0)
+    return out.masked_fill(~real_tokens(read_slots, query_start_loc, v.shape[0])[:, None, None], 0.0)
 
 
 def gate_arguments(weights: GateWeights | None) -> dict[str, Any]:
-    """Arguments with which KDA's functions compute gates from raw inputs; none where there are no weights."""
+    """Arguments with which KDA's functions compute gates from raw inputs; empty without weights."""
     if weights is None:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""Operations of flashinfer: attention over pages, norms, SwiGLU, filters of sampling."""
+"""Operations of flashinfer: paged attention, norms, SwiGLU, sampling filters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ WORKSPACE_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """What a plan must know of the attention layers that it serves. `window`: keys that a query sees, None for all."""
+    """Attention layers that a plan serves. `window`: keys that a query sees, None for all."""
 
     query_heads: int
     kv_heads: int
@@ -32,7 +32,7 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class GraphBuffers:
-    """Where the plans of a graph of `bs` rows lie: all graphs share them, because each replay plans anew.
+    """Plans of graphs, shared by all graphs because each replay plans anew.
 
     Attributes:
         query_starts, page_starts: [max_bs + 1] int32; last_page: [max_bs] int32; pages: [n] int32.
@@ -50,11 +50,12 @@ class GraphBuffers:
 
 
 class PagedAttention:
-    """flashinfer's attention over pages for one batch: `plan` on the host, `fill_pages` on the device, `run` per layer.
+    """flashinfer's paged attention of one batch: `plan` on the host, `fill_pages` on the device,
+    `run` per layer.
 
     Args:
         workspace: [n] uint8, 128 MiB; shared by batches that never run at the same time.
-        bs, buffers: rows of the graph that this serves, and where its plans lie; None for eager steps.
+        bs, buffers: rows and plan buffers of a graph; None for eager steps.
     """
 
     def __init__(self, workspace: Tensor, bs: int = 0, buffers: GraphBuffers | None = None) -> None:
@@ -64,7 +65,7 @@ class PagedAttention:
             return
         pages_per_row = buffers.pages.shape[0] // buffers.last_page.shape[0]
         self._pages, self._page_starts = buffers.pages[: bs * pages_per_row], buffers.page_starts[: bs + 1]
-        # fa2 splits a long context among programs, which a few rows of one token need; fa3 does not.
+        # fa2 splits long contexts among programs, which few rows of one token need; fa3 does not.
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             workspace, "NHD", use_cuda_graph=True, backend="fa2", qo_indptr_buf=buffers.query_starts[: bs + 1],
             paged_kv_indptr_buf=self._page_starts, paged_kv_indices_buf=self._pages,
@@ -72,8 +73,8 @@ class PagedAttention:
         )  # fmt: skip
 
     def plan(self, query_lens: Sequence[int], seq_lens: Sequence[int], heads: HeadLayout) -> None:
-        """For rows of `query_lens` new tokens that end at `seq_lens`. The pages are filled in later: a graph finds the
-        newest of them only when it runs."""
+        """For rows of `query_lens` new tokens that end at `seq_lens`. Pages are filled in later: a
+        graph finds the newest only when it runs."""
         page = heads.page_size
         counts = [max(-(-length // page), 1) for length in seq_lens]  # a row without keys reads one of page 0
         last_page = [max(length - (count - 1) * page, 1) for length, count in zip(seq_lens, counts, strict=True)]
@@ -89,11 +90,11 @@ class PagedAttention:
         )  # fmt: skip
 
     def _staged(self, values: Sequence[int]) -> Tensor:
-        """int32 on the host, where a copy to the device waits for nothing."""
+        """int32, pinned so that a copy to the device does not wait."""
         return torch.tensor(values, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
     def fill_pages(self, req_to_token: Tensor, rows: Tensor, page_size: int) -> None:
-        """Looks up the pages of request rows `rows` [B]; a graph holds this."""
+        """Looks up the pages of request rows `rows` [B]; a graph contains this."""
         numbers = page_numbers(req_to_token, rows, self._page_starts, self._pages.shape[0], page_size)
         self._pages.copy_(numbers)
 
@@ -103,25 +104,24 @@ class PagedAttention:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm`, with the weight rounded to x's dtype."""
+    """Rounds the weight to x's dtype."""
     normed: Tensor = flashinfer.rmsnorm(x.reshape(-1, x.shape[-1]), weight.to(x.dtype), eps)
     return normed.view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm`, with the weight rounded to x's dtype."""
+    """Rounds the weight to x's dtype."""
     normed = x.clone(memory_format=torch.contiguous_format)
     flashinfer.fused_add_rmsnorm(normed, residual, weight.to(x.dtype), eps)
     return normed, residual
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """`silu_and_mul`."""
     return flashinfer.silu_and_mul(x.contiguous())
 
 
 def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
-    """`filtered_logits`: top-k and top-p by flashinfer, the rest by plain torch."""
+    """top-k and top-p by flashinfer, the rest by plain torch."""
     _, top_k, top_p, min_p, _, _ = filters
     rest = filtered_logits_op.reference(logits, filters._replace(top_k=None, top_p=None, min_p=None))
     if top_k is not None:
@@ -135,7 +135,7 @@ def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
 
 
 def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor) -> Tensor:
-    """`sample`: flashinfer filters, the draw is ours. Its own draws are keyed by a generator's state, so that a batch's
-    other rows would change them."""
+    """flashinfer filters; the draw is ours. Its own draws depend on a generator's state, so a
+    batch's other rows would change them."""
     tempered = LogitFilters(torch.where(filters.temperature < MIN_TEMPERATURE, 0.0, 1.0))
     return sample_op.reference(filtered_logits(logits, filters), tempered, seeds, indices)

@@ -8,7 +8,7 @@ from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.core.slots import initial_states, live_tokens, write_rows
+from hybridrt.kernels.core.slots import initial_states, real_tokens, write_rows
 from hybridrt.kernels.libraries.common import refuse
 
 LIBRARY = "mamba-ssm"
@@ -17,7 +17,7 @@ LIBRARY = "mamba-ssm"
 def mamba2_chunk_scan(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor | None = None
 ) -> Tensor:
-    """`mamba2_chunk_scan`: neighbours of equal length in one call; its own ragged form takes no states."""
+    """Neighbours of equal length go in one call: the library's ragged form accepts no states."""
     (A, D, dt_bias, dt_limit), (states, read_slots, write_slots, _) = weights, state
     query_start_loc, has_initial_state, plan, _ = prompts
     out = torch.zeros(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device) if out is None else out.zero_()
@@ -36,13 +36,12 @@ def mamba2_chunk_scan(
         )  # fmt: skip
         out[tokens] = y.flatten(0, 1)
     write_rows(states, write_slots, before)
-    return out.masked_fill_(~live_tokens(read_slots, query_start_loc, len(out))[:, None, None], 0.0)
+    return out.masked_fill_(~real_tokens(read_slots, query_start_loc, len(out))[:, None, None], 0.0)
 
 
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, group_size: int, norm_before_gate: bool,
     activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    """`gated_rms_norm` with SiLU."""
     refuse(LIBRARY, "gated norm", None if activation == "silu" else f"its gate is SiLU, not {activation}")
     return rmsnorm_fn(x, weight, None, z=gate, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate)

@@ -1,4 +1,4 @@
-"""Operations of sglang-kernel: FlashAttention 3 over pages, norms, SwiGLU and the depthwise convolution."""
+"""Operations of sglang-kernel: paged FlashAttention 3, norms, SwiGLU, depthwise convolution."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +21,17 @@ from hybridrt.kernels.core.records import (
     PagedKV,
     SavedStates,
 )
-from hybridrt.kernels.core.slots import live_tokens, pad_mask, write_columns
+from hybridrt.kernels.core.slots import pad_mask, real_tokens, write_columns
 from hybridrt.kernels.libraries.common import page_numbers, page_table, refuse
 from hybridrt.kernels.state.causal_conv1d import conv_window, save_windows
 
 LIBRARY, TAPS, PADDING = "sglang-kernel", range(2, 5), -1
-GATHER_FROM = 512  # queries of a row, in the mean, from which on prefill copies its keys and values together first
+GATHER_FROM = 512  # mean queries of a row from which prefill gathers its keys and values first
 
 
 def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
-    """`attention_decode` of chains. How the context is split depends on the width of the page table, so without
-    `max_len` a graph's replay and an eager call agree."""
+    """Chains only. Context splits depend on the page table's width, so without `max_len` a graph's
+    replay and an eager call agree."""
     refuse(LIBRARY, "attention", "it knows no draft trees" if batch.tree_mask is not None else None)
     longest = batch.max_len or kv.req_to_token.shape[1]
     result: Tensor = flash_attn_with_kvcache(
@@ -44,13 +44,15 @@ def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor |
 
 @dataclass(frozen=True)
 class ExtendPlan:
-    """Where the keys of a prefill step stand, for all layers.
+    """Places of a prefill step's keys, for all layers.
 
     Attributes:
-        query_starts: [B + 1] int32; seq_lens: [B] int32; longest_query, longest: most new tokens and keys of a row.
+        query_starts: [B + 1] int32; seq_lens: [B] int32; longest_query, longest: most new tokens
+            and keys of a row.
         real: tokens of all rows.
-        pages: page numbers. If `key_starts` [B + 1] is given, keys and values are copied together first, and those of
-            row b begin at key_starts[b]: pages is [n] then, else [B, n].
+        pages: page numbers, [B, n].
+        key_starts: [B + 1], if keys and values are gathered first: row b's begin at key_starts[b],
+            and pages is [n].
     """
 
     query_starts: Tensor
@@ -63,7 +65,7 @@ class ExtendPlan:
 
 
 def plan_extend(kv: PagedKV, batch: AttentionPrompts) -> ExtendPlan:
-    """Of a batch with at least one new token."""
+    """Needs a batch with at least one new token."""
     rows, query_start_loc, seq_lens, query_lens, seq_lens_host = batch
     req_to_token, page_size = kv.req_to_token, kv.k_cache.shape[1]
     real, longest = sum(query_lens), max(seq_lens_host)
@@ -77,7 +79,9 @@ def plan_extend(kv: PagedKV, batch: AttentionPrompts) -> ExtendPlan:
 
 def run_extend(plan: ExtendPlan, q: Tensor, kv: PagedKV, out: Tensor) -> Tensor:
     """One layer: q [T, Hq, D] to `out` [T, Hq, D], of any token stride, zeros past the last row.
-    Many queries read contiguous keys faster than pages, which pays for copying them together."""
+
+    With many queries, reading contiguous keys is faster and pays for gathering them.
+    """
     out[plan.real :].zero_()
     common: dict[str, Any] = {
         "cu_seqlens_q": plan.query_starts, "max_seqlen_q": plan.longest_query, "softmax_scale": kv.scale,
@@ -94,39 +98,38 @@ def run_extend(plan: ExtendPlan, q: Tensor, kv: PagedKV, out: Tensor) -> Tensor:
 
 
 def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
-    """`attention_extend`: q [T, Hq, D] to [T, Hq, D], in `out` if given, zeros past the last row. Plans for this call
-    alone (hybridrt.attention.fa3 plans once for all layers)."""
+    """Plans for this call alone (hybridrt.attention.fa3 plans once for all layers)."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     return run_extend(plan_extend(kv, batch), q, kv, out) if any(batch.query_lens) else out.zero_()
 
 
 def _window(sliding_window: int | None) -> tuple[int, int]:
-    """Keys before and after its own that a query sees; -1 for all of them (behind the query the mask hides them)."""
+    """Keys before and after its own that a query sees; -1 for all (the mask hides those after
+    it)."""
     return (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm`, with the weight rounded to x's dtype."""
+    """Rounds the weight to x's dtype."""
     normed: Tensor = sgl_rmsnorm(x.reshape(-1, x.shape[-1]), weight.to(x.dtype), eps)
     return normed.view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm`, with the weight rounded to x's dtype."""
+    """Rounds the weight to x's dtype."""
     normed = x.clone(memory_format=torch.contiguous_format)
     fused_add_rmsnorm(normed, residual, weight.to(x.dtype), eps)
     return normed, residual
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """`silu_and_mul`."""
     return sgl_silu_and_mul(x.contiguous())
 
 
 def causal_conv1d_varlen(
     x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor, saves: SavedStates | None = None
 ) -> Tensor:
-    """`causal_conv1d_varlen`. The library takes channels first and linear windows: both are copied there and back."""
+    """The library needs channels first and linear windows: both are copied there and back."""
     (weight, bias, activation), (conv, read_slots, write_slots, start_positions) = weights, state
     taps = weight.shape[1]
     refuse(LIBRARY, "convolution", _other_taps(taps))
@@ -140,14 +143,14 @@ def causal_conv1d_varlen(
     ends = start_positions + query_start_loc.diff()
     columns = (ends[:, None] + torch.arange(1 - taps, 0, device=x.device)) & (conv.shape[2] - 1)
     write_columns(conv, write_slots, columns, windows.transpose(1, 2))
-    dead = ~live_tokens(read_slots, query_start_loc, x.shape[0])
+    dead = ~real_tokens(read_slots, query_start_loc, x.shape[0])
     return channels.t().contiguous().masked_fill_(dead[:, None], 0.0)
 
 
 def causal_conv1d_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:
-    """`causal_conv1d_update` of chains, in place in the ring (whose columns of negative positions must be zero)."""
+    """Chains only, in place in the ring (columns of negative positions must be zero)."""
     (weight, bias, activation), (conv, read_slots, write_slots, start_positions) = weights, state
     refuse(
         LIBRARY, "convolution", _other_taps(weight.shape[1]),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridrt.kernels.core.chunk_plan import chunk_tokens, ith_chunks
 from hybridrt.kernels.core.records import NO_LIMIT, Prompts, SSMInputs, SSMWeights, StateSlots
-from hybridrt.kernels.core.slots import initial_states, live_tokens, write_rows
+from hybridrt.kernels.core.slots import initial_states, real_tokens, write_rows
 from hybridrt.kernels.core.views import by_head
 
 
@@ -69,5 +69,5 @@ def scan_prompts(
             kept = saves.chunk_slots[chunk]
             write_rows(states, torch.where(kept > 0, kept, -1), current[rows])
     write_rows(states, write_slots, current)
-    dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
+    dead = ~real_tokens(read_slots, query_start_loc, num_tokens)
     return skip_and_gate(y[:-1], x, D, z).masked_fill_(dead[:, None, None], 0.0).to(x.dtype)

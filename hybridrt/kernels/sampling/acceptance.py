@@ -1,11 +1,10 @@
-"""How many drafts stay: those that equal what plain sampling would have drawn.
+"""Accepts the drafts that equal what plain sampling would have drawn.
 
-A verify step draws a token from the target at every position, with the random numbers that plain decoding would use
-there (they are keyed by seed and output index). A draft stays while it equals that draw. The output is then the plain
-output, token for token, sampled or greedy, whatever the drafter proposes; a deterministic draft d is kept with
-probability p(d), as in rejection sampling (Leviathan et al. 2023), and a drafter that draws with the same random
-numbers is coupled to the target (Daliri et al. 2025, Gumbel coupling). In a tree the draw at a node chooses the child
-that equals it; of several drafts for one position at most one can stay.
+A verify step draws a target token at every position with plain decoding's random numbers (keyed by
+seed and output index). A draft is accepted while it equals the draw, so output equals plain output
+for every drafter. A deterministic draft d is accepted with probability p(d), as in rejection
+sampling (Leviathan et al. 2023); a drafter with the same random numbers is coupled to the target
+(Daliri et al. 2025, Gumbel coupling). In a tree, the draw selects the equal child.
 """
 
 import torch
@@ -17,15 +16,15 @@ from hybridrt.kernels.sampling.draft_tree import node_depths
 
 @operation(By("triton"))
 def accept_chain(drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
-    """Inputs of each row that stay, the root included: 1 + leading drafts that equal their draws. [B] int32, >= 1.
+    """Accepted inputs of each row, [B] int32: the root and leading drafts that equal their draws.
 
     Args:
-        drawn: [B, T] int64, the target's draw after each of the T inputs; -1, which equals no draft, where its logits
-            were not finite.
+        drawn: [B, T] int64, the target's draw after each input; -1 if logits were not finite.
         drafts: [B, T - 1] int32, the inputs after the root.
         num_drafts: [B] int32, how many of them are drafts; the rest is padding.
         rows: [B] int32 request rows.
-        last_tokens: [R + 1] int32; each row gets the draw behind the last input that stays, its next root.
+        last_tokens: [R + 1] int32; gets each row's next root, the draw after the last accepted
+            input.
     """
     index = torch.arange(drafts.shape[1], device=drafts.device)
     same = (drawn[:, :-1] == drafts) & (index < num_drafts[:, None])
@@ -38,24 +37,25 @@ def accept_chain(drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows: Tensor
 def accept_tree(
     drawn: Tensor, drafts: Tensor, num_drafts: Tensor, parents: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The path from the root that the draws choose: each node on it is a child that equals its parent's draw.
+    """The path of drawn nodes: each equals its parent's draw.
 
     Args:
         drawn, drafts, num_drafts: as in `accept_chain`; draft t is node t + 1.
         parents: [B, T] int32, each node's parent, -1 for the root.
-        mask: [B, T, T] bool, what each node sees: its ancestors and itself.
+        mask: [B, T, T] bool, each node's ancestors and itself.
 
     Returns:
-        (accepted [B] int32, nodes of the path; path [B, T] int64, the nodes themselves, the root first, then 0s).
+        (accepted [B] int32, nodes of the path; path [B, T] int64, the nodes from the root on, then
+            0s).
     """
     nodes = torch.arange(mask.shape[1], device=mask.device)
     chosen = drawn.gather(1, parents.clamp(min=0).long())[:, 1:] == drafts
     chosen = torch.cat((torch.ones_like(chosen[:, :1]), chosen), 1) & (nodes <= num_drafts[:, None])
-    alive = ~(mask & ~chosen[:, None]).any(-1)  # the node and all before it were chosen
+    alive = ~(mask & ~chosen[:, None]).any(-1)  # the node and all its ancestors were chosen
     depth = node_depths(mask).long()
     last = torch.where(alive, depth, -1).argmax(1, keepdim=True)
     on_path = mask.gather(1, last[:, :, None].expand(-1, -1, mask.shape[2])).squeeze(1)
-    # Every node writes itself where its depth says; those beside the path write to a column that is cut off.
+    # Every node writes itself at its depth; nodes off the path write to a column that is cut off.
     path = torch.zeros(mask.shape[0], mask.shape[1] + 1, dtype=torch.long, device=mask.device)
     path.scatter_(1, torch.where(on_path, depth, mask.shape[1]), nodes.expand_as(depth))
     return (depth.gather(1, last).squeeze(1) + 1).int(), path[:, :-1]

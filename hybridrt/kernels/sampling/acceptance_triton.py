@@ -20,7 +20,7 @@ def _accept_chain_kernel(  # type: ignore[no-untyped-def]
 
 
 def accept_chain_triton(drawn: Tensor, drafts: Tensor, num_drafts: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
-    """Triton `accept_chain`; drawn and drafts contiguous."""
+    """drawn and drafts are contiguous."""
     batch, tokens = drawn.shape
     accepted = torch.empty(batch, dtype=torch.int32, device=drawn.device)
     _accept_chain_kernel[(batch,)](

@@ -1,7 +1,7 @@
-"""From logits to tokens: penalties, temperature, filters, Gumbel-max draws keyed by (seed, output index, token id).
+"""From logits to tokens: penalties, temperature, filters, and Gumbel-max draws.
 
-Shapes: B rows, V vocabulary entries. The order is: bitmask, penalties, temperature, top-k, top-p, min-p. Each filter
-works on what the ones before it left, and keeps entries that tie with its threshold.
+Shapes: B rows, V vocabulary entries. Order: bitmask, penalties, temperature, top-k, top-p, min-p.
+Each filter sees what earlier ones left, and keeps entries that tie with its threshold.
 """
 
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
 
-# SplitMix64's increment and finaliser constants (Steele, Lea and Flood 2014), as signed 64-bit integers.
+# SplitMix64's increment and finaliser (Steele, Lea and Flood 2014), as signed 64-bit integers.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
-MIN_TEMPERATURE = 1e-5  # rows below it are greedy: logits divided by less may leave the range of float32
-STREAM_TOKEN = 0  # which random number of an output index: the draw of its token. Other uses count on from here.
+MIN_TEMPERATURE = 1e-5  # rows below it are greedy: logits divided by less may overflow float32
+STREAM_TOKEN = 0  # random stream of an output index for its token; other uses have higher numbers
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """Per row `[B]` float32 factors (repetition: 1 is off; presence, frequency: 0 is off) and what they count.
+    """Per row `[B]` float32 factors (off: repetition 1, others 0) and token counts.
 
     Attributes:
-        repetition: divides positive and multiplies negative logits of tokens in the prompt or the output (Keskar et al.
-            2019, section 4.1).
+        repetition: divides positive and multiplies negative logits of tokens in prompt or output
+            (Keskar et al. 2019, section 4.1).
         presence: subtracted from logits of tokens in the output.
         frequency: subtracted once per occurrence in the output.
         output_counts: `[B, V]` int32.
@@ -42,14 +42,16 @@ class Penalties:
 
 
 class LogitFilters(NamedTuple):
-    """How the logits of B rows become what a draw is made from; None where no row uses a filter.
+    """Filters of the logits of B rows; a field is None if no row uses that filter.
 
     Attributes:
         temperature: `[B]` float32; rows below MIN_TEMPERATURE are greedy and not tempered.
         top_k: `[B]` int32, <= 0 is off.
-        top_p: `[B]` float32, 1 is off: the smallest set of likeliest tokens with mass >= top_p (Holtzman et al. 2020).
-        min_p: `[B]` float32, 0 is off: tokens of at least min_p times the best one's probability (Nguyen et al. 2024).
-        bitmask: `[B, ceil(V / 32)]` int32, bit i % 32 of word i // 32 set where token i is allowed.
+        top_p: `[B]` float32, 1 is off: the smallest set of likeliest tokens with mass >= top_p
+            (Holtzman et al. 2020).
+        min_p: `[B]` float32, 0 is off: tokens of at least min_p times the best probability (Nguyen
+            et al. 2024).
+        bitmask: `[B, ceil(V / 32)]` int32, bit i % 32 of word i // 32 set if token i is allowed.
     """
 
     temperature: Tensor
@@ -61,21 +63,21 @@ class LogitFilters(NamedTuple):
 
 
 def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
-    """Uniform float32 in (0, 1), a pure function of (seed, index, stream, id): `[B, n]` for seed, index `[B]` int64,
-    ids `[n]`.
+    """Uniform float32 in (0, 1), a pure function of (seed, index, stream, id): `[B, n]` for seed,
+    index `[B]` int64, ids `[n]`.
 
-    SplitMix64 seeded from (seed, index, stream) and read at counter `id`. The values are fine-grained near 0 (down to
-    2^-64).
+    SplitMix64 seeded from (seed, index, stream), read at counter `id`. Values near 0 are
+    fine-grained (to 2^-64).
     """
     key = _mix(_mix(seed + signed_64((stream + 1) * GOLDEN_GAMMA)) + index * GOLDEN_GAMMA)
     bits = _mix(key.unsqueeze(1) + (ids.long() + 1) * GOLDEN_GAMMA)
-    # 63 bits, then the middle of their interval: 0 is never reached, and 1 only by rounding, which the clamp undoes.
+    # 63 bits, then the middle of their interval: never 0; the clamp undoes rounding to 1.
     return ((bits >> 1) & (2**63 - 1)).float().mul_(2.0**-63).clamp_(2.0**-64, 1 - 2.0**-24)
 
 
 @operation(By("triton"), By("flashinfer", priority=5))
 def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
-    """The logits `[B, V]` float32 that a draw is made from: penalised, tempered, -inf where filtered out."""
+    """`[B, V]` float32 logits, penalised, tempered, -inf where filtered out."""
     temperature, top_k, top_p, min_p, penalties, bitmask = filters
     logits = only_allowed(logits.float(), bitmask)
     if penalties is not None:
@@ -90,14 +92,14 @@ def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
 
 @operation(By("triton"), By("flashinfer", priority=5))
 def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor) -> Tensor:
-    """One token per row, `[B]` int64: a draw from softmax(filtered_logits), or its argmax in greedy rows; -1 where the
-    logits are not finite, as in `greedy`.
+    """One token per row, `[B]` int64: drawn from softmax(filtered_logits), or the argmax in greedy
+    rows. -1 if logits are not finite.
 
-    seeds, indices `[B]` int64 (the request's seed, the position of the token in its output) key the draw, so neither
-    batching nor overlap changes it.
+    Draws are keyed by seeds, indices `[B]` int64 (request seed, output position), so batching and
+    overlap do not change them.
     """
-    # Gumbel-max: argmax(logit - log(e)) for exponential e; u near 0 matters, which is where `uniform` is fine-
-    # grained
+    # Gumbel-max: argmax(logit - log(e)) for exponential e. u near 0 matters; there `uniform` is
+    # fine-grained.
     logits = filtered_logits.reference(logits, filters)
     ids = torch.arange(logits.shape[1], device=logits.device)
     noise = torch.log1p(uniform(seeds, indices, STREAM_TOKEN, ids).neg_()).neg_().log_()
@@ -106,14 +108,14 @@ def sample(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor
 
 @operation(By("triton"))
 def greedy(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
-    """The most likely allowed token of each row, `[B]` int64; of equal ones the first. -1 where there is none: an
-    allowed logit is NaN or infinity, or all of them are -infinity."""
+    """The most likely allowed token of each row, `[B]` int64; the first of equal ones. -1 if an
+    allowed logit is NaN or infinity, or all are -infinity."""
     return _best(only_allowed(logits, bitmask))
 
 
 @operation()
 def token_logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """log softmax(logits) at tokens `[B]` int64, and of the top_n best tokens. Values for a token -1 are undefined.
+    """log softmax(logits) at tokens `[B]` int64, and of the top_n best. Undefined for a token -1.
 
     Returns (logprob `[B]` float32, top_ids `[B, top_n]` int64, top_logprobs `[B, top_n]` float32).
     """
@@ -139,13 +141,12 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def _best(logits: Tensor) -> Tensor:
-    """The first largest entry of each row, -1 where that is not finite (a NaN counts as the largest)."""
     largest, tokens = logits.max(-1)
     return tokens.masked_fill_(~largest.isfinite(), -1)
 
 
 def only_allowed(logits: Tensor, bitmask: Tensor | None) -> Tensor:
-    """The logits [B, V], -inf where the bitmask [B, ceil(V / 32)] allows no token."""
+    """Logits [B, V], -inf for tokens that the bitmask [B, ceil(V / 32)] forbids."""
     if bitmask is None:
         return logits
     bits = (bitmask.unsqueeze(-1) >> torch.arange(32, device=bitmask.device, dtype=torch.int32)) & 1
@@ -162,7 +163,7 @@ def _penalized(logits: Tensor, penalties: Penalties) -> Tensor:
 
 
 def _top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Both filters as thresholds on the logits, read from one sorted copy."""
+    """Thresholds from one sorted copy."""
     vocabulary = logits.shape[1]
     ranked = logits.sort(-1, descending=True).values
     if top_k is not None:

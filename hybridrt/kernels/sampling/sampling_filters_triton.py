@@ -1,10 +1,9 @@
-"""Triton kernels of top-k, top-p and min-p. Nothing is sorted: a row gets a threshold, the lowest logit that it keeps.
+"""Triton kernels of top-k, top-p and min-p without sorting: each row gets its lowest kept logit.
 
-Two passes over the row find the few entries among which the threshold must lie. The first counts the entries by their
-distance from the largest, in bins; the counts bound the probability in front of each bin from both sides. The second
-collects the entries of the bins that these bounds leave undecided and sums up what lies in front of them. A bisection
-over the collected entries then ends at the exact threshold. Probabilities are summed as integers, 2^-40 of the largest
-one apiece, so that no order of additions, and no neighbour in the batch, changes a sum.
+The first pass counts entries in bins by distance from the largest; counts bound the mass before
+each bin. The second collects entries of the undecided bins and sums up the mass before them. A
+bisection over them finds the exact threshold. Masses are integers, 2^-40 of the largest apiece, so
+neither order nor batch neighbours change a sum.
 """
 
 import torch
@@ -17,15 +16,15 @@ _FINE = tl.constexpr(192)  # bins of 1/16 up to 12 below the largest logit; the 
 _COLLECTED, _MASS_BEFORE, _MASS = (tl.constexpr(BINS.value + i) for i in range(3))  # columns of a tally
 TALLY = tl.constexpr(BINS.value + 3)
 _ONE = tl.constexpr(float(1 << 40))  # the largest entry's share of the integer sums
-_SLACK = tl.constexpr(1.001)  # more than rounding moves a bound, or what lies past the last bin's nominal end
-_NOISE = tl.constexpr(1e-6)  # of all mass: more than a difference of float32 sums is off
+_SLACK = tl.constexpr(1.001)  # more than rounding moves a bound, or the last bin exceeds its nominal end
+_NOISE = tl.constexpr(1e-6)  # of all mass; more than the error of float32 differences
 _LOWEST = tl.constexpr(-0x7FFFFFFF)
 LIST_BLOCK = 1024
 
 
 @triton.jit
 def _in_order(bits):  # type: ignore[no-untyped-def]
-    """The bits of a float32 as an int32 in the order of the floats, and back."""
+    """Float32 bits as an int32 in the order of the floats, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -43,7 +42,7 @@ def _bin(x, largest):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _distance(j):  # type: ignore[no-untyped-def]
-    """How far bin j begins below the largest logit."""
+    """Distance of bin j's start from the largest logit."""
     return tl.where(j < _FINE, j * 0.0625, 12.0 + (j - _FINE) * 0.3125)
 
 
@@ -60,7 +59,7 @@ def _largest(maxima_ptr, b, blocks, BLOCK_S: tl.constexpr):  # type: ignore[no-u
 
 @triton.jit
 def _limits(top_k_ptr, top_p_ptr, b):  # type: ignore[no-untyped-def]
-    """(top_k, or 0 where it is off; top_p, or 1)."""
+    """(top_k, 0 if off; top_p, 1 if off)."""
     top_k, top_p = 0, 1.0
     if top_k_ptr is not None:
         top_k = tl.maximum(tl.load(top_k_ptr + b), 0)
@@ -71,21 +70,21 @@ def _limits(top_k_ptr, top_p_ptr, b):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _undecided(tally_ptr, b, top_k, top_p):  # type: ignore[no-untyped-def]
-    """(first, last, entries before first): the bins whose entries decide. With both filters these are all bins from the
-    first that may hold top-p's threshold to the one that holds top-k's, whose mass top-p is a share of."""
+    """(first, last, entries before first): the undecided bins. With both filters, up to top-k's
+    bin, since top-p is a share of top-k's mass."""
     j = tl.arange(0, BINS)
     counts = tl.load(tally_ptr + b * TALLY + j)
     before = tl.cumsum(counts, 0) - counts
     last = tl.where(top_k > 0, tl.sum((before + counts < top_k).to(tl.int32), 0), BINS - 1)
     first = last
     if top_p < 1.0:
-        # Of top-k's last bin at least what is missing to k stays, at most all of it.
+        # top-k keeps from its last bin at least what is missing to k, at most all.
         least = tl.where((j == last) & (top_k > 0), top_k - before, counts)
         upper = tl.where(j <= last, counts, 0).to(tl.float32) * tl.exp(-_distance(j))
         lower = tl.where(j <= last, least, 0).to(tl.float32) * tl.exp(-_distance(j + 1))
         upper_sum, lower_sum = tl.sum(upper, 0), tl.sum(lower, 0)
-        # A bin is out of the threshold's reach if all up to it are too light, or those behind it too heavy: the
-        # lighter side has the tighter bound.
+        # A bin cannot hold the threshold if all bins up to it are too light, or those after it too
+        # heavy: the lighter side has the tighter bound.
         too_light = tl.cumsum(upper, 0) * _SLACK < top_p * lower_sum
         behind = tl.cumsum(lower, 0, reverse=True) - lower
         too_heavy = behind > ((1.0 - top_p) * _SLACK + _NOISE) * upper_sum
@@ -117,7 +116,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 def _collect_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, maxima_ptr, tally_ptr, list_ptr, top_k_ptr, top_p_ptr, V, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Grid [rows, blocks]: appends a block's entries in the undecided bins to its row's list, in any order."""
+    """Grid [rows, blocks]: appends a block's undecided entries to its row's list, in any order."""
     b, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     top_k, top_p = _limits(top_k_ptr, top_p_ptr, b)
     if (top_k == 0) & (top_p == 1.0):
@@ -141,9 +140,9 @@ def _collect_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _bisect(list_ptr, n, low, high, wanted, largest, MASS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The highest key of the list with at least `wanted` at or above it: entries, or with MASS their mass.
+    """The highest key with at least `wanted` entries (with MASS: mass) at or above it.
 
-    `low` is known to satisfy that and `high` not to. Each pass halves the interval and shrinks it to keys that occur.
+    `low` satisfies that and `high` does not.
     """
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -170,7 +169,6 @@ def _bisect(list_ptr, n, low, high, wanted, largest, MASS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _mass_from(list_ptr, n, low, largest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Mass of the list's entries whose key is at least `low`."""
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, n, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -216,7 +214,7 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]
 def thresholds(
     logits: Tensor, maxima: Tensor, block: int, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> Tensor:
-    """The lowest logit that each row keeps, `[B]` float32: three launches, one for min-p alone.
+    """The lowest logit that each row keeps, `[B]` float32, in three launches; one for min-p alone.
 
     Args:
         logits: `[B, V]` float32 contiguous, penalised and tempered.

@@ -1,6 +1,7 @@
-"""Triton kernels of sampling: penalties and temperature, then the best entry of a row, with noise where it is a draw.
+"""Triton kernels of sampling: penalties, temperature, and the best entry of a row, with noise for
+draws.
 
-A row's vocabulary is split among programs. Filters are a threshold on the logits (`sampling_filters_triton.py`).
+Programs share a row's vocabulary. Filters are a threshold on logits (`sampling_filters_triton.py`).
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ def _uniform(seed, index, stream, ids):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _log_exponential(u):  # type: ignore[no-untyped-def]
-    """log(-log(1 - u)), minus a Gumbel variable: exact for small u, where draws are decided (Kahan's log1p)."""
+    """log(-log(1 - u)), minus a Gumbel variable. Exact for small u, which decide draws (Kahan's
+    log1p)."""
     rest = 1.0 - u
     lost = rest == 1.0
     log1p = tl.where(lost, -u, tl.log(rest) * (-u / tl.where(lost, 1.0, rest - 1.0)))
@@ -53,14 +55,15 @@ def _allowed(bitmask_ptr, b, ids, mask, words):  # type: ignore[no-untyped-def]
     return ((word >> (ids % 32)) & 1) == 1
 
 
-# Constants of the rows are rows of one tensor, which are aligned for some batches only.
+# These arguments are rows of one tensor, aligned in some batches only.
 @triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "repetition_ptr", "presence_ptr", "frequency_ptr"])
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, out_ptr, maxima_ptr, temperature_ptr, bitmask_ptr,
     repetition_ptr, presence_ptr, frequency_ptr, counts_ptr, prompt_ptr,
     logits_sr, counts_sr, prompt_sr, words, V, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, blocks]: bitmask, penalties and temperature, [B, V] float32, and the largest of each block."""
+    """Grid [rows, blocks]: bitmask, penalties and temperature, [B, V] float32, and each block's
+    largest."""
     b = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = ids < V
@@ -85,12 +88,15 @@ def _argmax_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bitmask_ptr, threshold_ptr, temperature_ptr, seeds_ptr, indices_ptr, best_ptr, tokens_ptr,
     logits_sr, words, V, blocks, splits, STREAM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best entry of each row and split of `blocks` blocks, the first of equal ones; with seeds, of the
-    Gumbel-perturbed row. A NaN counts as infinity, which no filter drops. The token is -1 where the best is not finite;
-    of one split among others only where it is infinity: the rest of its row may hold what its own entries lack."""
+    """The first best entry of each row and split of `blocks` blocks; with seeds, of the
+    Gumbel-perturbed row.
+
+    NaN counts as infinity, which no filter drops. The token is -1 if the best is not finite; one
+    split of several reports only infinity, since others may hold finite entries.
+    """
     begin(PDL)
     b, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = split * blocks * BLOCK  # a multiple of BLOCK to the compiler too: it loads 16 bytes at once
+    first = split * blocks * BLOCK  # a multiple of BLOCK to the compiler too: 16-byte loads
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = first + tl.arange(0, BLOCK)
     for start in range(first, min(first + blocks * BLOCK, V), BLOCK):
@@ -134,19 +140,17 @@ def greedy_triton(logits: Tensor, bitmask: Tensor | None = None) -> Tensor:
 
 
 def sample_triton(logits: Tensor, filters: LogitFilters, seeds: Tensor, indices: Tensor) -> Tensor:
-    """Prepare, threshold (where a filter is on), draw."""
     prepared, threshold = _filtered(logits, filters)
     return _argmax(prepared, None, threshold, (filters.temperature, seeds, indices))
 
 
 def filtered_logits_triton(logits: Tensor, filters: LogitFilters) -> Tensor:
-    """Prepare, threshold (where a filter is on)."""
     prepared, threshold = _filtered(logits, filters)
     return prepared if threshold is None else prepared.where(prepared >= threshold[:, None], -torch.inf)
 
 
 def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | None]:
-    """The logits `[B, V]` float32 before the filters, and the lowest that each row keeps; None where none is on."""
+    """Logits `[B, V]` float32 before the filters, and each row's lowest kept one, or None."""
     temperature, top_k, top_p, min_p, p, bitmask = filters
     batch, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
@@ -166,12 +170,12 @@ def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | N
 def _argmax(
     logits: Tensor, bitmask: Tensor | None, threshold: Tensor | None = None, draw: Sequence[Tensor | None] = (None,) * 3
 ) -> Tensor:
-    """The best of each row's allowed entries from the threshold on. `draw`: temperature, seeds and indices of draws."""
+    """`draw`: temperature, seeds and indices."""
     batch, vocabulary = logits.shape
     if batch == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     blocks = triton.cdiv(vocabulary, BLOCK)
-    # A program reads one block after the other: only many of them keep enough bytes under way.
+    # A program reads its blocks in sequence: only many programs keep enough bytes in flight.
     wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(logits.device), batch)
     per_split = triton.cdiv(blocks, min(blocks, wanted))
     splits = triton.cdiv(blocks, per_split)

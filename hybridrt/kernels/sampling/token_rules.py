@@ -1,9 +1,9 @@
-"""Rules about single tokens, applied to logits before anything else: allowed ids, bad words, min_tokens, logit bias.
+"""Rules about single tokens: allowed ids, bad words, min_tokens, logit bias.
 
-A rule adds a value to the logit of one token, minus infinity to forbid it. It holds while the output is shorter than
-the rule's limit, and behind the rule's prefix if it has one (the first tokens of a bad word). Rules stand in a table by
-request row, on the device. Shapes: B lines of logits, V vocabulary entries, R running requests, M rules and P prefix
-tokens of a row.
+A rule adds a value to one token's logit, before everything else; minus infinity forbids it. It
+holds below its output length, and only after its prefix, if any (the first tokens of a bad word).
+Shapes: B lines of logits, V vocabulary entries, R running requests, M rules and P prefix tokens of
+a row.
 """
 
 from typing import NamedTuple
@@ -20,13 +20,13 @@ RULE_COLUMNS = 5
 
 
 class TokenRules(msgspec.Struct, frozen=True, array_like=True):
-    """The rules of one request, as bytes of int32 (`TokenRuleTable` says what they mean).
+    """The rules of one request, as bytes of int32 (see `TokenRuleTable`).
 
     Attributes:
         columns: [RULE_COLUMNS, n].
         prefixes: [p] tokens.
-        allowed: [ceil(V / 32)] words; nothing if all tokens are allowed.
-        until: output index from which no rule holds any more.
+        allowed: [ceil(V / 32)] words; empty if all tokens are allowed.
+        until: output index from which no rule holds.
     """
 
     columns: bytes
@@ -43,14 +43,14 @@ class TokenRuleTable(NamedTuple):
     """The rules of all request rows, int32.
 
     Attributes:
-        counts: [R + 1] rules of a row; -1: it has neither rules nor a list of allowed tokens.
-        columns: [RULE_COLUMNS, R + 1, M]: the token, the value as the bits of a float32, the output index from which
-            the rule does not hold, and where in `prefixes` its prefix begins and how long it is. Only rules that forbid
-            have a prefix.
+        counts: [R + 1] rules of a row; -1 without rules and allowed list.
+        columns: [RULE_COLUMNS, R + 1, M]: token, value (bits of a float32), output index from which
+            the rule does not hold, start and length of its prefix in `prefixes`. Only forbidding
+            rules have a prefix.
         prefixes: [R + 1, P] tokens.
-        allowed: [R + 1, ceil(V / 32)], bit i % 32 of word i // 32 set where token i is allowed.
-        history: [R + 1, H] a row's output: the token of output index i is in column i % H. H is a power of two and
-            no less than the longest prefix.
+        allowed: [R + 1, ceil(V / 32)], bit i % 32 of word i // 32 set if token i is allowed.
+        history: [R + 1, H] a row's output: output index i is in column i % H. H is a power of two,
+            at least the longest prefix.
     """
 
     counts: Tensor
@@ -61,12 +61,12 @@ class TokenRuleTable(NamedTuple):
 
 
 class DrawLines(NamedTuple):
-    """Whose logits the B lines are, int32.
+    """Rows and output indices of B lines of logits, int32.
 
     Attributes:
         rows: [B] request rows.
-        indices: [B] index in the output of the token that is drawn from a line.
-        known: [B] how many output tokens stand in `history`; those of later index are the line's of `path`.
+        indices: [B] output index of the token drawn from a line.
+        known: [B] number of output tokens in `history`; later ones are in the line's `path`.
         path: [B, K] tokens of output index known, known + 1, ...: drafts before the line's node.
     """
 
@@ -78,8 +78,8 @@ class DrawLines(NamedTuple):
 
 @operation(By("triton"))
 def apply_token_rules(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -> Tensor:
-    """[B, V] float32: the logits [B, V] with the rules of their rows. A forbidden token gets minus infinity, whatever
-    its logit was. Of a row's rules with finite values no two name the same token."""
+    """[B, V] float32: the logits [B, V] with their rows' rules. Forbidden tokens get minus
+    infinity, whatever their logit. A row's rules with finite values name distinct tokens."""
     rows = lines.rows.long()
     counts = table.counts[rows]
     words = table.allowed[rows].masked_fill(counts[:, None] < 0, -1)
@@ -87,7 +87,7 @@ def apply_token_rules(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -
     max_rules = max(int(counts.max()), 0) if len(counts) else 0
     columns = table.columns[:, rows, :max_rules]
     holds = torch.arange(max_rules, device=rows.device) < counts[:, None]
-    holds &= (lines.indices[:, None] < columns[UNTIL]) & _behind_prefix(table, lines, columns)
+    holds &= (lines.indices[:, None] < columns[UNTIL]) & _after_prefix(table, lines, columns)
     tokens, values = columns[TOKEN].long() * holds, columns[VALUE].contiguous().view(torch.float32)
     forbids = holds & values.isneginf()
     logits = logits.scatter_add(1, tokens, values.masked_fill(~holds | forbids, 0))
@@ -95,7 +95,7 @@ def apply_token_rules(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -
     return logits.masked_fill(forbidden > 0, -torch.inf)
 
 
-def _behind_prefix(table: TokenRuleTable, lines: DrawLines, columns: Tensor) -> Tensor:
+def _after_prefix(table: TokenRuleTable, lines: DrawLines, columns: Tensor) -> Tensor:
     """[B, M] bool: the output ends with the rule's prefix."""
     rows, known, lengths = lines.rows[:, None].long(), lines.known[:, None], columns[LENGTH]
     behind = torch.ones_like(lengths, dtype=torch.bool)

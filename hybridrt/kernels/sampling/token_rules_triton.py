@@ -1,4 +1,4 @@
-"""Triton kernel of `apply_token_rules`: one launch a step in which some row has rules."""
+"""Triton kernel of `apply_token_rules`: one launch a step if some row has rules."""
 
 import torch
 import triton
@@ -13,8 +13,8 @@ _TOKEN, _VALUE, _UNTIL, _START, _LENGTH = (tl.constexpr(column) for column in (T
 
 @triton.jit
 def _some_rules(columns_ptr, start, count, first, index, plane, BLOCK: tl.constexpr, RULES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The next RULES rules of a row: where they stand, their tokens and values, and which of them apply to tokens of
-    the block at `first`. `plane` is the distance between columns of the table."""
+    """The next RULES rules: places, tokens, values, and which apply to the block at `first`.
+    `plane`: distance between table columns."""
     i = start + tl.arange(0, RULES)
     rule_ptr = columns_ptr + i
     token = tl.load(rule_ptr + _TOKEN * plane, mask=i < count, other=-1)
@@ -29,8 +29,8 @@ def _token_rules_kernel(  # type: ignore[no-untyped-def]
     history_ptr, path_sr, logits_sr, plane, words, V, M: tl.constexpr, P: tl.constexpr, H: tl.constexpr,
     BLOCK: tl.constexpr, RULES: tl.constexpr,
 ):  # fmt: skip
-    """Grid [lines, blocks]. A program writes its block, then corrects those of its tokens that rules name: first
-    values are added, then forbidden tokens overwritten."""
+    """Grid [lines, blocks]. A program writes its block, adds rules' values, then overwrites
+    forbidden tokens."""
     b = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     row = tl.load(rows_ptr + b).to(tl.int64)
@@ -43,7 +43,7 @@ def _token_rules_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + ids, tl.where(((word >> (ids % 32)) & 1) == 1, x, float("-inf")), mask=inside)
     index, known = tl.load(indices_ptr + b), tl.load(known_ptr + b)
     columns_ptr += row * M
-    tl.debug_barrier()  # what other threads of this program stored is read below
+    tl.debug_barrier()  # other threads' stores are read below
     for start in range(0, count, RULES):
         _, token, value, holds = _some_rules(columns_ptr, start, count, first, index, plane, BLOCK, RULES)
         holds &= value > float("-inf")
@@ -53,7 +53,7 @@ def _token_rules_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, count, RULES):
         rule_ptr, token, value, holds = _some_rules(columns_ptr, start, count, first, index, plane, BLOCK, RULES)
         holds &= value == float("-inf")
-        # Of the rules that hold so far, those that stand behind their prefix.
+        # Forbidding rules hold only after their prefix.
         prefix_row, history_row, path_row = prefixes_ptr + row * P, history_ptr + row * H, path_ptr + b * path_sr
         length = tl.load(rule_ptr + _LENGTH * plane, mask=holds, other=0)
         prefix_start = tl.load(rule_ptr + _START * plane, mask=holds, other=0)
@@ -69,7 +69,7 @@ def _token_rules_kernel(  # type: ignore[no-untyped-def]
 
 
 def apply_token_rules_triton(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -> Tensor:
-    """Triton `apply_token_rules`; `rows`, `indices` and `known` are contiguous."""
+    """`rows`, `indices` and `known` are contiguous."""
     batch, vocabulary = logits.shape
     out = torch.empty(batch, vocabulary, dtype=torch.float32, device=logits.device)
     if batch:

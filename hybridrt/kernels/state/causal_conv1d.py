@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import Activation, ConvState, ConvWeights, IntermediateStates, SavedStates
-from hybridrt.kernels.core.slots import live_tokens, pad_mask, write_columns, write_rows
+from hybridrt.kernels.core.slots import pad_mask, real_tokens, write_columns, write_rows
 
 
 def _check_varlen(x: Tensor, weights: ConvWeights, state: ConvState, *_: Any, **__: Any) -> None:
@@ -62,7 +62,7 @@ def causal_conv1d_varlen(
     if saves is not None:
         save_windows(x, taps, state, query_start_loc, saves)
     _write_window(x, window, state, first, end - first)
-    dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
+    dead = ~real_tokens(read_slots, query_start_loc, num_tokens)
     return _activate(out[:-1], activation).masked_fill_(dead[:, None], 0.0).to(x.dtype)
 
 

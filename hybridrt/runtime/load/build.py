@@ -1,4 +1,4 @@
-"""From a model's name to weights on a device: paths, the model, its memory plan, its pools."""
+"""From a model's name to a running model: path, weights, memory plan, pools."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ class Runtime:
     """A model in memory, ready to run steps.
 
     Attributes:
-        plan: rows, slots and pages that a scheduler may hand out.
+        plan: rows, slots and pages that a scheduler may lend.
     """
 
     config: EngineConfig
@@ -74,8 +74,12 @@ class Runtime:
 
 
 def resolve_model_path(name: str) -> Path:
-    """A checkpoint directory as it is, a hub name (org/model) downloaded to the hub's cache, or "embedded" for the
-    small model that the package brings ("embedded_draft" for its drafter; ./embedded is a directory).
+    """The directory of a model.
+
+    Args:
+        name: a checkpoint directory, a hub name (org/model), which is downloaded to the hub's
+            cache, or "embedded" or "embedded_draft" for the package's small models (./embedded is a
+            directory).
 
     Raises:
         ConfigError: it is none of them, or cannot be downloaded.
@@ -90,10 +94,11 @@ def resolve_model_path(name: str) -> Path:
 
 
 def find_checkpoint(name: str) -> Path:
-    """As `resolve_model_path`. A name that is none of these gives a path that is no directory.
+    """As `resolve_model_path`, but an unknown name gives a path that is no directory.
 
     Raises:
-        ConfigError: no path has such a name, it cannot be looked at, or it is a hub name that cannot be downloaded.
+        ConfigError: no path can have such a name, it cannot be read, or the hub name cannot be
+            downloaded.
         UnsupportedModelError: it is a GGUF file, or a repository of such files.
     """
     if name in EMBEDDED:
@@ -104,7 +109,7 @@ def find_checkpoint(name: str) -> Path:
             refuse_gguf(name)
         if path.is_dir() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
             return path
-    except (OSError, RuntimeError) as e:  # too long, within a directory that may not be read, or of an unknown user
+    except (OSError, RuntimeError) as e:  # too long, unreadable, or of an unknown user
         raise ConfigError(
             f"{_legible(name)} is no checkpoint directory ({reason(e)}); pass one, or a hub name such as org/model"
         ) from e
@@ -121,12 +126,12 @@ def _legible(name: str) -> str:
 
 
 def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -> CausalLM:
-    """The model with its weights unset. On the "meta" device it takes no memory: enough to count bytes."""
+    """The model with unset weights. On the "meta" device it needs no memory and can be measured."""
     mc = target.model_config
-    # Padding drafts stand past the last position that a request may have.
+    # Padding drafts have positions past the last one of a request.
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     max_len += config.num_verify_tokens - 1
-    family: Callable[..., CausalLM] = model_class(mc.architecture)  # it chooses what CausalLM has beside these three
+    family: Callable[..., CausalLM] = model_class(mc.architecture)
     model = family(mc, Build(target.tp, target.dtype, device), max_len)
     draft_needs(config).attach(model)
     return model
@@ -147,7 +152,7 @@ def build_model(config: EngineConfig, target: RunTarget, path: Path, progress: b
 
 
 def pool_spec(config: EngineConfig, target: RunTarget) -> MambaPoolSpec:
-    """What the recurrent layers of the model keep."""
+    """The state that the model's recurrent layers keep."""
     mc, spec = target.model_config, config.speculative
     groups = {state_shape(c, target.tp.size): mc.linear_layer_ids(kind) for kind, c in mc.linear.items()}
     groups = {shape: ids for shape, ids in groups.items() if ids}
@@ -156,7 +161,7 @@ def pool_spec(config: EngineConfig, target: RunTarget) -> MambaPoolSpec:
 
 
 def kv_groups(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, list[int]]:
-    """Layers with keys and values by their spec: the model's attention layers, then those of its drafter."""
+    """Layers with keys and values by their spec: the model's attention layers, then its drafter's."""
     mc = target.model_config
     groups: dict[AttentionSpec, list[int]] = {}
     for layer_id in mc.full_attention_layer_ids + draft_needs(config).kv_layers(mc):
@@ -165,8 +170,8 @@ def kv_groups(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, li
 
 
 def keeps_prefixes(config: EngineConfig, model_config: ModelConfig) -> bool:
-    """Whether requests leave prefixes for others. Where all layers are attention with a sliding window, none does, nor
-    does any where layers keep nothing."""
+    """Whether requests leave prefixes for others. None do if all layers have a sliding window, or
+    if no layer keeps anything."""
     recurrent = any(map(model_config.linear_layer_ids, model_config.linear))
     attends = bool(model_config.full_attention_layer_ids or model_config.mtp_attention_layer_ids)
     return config.prefix_cache and (recurrent or (attends and model_config.sliding_window is None))
@@ -176,8 +181,11 @@ def make_plan(
     config: EngineConfig, target: RunTarget, *, budget_bytes: int, weights: int = 0, activations: int = 0,
     cache_slots: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """The memory plan of a run whose pools may take `budget_bytes`. `cache_slots` state slots are for cached prefixes;
-    None takes a share if the prefix cache is on."""
+    """The memory plan for pools of `budget_bytes`.
+
+    Args:
+        cache_slots: state slots for cached prefixes; None takes a share if the prefix cache is on.
+    """
     mc, spec = target.model_config, pool_spec(config, target)
     cache_slots = config.cache_slots if cache_slots is None and config.prefix_cache else cache_slots
     limit = mc.max_position_embeddings
@@ -218,8 +226,7 @@ def make_plan(
 
 
 def row_bytes(config: EngineConfig, target: RunTarget, max_len: int) -> int:
-    """Bytes of a running request beside its slot and its pages: rings, page table, sampling constants, last token, and
-    what its drafter keeps of it."""
+    """Bytes of a running request without slot and pages: rings, page table, sampling, drafter."""
     table = HybridReqToTokenPool.row_bytes(_table_length(config, target, max_len), config.page_size)
     sampling = SamplingTable.row_bytes(target.model_config.vocab_size)
     method = draft_needs(config)
@@ -233,8 +240,8 @@ def page_bytes(config: EngineConfig, target: RunTarget) -> int:
 
 
 def _table_length(config: EngineConfig, target: RunTarget, max_len: int) -> int:
-    """Positions of a page table: the drafts of a last verify step may reach beyond the longest request. Without
-    attention layers there is no KV to point at."""
+    """Positions of a page table: the drafts of a last verify step may exceed the longest request. 0
+    without attention layers."""
     return max_len + config.num_verify_tokens - 1 if kv_groups(config, target) else 0
 
 
@@ -248,8 +255,8 @@ def graph_bytes(config: EngineConfig, target: RunTarget) -> int:
 
 
 def staged_bytes(config: EngineConfig, target: RunTarget) -> int:
-    """What copies between the pools and the prefix cache's tier in main memory take on the device: staged pages and
-    what is gathered for them, and a state."""
+    """Device memory for copies to and from the main-memory tier: staged pages, gathered pages, a
+    state."""
     if not config.host_cache_bytes:
         return 0
     return 2 * max(STAGED_BYTES, page_bytes(config, target)) + 2 * pool_spec(config, target).image_bytes()
@@ -263,7 +270,7 @@ def graph_rows(config: EngineConfig, target: RunTarget) -> int:
 
 
 def step_widths(config: EngineConfig) -> list[int]:
-    """T of every kind of step, the widest first: those with drafts, and those in which no row has one."""
+    """T of every kind of step, the widest first: with drafts, and without."""
     widest = config.num_verify_tokens
     return [1] if widest == 1 else [widest, 1]
 
@@ -286,9 +293,11 @@ def load_target(config: EngineConfig, tp: TPGroup) -> tuple[Path, RunTarget]:
     """The model's path and how this process, rank `tp`, runs it. Reads no weights.
 
     Raises:
-        ConfigError: the model or an option cannot be used, or `tp` has another number of ranks than the configuration.
+        ConfigError: the model or an option cannot be used, or `tp` and the configuration differ in
+            the number of ranks.
         DeviceError: there is no such device.
-        BackendError, ProviderNotInstalledError: HYBRIDRT_PROVIDERS names a provider that cannot serve its operation.
+        BackendError, ProviderNotInstalledError: HYBRIDRT_PROVIDERS names a provider that cannot
+            serve its operation.
     """
     if tp.size != config.tp_size:
         raise ConfigError(f"tp_size is {config.tp_size}, but this process belongs to a group of {tp.size}")

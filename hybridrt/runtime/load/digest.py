@@ -1,7 +1,6 @@
 """A digest of a model's configuration and weights, from samples of every tensor.
 
-The samples are read at the places that the headers name. To map the files took 73 s for one of 17 GB that was not in
-the page cache.
+Samples are read with file reads: mapping a file of 17 GB outside the page cache took 73 s.
 """
 
 import hashlib
@@ -25,10 +24,10 @@ _PIECE = SAMPLE // PIECES
 def model_digest(path: Path, config: EngineConfig) -> str:
     """32 hex digits over config.json and the weights (random weights: their seed).
 
-    Of every tensor in every weight file: name, dtype, shape, and all of its bytes or, above 64 KiB, 16 pieces of 4 KiB
-    at equal distances, the first and the last bytes among them. Any change of a small tensor changes the digest. In a
-    large one of n bytes, any change of n / 15 bytes or more in a row does; a shorter one may not. The digest does not
-    depend on how tensors are spread over files.
+    Of every tensor: name, dtype, shape, and all of its bytes or, above 64 KiB, 16 pieces of 4 KiB
+    at equal distances, the first and the last bytes among them. Any change of a small tensor
+    changes the digest. In a large one of n bytes, any change of n / 15 bytes or more in a row does;
+    a shorter one may not. The digest does not depend on how tensors are spread over files.
 
     Raises:
         CheckpointError: a weight file is not a safetensors file.

@@ -1,4 +1,4 @@
-"""What a way of drafting declares to the runtime: memory, layers of the target, and its part on the device."""
+"""What a drafting method declares to the runtime: memory, extra layers, and its device part."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -23,8 +23,8 @@ from hybridrt.runtime.step.plan import StepHandle
 
 
 class DraftRow(msgspec.Struct, frozen=True, array_like=True):
-    """A row to draft for: `computed` tokens have KV, pages are lent up to `end_page`, and the first token to draft is
-    number `output_index` of the request's output."""
+    """A row to draft for: `computed` tokens have KV, pages before `end_page` are lent, and the
+    first draft is number `output_index` of the output."""
 
     row: int
     computed: int
@@ -34,7 +34,7 @@ class DraftRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftTarget(Protocol):
-    """What a drafter sees of the runner whose model it drafts for: attributes of `StepRunner`."""
+    """What a drafter sees of its target's runner: attributes of `StepRunner`."""
 
     config: EngineConfig
     model: CausalLM
@@ -49,10 +49,10 @@ class DraftTarget(Protocol):
 
 
 class DeviceDrafter(Protocol):
-    """The part of a drafter that every rank runs next to the model. It follows each step, and drafts between steps."""
+    """The part of a drafter that every rank runs. It follows each step, and drafts between steps."""
 
     def capture(self, max_bs: int, progress: bool = False) -> None:
-        """Records its own steps as graphs of up to `max_bs` rows, and adds them to `DraftTarget.graphs`."""
+        """Adds graphs of its steps, of up to `max_bs` rows, to `DraftTarget.graphs`."""
 
     def follow(
         self,
@@ -61,8 +61,8 @@ class DeviceDrafter(Protocol):
         accepted: Accepted | None,
         prompts: PromptArrays[torch.Tensor] | None,
     ) -> None:
-        """After a step that the model has run and whose tokens are drawn (`DraftTarget.last_tokens`). Nothing may wait
-        for the host.
+        """Called after a step's tokens are drawn (`DraftTarget.last_tokens`). Must not wait for the
+        host.
 
         Args:
             batch, hidden: the step and the model's hidden states [T, hidden].
@@ -74,7 +74,8 @@ class DeviceDrafter(Protocol):
         """Launches `steps` drafts for each row.
 
         Returns:
-            Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens there.
+            Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens
+                there.
         """
 
 
@@ -83,24 +84,26 @@ Everywhere = Callable[[Sequence[DraftRow], int, int], StepHandle]
 
 
 class DraftNeeds(DraftMethodBase):
-    """What a way of drafting needs of its target; the defaults need nothing.
+    """What a drafting method needs of its target; by default nothing.
 
-    Methods of bytes and pages are asked before anything is loaded, for one rank. The plan charges what they say.
+    Methods of bytes and pages are called before anything is loaded, for one rank. The plan charges
+    them.
     """
 
     def attach(self, model: CausalLM) -> None:
-        """Adds layers to the target, their weights unset: a prediction head. ConfigError if it cannot have them."""
+        """Adds layers with unset weights to the target: a prediction head. ConfigError if it cannot
+        have them."""
 
     def kv_layers(self, model: ModelConfig) -> tuple[int, ...]:
-        """Layers beyond the target's own whose keys and values are in every KV page of its pool."""
+        """Further layers with keys and values in every KV page of the target's pool."""
         return ()
 
     def row_pages(self, config: EngineConfig) -> int:
-        """KV pages of every row in the target's pool, in addition to those that requests are lent."""
+        """KV pages of every row in the target's pool, in addition to lent ones."""
         return 0
 
     def row_bytes(self, config: EngineConfig, target: RunTarget, max_len: int) -> int:
-        """Bytes for each running request of at most `max_len` tokens, `row_pages` apart."""
+        """Bytes for each running request of at most `max_len` tokens, without `row_pages`."""
         return 0
 
     def fixed_bytes(self, config: EngineConfig, target: RunTarget) -> int:
@@ -108,14 +111,14 @@ class DraftNeeds(DraftMethodBase):
         return 0
 
     def device_drafter(self, runner: DraftTarget) -> DeviceDrafter | None:
-        """The part that runs next to the target on every rank, over its pools; None without one. The graphs of a target
-        with one keep the hidden states."""
+        """The part that every rank runs, over the target's pools. With one, the target's graphs
+        keep hidden states."""
         return None
 
 
 def draft_needs(config: EngineConfig) -> DraftNeeds:
-    """What the configured method needs; without speculation nothing. BackendError if an entry point leads to something
-    else."""
+    """The configured method's needs; nothing without speculation. BackendError if an entry point
+    names something else."""
     if config.speculative is None:
         return DraftNeeds()
     method = load_method(config.speculative.method)

@@ -1,4 +1,4 @@
-"""What memory a device has left for a model. Checks, before any weight is read, whether the model fits there."""
+"""Checks before loading whether a model fits the device, and computes the budget of its pools."""
 
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.device import GPUFacts
@@ -8,16 +8,19 @@ from hybridrt.runtime.load.build import make_plan
 from hybridrt.runtime.load.host_memory import free_host_memory
 from hybridrt.runtime.load.target import RunTarget
 
-# Without memory_fraction: the share of a GPU that may be in use, and the part of the free main memory that pools take.
+# Without memory_fraction: usable share of a GPU; divisor of free main memory for the pools.
 GPU_SHARE, CPU_SHARE = 0.85, 4
 
 
 def free_bytes(config: EngineConfig, target: RunTarget) -> int:
-    """Bytes that this rank may take beside what is in use: of a GPU `memory_fraction` less what is in use (weights,
-    other processes), of main memory `memory_fraction` of what is free. Ranks on a CPU share that equally."""
+    """Bytes that this rank may still use.
+
+    On a GPU: `memory_fraction` of it, less what is in use (weights, other processes). In main
+    memory: `memory_fraction` of what is free, shared equally by the ranks.
+    """
     if target.device.type != "cuda":
         return int(free_host_memory() // target.tp.size * (config.memory_fraction or 1))
-    gpu = GPUFacts.of(target.device)
+    gpu = GPUFacts.of_device(target.device)
     return int(gpu.total_bytes * _gpu_share(config)) - (gpu.total_bytes - gpu.free_bytes)
 
 
@@ -26,22 +29,22 @@ def _gpu_share(config: EngineConfig) -> float:
 
 
 def pool_budget(config: EngineConfig, target: RunTarget, taken: int = 0) -> int:
-    """Bytes that pools take where no budget is given: what is left when `taken` bytes more are in use, on a CPU without
-    `memory_fraction` a share of it."""
+    """Bytes for pools where no budget is given, after `taken` more bytes are in use. On a CPU
+    without `memory_fraction` it is a share of what is left."""
     shared = target.device.type == "cpu" and config.memory_fraction is None
     return (free_bytes(config, target) - taken) // (CPU_SHARE if shared else 1)
 
 
 def plan_ahead(config: EngineConfig, target: RunTarget, weights: int, budget_bytes: int | None = None) -> MemoryPlan:
-    """The memory plan, as far as it is known without a run. On a GPU, a run also measures its activations, and the
-    budget is smaller by them.
+    """The memory plan before loading. On a GPU, a later run measures activations and lowers the
+    budget.
 
     Args:
         weights: bytes of this rank's weights.
-        budget_bytes: what the pools may take; None is what the weights leave (`pool_budget`).
+        budget_bytes: for the pools; None is what the weights leave (`pool_budget`).
 
     Raises:
-        MemoryBudgetError: the weights do not fit, or the pools do not fit beside them.
+        MemoryBudgetError: weights, or weights and pools, do not fit.
     """
     free = free_bytes(config, target)
     if weights + rotary_table_bytes(config, target) > free:
@@ -52,7 +55,7 @@ def plan_ahead(config: EngineConfig, target: RunTarget, weights: int, budget_byt
 
 
 def rotary_table_bytes(config: EngineConfig, target: RunTarget) -> int:
-    """Bytes at the peak of making the table of rotary embeddings, which has a row for each position."""
+    """Peak bytes of making the table of rotary embeddings, which has a row for each position."""
     mc = target.model_config
     positions = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     rotated = {a.rotary_dim: a for i in mc.full_attention_layer_ids if (a := mc.attention_of(i)).rope is not None}
@@ -68,7 +71,7 @@ def _too_large(config: EngineConfig, target: RunTarget, weights: int, free: int)
         hints.insert(0, f"a memory_fraction above {share}")
     if target.device.type == "cuda":
         hints.append("more ranks (tp_size)")
-        gpu = GPUFacts.of(target.device)
+        gpu = GPUFacts.of_device(target.device)
         used, allowed = gpu.total_bytes - gpu.free_bytes, int(gpu.total_bytes * _gpu_share(config))
         detail = f": of its {gib(gpu.total_bytes)}, {gib(allowed)} may be taken and {gib(used)} are in use"
         if used > allowed // 2:

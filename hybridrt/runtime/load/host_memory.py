@@ -1,4 +1,4 @@
-"""Main memory that this process may use: what the machine has, and no more than its control groups allow."""
+"""Main memory that this process may use, within the limits of its control groups."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +8,13 @@ import psutil
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-# File names of each version of control groups for the limit and the use, and its name of the page cache.
+# Per version of control groups: files of the limit and the use, and its name of the page cache.
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def free_host_memory() -> int:
-    """Bytes of main memory that can be taken without swapping."""
+    """Bytes of main memory that are free without swapping."""
     return min([psutil.virtual_memory().available, *(max(limit - used, 0) for limit, used in _limits())])
 
 
@@ -24,8 +24,8 @@ def total_host_memory() -> int:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of each control group that this process is in and that has a limit. Page cache that can be
-    dropped is not in use: reading weights fills it."""
+    """(limit, bytes in use) of each limited control group of this process. Droppable page cache
+    counts as free: reading weights fills it."""
     for folder, (limit_file, used_file, cache) in _groups():
         limit, used = _number(folder / limit_file), _number(folder / used_file)
         if limit is not None and used is not None:
@@ -33,7 +33,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The process's group and those around it, as far as they are visible: in a container the path may start above."""
+    """The process's group and its parents, where visible: a container's path may start higher."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:  # not Linux

@@ -1,4 +1,4 @@
-"""What compiles the kernels of a start while the model is loaded. The runtime knows no more of it than this."""
+"""The interface through which kernels are compiled while the model is loaded."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,14 +16,14 @@ from hybridrt.collectives.groups import TPGroup
 class StartKernels(Protocol):
     """Compiles kernels next to a start."""
 
-    def begin(self, device: torch.device, path: Path) -> None:
-        """The device is known, and the model's directory."""
+    def start_compiling(self, device: torch.device, path: Path) -> None:
+        """Called when the device and the model's directory are known."""
 
     def wait_for_start(self) -> None:
-        """Returns when the kernels that a start needs are compiled, as far as this rank compiles them."""
+        """Returns when this rank has compiled the kernels that a start needs."""
 
 
-# Of a run, and a rank of it: a context around the start.
+# For a run and its rank: a context around the start.
 StartAhead = Callable[[EngineConfig, TPGroup], AbstractContextManager[StartKernels]]
 
 
@@ -32,7 +32,7 @@ class _LaunchesCompile:
 
     def __init__(self, config: EngineConfig, tp: TPGroup) -> None: ...
 
-    def begin(self, device: torch.device, path: Path) -> None: ...
+    def start_compiling(self, device: torch.device, path: Path) -> None: ...
 
     def wait_for_start(self) -> None: ...
 
@@ -43,12 +43,12 @@ class _LaunchesCompile:
 
 
 def start_kernels(ahead: StartAhead | None, config: EngineConfig, tp: TPGroup) -> AbstractContextManager[StartKernels]:
-    """The context of a start; with None kernels are compiled when they are first launched."""
+    """The context of a start; with None each kernel is compiled at its first launch."""
     return (ahead or _LaunchesCompile)(config, tp)
 
 
 def name_of(ahead: StartAhead | None) -> str | None:
-    """By which another process finds it (`hybridrt.base.plugins.load_object`); None for none.
+    """The name for `hybridrt.base.plugins.load_object` in another process; None for none.
 
     Raises:
         ConfigError: it has no such name.

@@ -1,4 +1,4 @@
-"""What the bytes and the meaning of a model's state depend on, as plain data that two processes can compare."""
+"""Everything that a model's state bytes depend on, as plain data that two processes can compare."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,29 +13,33 @@ Identity = dict[str, int | str]
 
 
 def state_identity(config: EngineConfig, target: RunTarget, model_path: Path) -> Identity:
-    """What every holder of a state must agree on, whatever its pools look like.
+    """What every holder of a state must agree on.
 
-    model: a digest of the checkpoint's configuration and of samples of its weights. Equal names may be other weights.
+    model: a digest of the checkpoint's configuration and of samples of its weights. Equal names may
+    be other weights.
     conv_dtype: of conv inputs, keys and values.
     state_dtype: of the recurrent state.
-    conv_layout: kinds of recurrent layer, sub-projections with their widths before sharding, K, and which layers.
+    conv_layout: kinds of recurrent layer, sub-projections with their widths before sharding, K, and
+    which layers.
     kv_layout: attention layers, KV heads before sharding, head dimension, sliding window.
     chunk_size: tokens of a scan's chunk: it decides how a prefill rounds.
     """
     mc = target.model_config
-    linear = [(state_shape(c), mc.linear_layer_ids(kind), c) for kind, c in sorted(mc.linear.items())]
+    linear = sorted(mc.linear.items())
     return {
         "model": model_digest(model_path, config),
         "conv_dtype": dtype_name(target.dtype),
         "state_dtype": dtype_name(target.state_dtype),
-        "conv_layout": "; ".join(f"{_conv(shape)} in layers {_ids(ids)}" for shape, ids, _ in linear),
+        "conv_layout": "; ".join(
+            f"{_conv(state_shape(c))} in layers {_ids(mc.linear_layer_ids(kind))}" for kind, c in linear
+        ),
         "kv_layout": _kv_layout(mc),
-        "chunk_size": max((c.chunk_size for _, _, c in linear), default=0),
+        "chunk_size": max((c.chunk_size for _, c in linear), default=0),
     }
 
 
 def first_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
-    """The first name under which two records differ, or which only one of them has; None if they are equal."""
+    """The first name whose values differ or that only one record has; None if they are equal."""
     names = (*ours, *(theirs.keys() - ours.keys()))
     return next((name for name in names if ours.get(name) != theirs.get(name)), None)
 

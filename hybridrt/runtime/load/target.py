@@ -1,4 +1,4 @@
-"""Where and in which numbers a model runs, and how its recurrent state is kept."""
+"""A model's device and dtypes, and how its recurrent state is kept."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,8 +18,6 @@ from hybridrt.kinds.registry import check_replay, replay_pays
 
 @dataclass(frozen=True)
 class RunTarget:
-    """Where and in which numbers a model runs, and how its recurrent state is kept."""
-
     model_config: ModelConfig
     device: torch.device
     dtype: torch.dtype
@@ -36,7 +34,8 @@ class RunTarget:
 
 
 def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: torch.device) -> str:
-    """The MambaPool mode: without speculation "classic" or "replay", with it "intermediate" or "replay".
+    """The MambaPool mode: without speculation "classic" or "replay", with it "intermediate" or
+    "replay".
 
     Args:
         kinds: the model's kinds of recurrent layer.
@@ -50,8 +49,8 @@ def resolve_state_mode(config: EngineConfig, kinds: Collection[str], device: tor
         check_replay(kinds)
     if asked != "auto":
         return asked
-    # Replay saves state writes; beside the overhead of plain torch they cost nothing, so kernels decide. Trees need
-    # every state.
+    # Replay saves state writes, which are negligible in plain torch; so it needs kernels. Trees
+    # need every state.
     if device.type == "cuda" and replay_pays(kinds) and (spec is None or spec.topk == 1):
         return "replay"
     return "classic" if spec is None else "intermediate"

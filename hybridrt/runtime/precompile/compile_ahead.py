@@ -1,8 +1,8 @@
-"""Compiles the kernels of a configuration before they are launched, in processes of their own, into Triton's cache.
+"""Compiles the kernels of a configuration into Triton's cache, in processes next to the start.
 
-Triton takes about a third of a second of one core for a kernel, and a model launches some 60 of them. So while this
-process reads weights, one child finds out which kernels the configuration launches (`compile_trace.py`), and all of
-them compile. What they do not compile is compiled where it is launched.
+Triton takes about a third of a second of one core for a kernel, and a model launches some 60. So
+while this process reads weights, one child finds the kernels (`compile_trace.py`), and all children
+compile. Kernels that they miss are compiled at their first launch.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ MAX_WORKERS = 16
 DEADLINE_S = 600.0
 _LEAVING_S = 5.0
 ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",  # a context of CUDA takes half a gigabyte of the GPU's memory in every process
+    "CUDA_VISIBLE_DEVICES": "",  # a CUDA context takes half a gigabyte of GPU memory in every process
     "OMP_NUM_THREADS": "1",
     "TRITON_INTERPRET": "0",
     "TRITON_STORE_BINARY_ONLY": "1",  # a launch opens all files of a kernel: four instead of nine
@@ -56,9 +56,10 @@ class CompileReport:
     """What was compiled.
 
     Attributes:
-        kernels: how many, those included that were in the cache before.
-        seconds: of one core, by the kernel's name; "trace" is what finding them took.
-        problems: steps that could not be traced and kernels that do not compile. In another run they would be the same.
+        kernels: how many, those already in the cache included.
+        seconds: of one core, by the kernel's name; "trace": of finding them.
+        problems: steps that could not be traced and kernels that do not compile, the same in every
+            run.
         failures: processes that ended or took too long.
     """
 
@@ -69,9 +70,9 @@ class CompileReport:
 
 
 class CompileAhead:
-    """Processes that compile the kernels of a configuration. `wait` ends them, and so does `close`.
+    """Processes that compile the kernels of a configuration. `wait` and `close` end them.
 
-    They start at once, and compile once `begin` has said for which GPU.
+    They start at once, and compile after `start_compiling` has named the GPU.
 
     Args:
         config: of the run; its model is a directory.
@@ -95,7 +96,7 @@ class CompileAhead:
             self.close()
             raise
 
-    def begin(self, gpu: GPUFacts) -> None:
+    def start_compiling(self, gpu: GPUFacts) -> None:
         """Compiles for this GPU, in the background."""
         self._mark = find_mark(self._config, gpu)
         for i, process in enumerate(self._processes):
@@ -114,7 +115,7 @@ class CompileAhead:
             self.close()
 
     def wait(self, deadline_s: float = DEADLINE_S) -> CompileReport:
-        """Returns when every kernel is compiled, or cannot be: what is missing is warned of."""
+        """Returns when every kernel is compiled, or cannot be. Warns of missing ones."""
         end, report = time.monotonic() + deadline_s, self.report
         try:
             for thread in self._threads:
@@ -132,7 +133,7 @@ class CompileAhead:
         return report
 
     def close(self) -> None:
-        """Ends the processes at once, and the compilers that they run."""
+        """Ends the processes and their compilers at once."""
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -145,7 +146,8 @@ class CompileAhead:
         self._jobs.put((not self._all_to_start, job))
 
     def _serve(self, process: "subprocess.Popen[bytes]", gpu: GPUFacts, traces: bool) -> None:
-        """Feeds one process, in a thread of its own: what to trace, if it traces, then kernels until the last."""
+        """Feeds one process, in its own thread: the trace, if it traces, then kernels until the
+        last."""
         doing = "it started"
         try:
             try:
@@ -190,7 +192,7 @@ class CompileAhead:
             self.report.seconds["trace"] = answer["seconds"]
 
     def _know_start(self) -> None:
-        """What is queued from here on is not of the start."""
+        """Kernels queued from here on are not needed by the start."""
         with self._changed:
             self._all_to_start = True
             self._changed.notify_all()
@@ -216,7 +218,7 @@ def _send(process: "subprocess.Popen[bytes]", request: dict[str, Any]) -> None:
 
 
 def _read(process: "subprocess.Popen[bytes]") -> dict[str, Any]:
-    """A process's next answer. `CompileAhead.wait` ends processes that give none, and the pipe with them.
+    """A process's next answer. `CompileAhead.wait` ends silent processes, and the pipe with them.
 
     Raises:
         DecodeError: the process has ended.
@@ -234,10 +236,10 @@ def _status(process: "subprocess.Popen[bytes]") -> str:
 
 
 def default_workers() -> int:
-    """Processes to compile in: one for each core but this process's, or what the environment says. 0: none.
+    """Processes to compile in: one per core except one, or the environment's number. 0: none.
 
     Raises:
-        ConfigError: the environment says something else than a number.
+        ConfigError: the environment's value is no such number.
     """
     text = os.environ.get(WORKERS_VARIABLE)
     if text is None:
@@ -249,10 +251,11 @@ def default_workers() -> int:
 
 
 class KernelsAhead:
-    """The kernels of a run, compiled next to the rest of its start: a context whose end waits for all of them.
+    """Compiles the kernels of a run next to its start: a context that waits for all of them at its
+    end.
 
-    The GPU's driver starts meanwhile. On a CPU nothing is compiled, nor where the cache has the kernels already. Rank 0
-    compiles for the ranks of its host.
+    The GPU's driver starts meanwhile. Nothing is compiled on a CPU, or if the cache has the kernels
+    already. Rank 0 compiles for the ranks of its host.
     """
 
     def __init__(self, config: EngineConfig, tp: TPGroup) -> None:
@@ -260,18 +263,19 @@ class KernelsAhead:
         self._config, self._tp, self._key = config, tp, TritonKey() if _launches(config) else None
         self._ahead = _start(config, tp, self._key)
 
-    def begin(self, device: torch.device, path: Path) -> None:
-        """The device is known, and the model's directory."""
+    def start_compiling(self, device: torch.device, path: Path) -> None:
+        """Called when the device and the model's directory are known."""
         if self._key is None or not _wanted(self._config, self._tp) or device.type != "cuda":
             return self._close()
-        config, gpu = _of_run(self._config, path), GPUFacts.of(device)
+        config, gpu = _of_run(self._config, path), GPUFacts.of_device(device)
         if find_mark(config, gpu).exists():
             return self._close()
         self._ahead = self._ahead or CompileAhead(config, default_workers(), self._key)
-        self._ahead.begin(gpu)
+        self._ahead.start_compiling(gpu)
 
     def wait_for_start(self) -> None:
-        """Returns when Triton has its key and, on rank 0, the kernels that a start needs are compiled."""
+        """Returns when Triton has its key and, on rank 0, the kernels that a start needs are
+        compiled."""
         if self._key is not None:
             self._key.wait()
         if self._ahead is not None:
@@ -294,19 +298,19 @@ class KernelsAhead:
 
 
 def _wanted(config: EngineConfig, tp: TPGroup) -> bool:
-    """Whether this process may compile ahead, as far as that is known without the GPU's driver."""
+    """Whether this process may compile ahead, without asking the GPU's driver."""
     return _launches(config) and not tp.rank and default_workers() > 0
 
 
 def _launches(config: EngineConfig) -> bool:
-    """Whether this process may launch Triton's kernels, as far as that is known without the GPU's driver."""
+    """Whether this process may launch Triton's kernels, without asking the GPU's driver."""
     there = torch.version.cuda is not None and config.device != "cpu" and visible_gpus() > 0
     return there and is_installed("triton")
 
 
 def _start(config: EngineConfig, tp: TPGroup, key: TritonKey | None) -> CompileAhead | None:
-    """Processes that import packages while this one reads the configuration. None where there may be nothing to
-    compile: for some GPU the cache has all kernels."""
+    """Starts processes, which import packages while this one reads the configuration. None if the
+    cache may have all kernels."""
     path = Path(config.model)
     if key is None or not _wanted(config, tp) or not (path / "config.json").is_file():
         return None

@@ -1,4 +1,4 @@
-"""Files in Triton's cache that say for which configurations it holds all kernels: these need not be traced again."""
+"""Marks in Triton's cache: it has all kernels of a configuration, which need no trace."""
 
 import contextlib
 import hashlib
@@ -17,18 +17,18 @@ from hybridrt.base.files import CONFIG_BYTES, read_bytes
 from hybridrt.base.version import __version__
 
 _KERNELS = Path(__file__).parents[2] / "kernels"
-# What no kernel depends on: names of places, and memory that is free at the moment.
+# No kernel depends on these: names of places, and memory that is free at the moment.
 _CONFIG, _GPU = ("model", "device", "seed", "overlap", "load_format"), ("free_bytes", "total_bytes")
 
 
 def find_mark(config: EngineConfig, gpu: GPUFacts) -> Path:
-    """Where the mark of a configuration and a GPU stands, or will. `config.model` is a directory."""
+    """Path of the mark of a configuration and a GPU. `config.model` is a directory."""
     facts = {name: value for name, value in asdict(gpu).items() if name not in _GPU}
     return _folder(config) / hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
 
 
 def has_marks(config: EngineConfig) -> bool:
-    """Whether the cache holds all kernels of a configuration for some GPU."""
+    """Whether the cache has all kernels of a configuration for some GPU."""
     return _folder(config).is_dir()
 
 
@@ -45,8 +45,8 @@ def _folder(config: EngineConfig) -> Path:
 
 @cache
 def _sources() -> bytes:
-    """A digest of this package's kernels. It is asked for several times in a start, and to open a file may take
-    milliseconds."""
+    """A digest of this package's kernels. Cached: it is needed several times, and opening a file
+    may take milliseconds."""
     digest = hashlib.sha256()
     for file in sorted(_KERNELS.rglob("*.py")):
         digest.update(file.read_bytes())
@@ -54,7 +54,7 @@ def _sources() -> bytes:
 
 
 def write_mark(mark: Path, kernels: int) -> None:
-    """Says that the cache holds all `kernels`. Where it cannot be written, they are traced again in the next run."""
+    """Notes that the cache has all `kernels`. If this fails, the next run traces again."""
     with contextlib.suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)
         temporary = mark.with_suffix(f".{os.getpid()}")

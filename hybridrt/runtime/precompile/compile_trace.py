@@ -1,8 +1,8 @@
-"""Which kernels a configuration launches: its steps run on a GPU that is not there (`pretend_gpu.py`), and every kernel
-that Triton would compile for them is noted instead.
+"""Finds the kernels that a configuration launches, by running its steps on a pretended GPU.
 
-A specialisation depends on dtypes, on constants, on which pointers and integers are divisible by 16 and which integers
-are 1. So the pools are planned and cut as in the real run, and steps of the same sizes run.
+Every kernel that Triton would compile is noted (`pretend_gpu.py`). A specialisation depends on
+dtypes, on constants, on which pointers and integers are divisible by 16 and which integers are 1.
+So the pools are planned and cut as in the real run, and steps of the same sizes run.
 """
 
 import traceback
@@ -51,8 +51,8 @@ class Kernel(NamedTuple):
     """A kernel to compile.
 
     Attributes:
-        module, name: where the Triton function stands.
-        specialisation: the arguments' types and constants and the options, as Triton writes them in JSON.
+        module, name: of the Triton function.
+        specialisation: argument types, constants and options, as Triton's JSON.
     """
 
     module: str
@@ -75,8 +75,11 @@ class TraceGroup(TPGroup):
 
 @dataclass(frozen=True)
 class _Address:
-    """What Triton asks of a tensor. A tensor without memory begins at address 0, a view of it at its offset; on the
-    device every allocation begins at a multiple of 512."""
+    """What Triton asks of a tensor.
+
+    A tensor without memory begins at address 0, a view of it at its offset; on the device every
+    allocation begins at a multiple of 512.
+    """
 
     dtype: torch.dtype
     offset: int
@@ -87,7 +90,7 @@ class _Address:
 
 @contextmanager
 def noted(note: Callable[[Kernel], None]) -> Iterator[None]:
-    """Within it, launching a kernel that was not compiled notes it, each specialisation once, and does nothing else."""
+    """Within it, launching an uncompiled kernel only notes it, each specialisation once."""
     found: set[Kernel] = set()
     launched: set[Any] = set()
     run = JITFunction.run
@@ -101,7 +104,7 @@ def noted(note: Callable[[Kernel], None]) -> Iterator[None]:
         return True  # nothing is compiled
 
     def note_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        with torch._C.DisableTorchFunction():  # each question would go through the GPU that is pretended
+        with torch._C.DisableTorchFunction():  # else each question would go through the pretended GPU
             addresses, named = tuple(map(_address, args)), {name: _address(value) for name, value in kwargs.items()}
         launch = (self.fn, *map(_hashable, addresses), *((name, _hashable(value)) for name, value in named.items()))
         if launch not in launched:  # layers launch alike, and Triton takes a millisecond for each
@@ -120,7 +123,7 @@ def _address(value: Any) -> Any:
 
 
 def _hashable(value: Any) -> Any:
-    """Equal values of different types are different arguments. What has no hash is described."""
+    """Equal values of different types are different arguments. Values without a hash are described."""
     try:
         hash(value)
     except TypeError:
@@ -134,8 +137,8 @@ def trace(
     """Notes the kernels of a run in the order of their first use.
 
     Args:
-        started: called when those of the start are noted: up to the first greedy token of prompts without a cached
-            prefix.
+        started: called after the kernels of the start: up to the first greedy token of prompts
+            without a cached prefix.
 
     Returns:
         The steps that failed here and why: they may launch kernels that were not noted.
@@ -150,7 +153,7 @@ def trace(
                 try:
                     if step is not None:
                         step()
-                except Exception as e:  # a step that cannot be traced costs time at the start, and no more
+                except Exception as e:  # a step that cannot be traced only costs time at the start
                     problems.append(f"{name}: {described(e)}")
     return problems
 
@@ -163,7 +166,7 @@ def described(error: Exception) -> str:
 
 
 def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:
-    """A runner over pools as the real run's, and the step that measures activations over its own pools."""
+    """A runner over the real run's pools, and the step that measures activations over small pools."""
     _, target = load_target(config, TraceGroup(size=config.tp_size))
     config = _own_kernels(config, target)
     model = empty_model(config, target, target.device).eval()
@@ -174,7 +177,7 @@ def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:
 
 
 def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
-    """The configuration with our attention where a library's would run: what is around it stays the same."""
+    """The configuration with our attention in place of a library's: other kernels stay the same."""
     names = {
         "attention_backend": resolve_attention_name(config.attention_backend, target.device),
         "prefill_attention_backend": resolve_prefill_name(config, target.device, kv_groups(config, target)),
@@ -184,7 +187,7 @@ def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
 
 
 def _first_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Steps by their names: prompts of several lengths, and one greedy token more."""
+    """By name: prompts of several lengths, and one greedy token more."""
     greedy = SamplingParams(temperature=0.0)
     for tokens in make.lengths:
         yield f"prompts of {tokens} tokens", partial(make.run, make.prompts([tokens], greedy))
@@ -193,7 +196,7 @@ def _first_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def _further_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Steps with the prefix cache, and of all sorts of sampling."""
+    """Steps with the prefix cache, and with all sorts of sampling."""
     greedy, rows = SamplingParams(temperature=0.0), sorted({1, min(2, make.plan.num_rows), make.plan.num_rows})
     for tokens in make.lengths:
         yield f"{tokens} tokens that leave a state", partial(make.run, make.saving(tokens, greedy))
@@ -209,7 +212,7 @@ def _further_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 class _Plans:
-    """Plans of steps over a runner's pools. It does not matter which slots and pages they name: nothing is computed."""
+    """Plans of steps over a runner's pools. Slots and pages are arbitrary: nothing is computed."""
 
     def __init__(self, runner: StepRunner) -> None:
         self.runner, self.plan = runner, runner.memory_plan
@@ -231,7 +234,7 @@ class _Plans:
         )
 
     def saving(self, tokens: int, params: SamplingParams) -> StepPlan | None:
-        """A prompt that leaves a state for others at its last place on the grid; None where there is none."""
+        """A prompt that leaves a state at its last place on the grid; None where there is none."""
         runner, at = self.runner, (tokens - 1) // _SAVE * _SAVE
         if not (at and self.recurrent and keeps_prefixes(runner.config, runner.model_config)):
             return None
@@ -240,7 +243,7 @@ class _Plans:
         return plan
 
     def behind(self, tokens: int, params: SamplingParams) -> StepPlan | None:
-        """A prompt whose first page is cached, with the state there."""
+        """A prompt with a cached first page and state."""
         runner = self.runner
         if not keeps_prefixes(runner.config, runner.model_config) or tokens + _SAVE >= self.plan.max_model_len:
             return None
@@ -251,12 +254,13 @@ class _Plans:
         return plan
 
     def decode(self, rows: int, params: SamplingParams, constrained: bool = False) -> None:
-        """Prompts that draw so, then a decode step of all rows, with drafts where there are any."""
+        """Prompts with these parameters, then a decode step of all rows, with drafts if there are
+        any."""
         runner = self.runner
         runner.launch(self.prompts([_SAVE] * rows, params))
         drafts = [0] * (runner.config.num_verify_tokens - 1)
         lines = [DecodeRow(row, _SAVE, 1, drafts) for row in range(1, rows + 1)]
-        plan = StepPlan(decode=DecodeRows.of(lines), constrained=[0] if constrained else [])
+        plan = StepPlan(decode=DecodeRows.from_rows(lines), constrained=[0] if constrained else [])
         step = runner.launch(plan)
         if constrained:
             words = -(-runner.model_config.vocab_size // 32)

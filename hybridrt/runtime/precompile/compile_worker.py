@@ -1,9 +1,10 @@
-"""A process that compiles kernels into Triton's cache, and that finds out which ones a configuration needs. It sees no
-GPU. `compile_ahead.py` starts it, and talks with it in lines of JSON.
+"""A process without a GPU that compiles kernels into Triton's cache, and traces a configuration.
+
+`compile_ahead.py` starts it, and exchanges lines of JSON with it.
 
     {"gpu": fields of GPUFacts}                  comes first
     {"trace": fields of EngineConfig}            {"kernel": [module, name, specialisation]} for each kernel,
-                                                 {"started": seconds} behind those of the start, and at the end
+                                                 {"started": seconds} after those of the start, and at the end
                                                  {"problems": [...], "seconds": number}
     {"key": [file, digest]}                      as in `triton_key.use_key`; before the first of
     {"compile": [module, name, specialisation]}  {"problem": null or text, "seconds": number}
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def _own_output() -> TextIO:
-    """The standard output for answers alone: what anything else prints there goes to the standard error."""
+    """The standard output for answers only: other prints go to the standard error."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
@@ -98,13 +99,13 @@ class _Worker:
 
 
 def _compile(module: str, name: str, specialisation: str) -> None:
-    """Compiles a kernel, and the C function that launches it where this version of Triton has one for each kernel."""
+    """Compiles a kernel and, where Triton has one per kernel, the C function that launches it."""
     from triton.backends.nvidia import driver
 
-    from hybridrt.kernels.core.launch import settle_keys
+    from hybridrt.kernels.core.launch import compute_keys
 
     imported = importlib.import_module(module)
-    settle_keys(imported)
+    compute_keys(imported)
     function = getattr(imported, name)
     _ = function.device_caches[0]  # which sets `ASTSource`
     source = function.ASTSource
@@ -133,12 +134,12 @@ def _launcher_module() -> None:
 
 
 def _not_loaded(name: str, path: str) -> Any:
-    """In the place of a C module that was built for another process: it needs the GPU's driver to be loaded."""
+    """Replaces loading a C module built for another process: it would need the GPU's driver."""
     return Nothing()
 
 
 def _provide_libcuda() -> None:
-    """Where the GPU's driver is not installed, an empty library in its place: what is built is linked to its name."""
+    """Without an installed driver: an empty library for the linker."""
     if "TRITON_LIBCUDA_PATH" in os.environ or ctypes.util.find_library("cuda"):
         return
     folder = Path(tempfile.mkdtemp(prefix="hybridrt-libcuda-"))

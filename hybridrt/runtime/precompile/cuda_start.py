@@ -1,4 +1,4 @@
-"""Starts the driver of a GPU in a thread. It takes seconds, in which this process imports packages."""
+"""Starts the GPU's driver in a thread. That takes seconds, in which this process imports packages."""
 
 import ctypes
 import threading
@@ -9,11 +9,11 @@ from hybridrt.collectives.groups import TPGroup
 
 
 def start_cuda(device: str, tp: TPGroup) -> None:
-    """Begins what the first use of a GPU does. Does nothing where there is none; its first use then says so.
+    """Does what the first use of a GPU does. Ignores a missing GPU; its first use then raises.
 
     Args:
         device: as in EngineConfig.
-        tp: of several ranks each makes its context by itself, on its own GPU.
+        tp: with several ranks each makes its context itself, on its own GPU.
     """
     if torch.version.cuda is not None and device != "cpu":
         number = device.partition(":")[2] or "0"
@@ -22,7 +22,7 @@ def start_cuda(device: str, tp: TPGroup) -> None:
 
 
 def _start(index: int | None) -> None:
-    """Calls that leave the interpreter to other threads. What fails here fails again where it is waited for."""
+    """Calls that release Python's lock. A failure repeats at the GPU's first use."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

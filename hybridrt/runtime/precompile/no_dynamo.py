@@ -1,7 +1,7 @@
 """Keeps torch's compiler out of a process that compiles none of torch's graphs.
 
-Operations on torch's "meta" device ask it for `disable` once. That imports some 900 modules, which takes a second, or
-several where opening a file is slow.
+Operations on torch's "meta" device ask it for `disable` once. That imports some 900 modules, which
+takes a second, or several where opening a file is slow.
 """
 
 import importlib
@@ -14,8 +14,8 @@ _NAME = "torch._dynamo"
 
 
 def leave_out_dynamo() -> None:
-    """Puts a module with `disable` alone in its place, unless it is imported already. Any other
-    name is looked up in the real one."""
+    """Replaces the module, unless it is imported, with one that has `disable`. Other names load the
+    real one."""
     if _NAME not in sys.modules:
         sys.modules[_NAME] = _Stand(_NAME)
 

@@ -1,7 +1,7 @@
-"""A GPU that is not there: its tensors have shapes and dtypes and no memory, and kernels are noted instead of launched.
+"""A pretended GPU: tensors have shapes and dtypes but no memory, and kernels are only noted.
 
-A model runs on it as it would on the real one, so what it launches tells which kernels a configuration needs. Only a
-process that does nothing else may do this: torch.cuda and Triton are changed for all of it.
+A model runs on it as on the real one, so its launches show which kernels a configuration needs.
+torch.cuda and Triton are changed for the whole process, which must do nothing else.
 """
 
 import types
@@ -18,13 +18,14 @@ from hybridrt.runtime.precompile.replaced import replaced
 
 @contextmanager
 def pretended(gpu: GPUFacts) -> Iterator[None]:
-    """Within it torch.cuda has this one GPU, and its tensors are on torch's "meta" device but say "cuda"."""
+    """Within it torch.cuda has this one GPU, and its tensors are on torch's "meta" device but say
+    "cuda"."""
     with replaced(torch.cuda, **_functions(gpu)), _MetaTensors():
         yield
 
 
 def _functions(gpu: GPUFacts) -> dict[str, Any]:
-    """What replaces functions of torch.cuda."""
+    """Replacements of torch.cuda's functions."""
     properties = types.SimpleNamespace(
         name=gpu.name, major=gpu.capability[0], minor=gpu.capability[1], multi_processor_count=gpu.multiprocessors,
         shared_memory_per_block_optin=gpu.shared_memory, total_memory=gpu.total_bytes,
@@ -46,7 +47,7 @@ def _returning(value: Any) -> Callable[..., Any]:
 
 
 class Nothing:
-    """A stream, an event or a graph: every method does nothing, and what it is asked for has happened."""
+    """A stream, an event or a graph on which every method does nothing and is complete."""
 
     cuda_stream = 0
 
@@ -88,14 +89,14 @@ _COPY, _TO, _PIN = torch.Tensor.copy_, torch.Tensor.to, torch.Tensor.pin_memory
 
 
 def _on_meta(value: Any) -> Any:
-    """A device that is a GPU becomes "meta"; everything else stays as it is."""
+    """A GPU becomes "meta"; everything else stays as it is."""
     if isinstance(value, torch.device):
         return _META if value.type == "cuda" else value
     return _META if isinstance(value, str) and value.startswith("cuda") else value
 
 
 class CompilingDriver:
-    """Triton's driver where nothing runs: it knows what to compile for."""
+    """Triton's driver where nothing runs: it knows the target."""
 
     def __init__(self, capability: Sequence[int]) -> None:
         from triton.backends.compiler import GPUTarget

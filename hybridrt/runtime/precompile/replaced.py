@@ -1,4 +1,4 @@
-"""Functions of other packages, replaced for a while: torch.cuda and Triton have no seam for a GPU that is not there."""
+"""Replaces attributes of other packages for a while, where they have no seam of their own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,8 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Within it the attributes of a module, class or object are these. AttributeError if it has no such ones."""
+    """Within it the attributes of a module, class or object are these. AttributeError if one is
+    missing."""
     found = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():

@@ -1,13 +1,16 @@
-"""The digest of Triton's own files, which is part of every key in its cache. Its library alone has half a gigabyte, and
-each process that launches a kernel would read it first: that takes a second or more."""
+"""The digest of Triton's own files, which is part of every key in its cache, computed early.
+
+Its library has half a gigabyte, and every process that launches a kernel would read it first: a
+second or more.
+"""
 
 import contextlib
 import threading
 
 
 class TritonKey:
-    """Computes the digest in a thread, which leaves the interpreter to others while it reads. Triton keeps it for the
-    launches of this process, and `wait` gives it for other processes."""
+    """Computes the digest in a thread, which releases Python's lock while it reads. Triton keeps it
+    for this process; `wait` returns it for other processes."""
 
     def __init__(self) -> None:
         self._found: tuple[str, str] | None = None
@@ -15,7 +18,7 @@ class TritonKey:
         self._thread.start()
 
     def wait(self) -> tuple[str, str] | None:
-        """The file of the Triton that was looked at, and its digest. None: it failed, and a launch will say why."""
+        """Triton's file and its digest. None: it failed, and a launch will say why."""
         self._thread.join()
         return self._found
 
@@ -28,7 +31,7 @@ class TritonKey:
 
 
 def use_key(file: str, key: str) -> None:
-    """Takes the digest of another process for this process's, if it is that of the same Triton."""
+    """Uses another process's digest, if it is of the same Triton."""
     import triton
     from triton.runtime import cache
 

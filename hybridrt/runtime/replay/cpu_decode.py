@@ -1,34 +1,40 @@
-"""Plain decode steps on a CPU, over tensors and batches that are made once for each number of rows.
+"""Plain decode steps on a CPU, over tensors and batches that are made once per number of rows.
 
-An eager step makes its tensors and its batch anew, and its backends look at all numbers. For a few rows of a small
-model that takes as long as a quarter of the model. Here numpy fills the tensors in place, and the backends prepare the
-step as one of a graph. They take its numbers from the scheduler and the tables as they are.
+An eager step makes tensors and a batch, and its backends look at all numbers: for a few rows of a
+small model that takes a quarter of the model's time. Here numpy fills the tensors in place, and the
+backends prepare the step like a graph's, with the numbers of the scheduler and the tables.
 """
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
 import torch
 
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.kernels.core.packed import A, map_arrays
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.step.batch import make_batch
 from hybridrt.runtime.step.plan import DecodeRows
 
 
+class _Columns(NamedTuple, Generic[A]):
+    """The numbers of n rows, [n] int32 each."""
+
+    input_ids: A
+    positions: A
+    out_cache_loc: A
+    rows: A
+    seq_lens: A
+    output_indices: A
+
+
 class _Rows(NamedTuple):
-    """A step of n rows.
+    """A step of n rows. `columns` share memory with `output_indices` and the batch's tensors."""
 
-    Attributes:
-        columns: [6, n] int32: input_ids, positions, out_cache_loc, rows, seq_lens, output_indices. The tensors of
-            `batch` are views of it.
-        output_indices: [n] int32.
-    """
-
-    columns: np.ndarray
+    columns: _Columns[np.ndarray]
     batch: ForwardBatch
     output_indices: torch.Tensor
 
@@ -49,29 +55,29 @@ class CPUDecode:
         self._made: dict[int, _Rows] = {}
 
     def prepare(self, decode: DecodeRows) -> tuple[ForwardBatch, torch.Tensor]:
-        """The batch of a step without drafts, which the backends have prepared, and its output indices [n] int32. The
-        next step of as many rows overwrites both. The tables hold the pages of all tokens already."""
-        columns, batch, output_indices = self._made.get(len(decode)) or self._make(len(decode))
-        rows, computed = decode.rows, decode.computed
-        ids, _, slots, _, lens, _ = columns
-        columns[1], columns[3], columns[5] = computed, rows, decode.output_indices
-        np.maximum(self._last_tokens[rows], 0, out=ids)  # -1: the logits were not finite
-        np.add(computed, 1, out=lens)
+        """The prepared batch of a step without drafts, and its output indices [n] int32. The next
+        step of as many rows overwrites both. The tables must contain the pages of all tokens."""
+        step = self._made.get(len(decode)) or self._make(len(decode))
+        columns, rows, computed = step.columns, decode.rows, decode.computed
+        columns.positions[:], columns.rows[:], columns.output_indices[:] = computed, rows, decode.output_indices
+        np.maximum(self._last_tokens[rows], 0, out=columns.input_ids)  # -1: the logits were not finite
+        np.add(computed, 1, out=columns.seq_lens)
         if self._table.shape[1]:
-            slots[:] = self._table[rows, computed]
-        batch.seq_lens_cpu = lens.tolist()
-        self._backend.prepare(batch, graph=self._view)
-        return batch, output_indices
+            columns.out_cache_loc[:] = self._table[rows, computed]
+        step.batch.seq_lens_cpu = columns.seq_lens.tolist()
+        self._backend.prepare(step.batch, graph=self._view)
+        return step.batch, step.output_indices
 
     def key(self, batch: ForwardBatch) -> Hashable:
-        """Prepared steps of equal keys are the same operations on the same tensors; None: one of its own."""
+        """Steps of equal keys are the same operations on the same tensors; None: this one is
+        unique."""
         key = self._backend.recording_key(batch)
         return None if key is None else (batch.batch_size, key)
 
     def _make(self, n: int) -> _Rows:
-        columns = torch.zeros(6, n, dtype=torch.int32)
+        made = _Columns(*torch.zeros(len(_Columns._fields), n, dtype=torch.int32))
         starts = torch.arange(n + 1, dtype=torch.int32)
-        *inputs, rows, seq_lens, output_indices = columns
-        batch = make_batch(self._backend, rows, seq_lens, starts, TokenInputs(*inputs), n, None)
-        self._made[n] = _Rows(columns.numpy(), batch, output_indices)
+        inputs = TokenInputs(made.input_ids, made.positions, made.out_cache_loc)
+        batch = make_batch(self._backend, made.rows, made.seq_lens, starts, inputs, n, None)
+        self._made[n] = _Rows(map_arrays(torch.Tensor.numpy, made), batch, made.output_indices)
         return self._made[n]

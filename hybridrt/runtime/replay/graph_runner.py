@@ -1,8 +1,8 @@
-"""Decode and verify steps as graphs over static buffers, one for each bucket of batch sizes.
+"""Decode and verify steps as graphs over static buffers, one per bucket of batch sizes.
 
-On CUDA a bucket is a CUDA graph. Elsewhere it is a closure over the same buffers, which are poisoned before
-every replay: whatever a graph would read stale, the closure reads as NaN or as an index out of range. Both go through
-the same backend hooks, so a CPU test of the closure tests the metadata of the graph.
+On CUDA a bucket is a CUDA graph. Elsewhere it is a closure over the same buffers, which are
+poisoned before every replay: a stale value is NaN or an index out of range. Both use the same
+backend hooks, so a CPU test of the closure tests the metadata of the graph.
 """
 
 import gc
@@ -49,14 +49,15 @@ class StaticBuffers:
     """What a replay fills and a graph reads, for max_bs rows of T tokens.
 
     Args:
-        seq_len_fill: tokens of a padding row, its T among them counted as one.
+        seq_len_fill: tokens of a padding row, its T tokens counted as one.
         keep_hidden: also the final hidden states, `hidden` [max_bs * T, hidden] (else empty).
 
     Attributes:
-        padding: [packed_size] int32, max_bs padding rows; starts: where the section of each array begins there.
+        padding: [packed_size] int32, max_bs padding rows; starts: where each array's section begins
+            there.
         packed: one copy fills it; `arrays` are its views (hybridrt.runtime.step.pack.pack_rows).
         inputs: of all tokens, which the graph derives from `arrays`.
-        spec_info: what a verify step says of its drafts, over these buffers; None if T is 1.
+        spec_info: of a verify step, over these buffers; None if T is 1.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class StaticBuffers:
     ) -> None:
         device, dtype = model.device, model.dtype
         scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
-        row = pack_rows(DecodeRows.of([scratch]), tokens, tree, int32s([-1]))
+        row = pack_rows(DecodeRows.from_rows([scratch]), tokens, tree, int32s([-1]))
         step = map_arrays(lambda array: array.repeat(max_bs, 0), row)
         arrays = arrays_of(step)
         self.padding, self.starts = np.empty(packed_size(arrays), np.int32), section_starts(arrays)
@@ -103,8 +104,8 @@ class GraphRows(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Turns a function over static buffers into something that replays it. `warm`: functions like it, of other sizes,
-    have been recorded before. The function may call `split`: a replay launches what is before and behind it apart."""
+    """Makes a function over static buffers replayable. It may call `split` to divide the replay
+    into two launches. `warm`: similar functions of other sizes were recorded before."""
 
     def __call__(self, step: Callable[[], None], warm: bool = False) -> Callable[[], None]: ...
 
@@ -131,8 +132,8 @@ class CudaGraphRecorder:
         if not warm:
             step()  # Triton compiles, and cuBLAS picks its workspaces
         reserve_counters(self._device)
-        # What other threads do meanwhile (NCCL's watchdog queries events) is not captured. "relaxed": a function that
-        # has not run may load the kernels that its sizes alone need.
+        # Calls of other threads (NCCL's watchdog queries events) are not captured. "relaxed": a
+        # function that has not run may load the kernels that only its sizes need.
         with _no_collection():
             return self._capture.record(step, "relaxed" if warm else "thread_local")
 
@@ -142,7 +143,7 @@ class CudaGraphRecorder:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Leaves cyclic garbage where it is: another engine's graph may be in it, and to destroy one ends a capture."""
+    """Stops garbage collection: it might destroy another engine's graph, which ends a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -153,12 +154,12 @@ def _no_collection() -> Iterator[None]:
 
 
 def make_recorder(device: torch.device) -> Recorder:
-    """How steps are recorded on a device of this kind."""
     return CudaGraphRecorder(device) if device.type == "cuda" else ClosureRecorder()
 
 
 def buckets(max_bs: int) -> list[int]:
-    """Batch sizes that get a graph: 1, 2, 4, every 8 up to 64, every 16 up to 256, every 64 above, and max_bs."""
+    """Batch sizes that get a graph: 1, 2, 4, every 8 up to 64, every 16 up to 256, every 64 above,
+    and max_bs."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(320, max_bs + 1, 64)]
     return sorted({min(size, max_bs) for size in (*sizes, max_bs)})
 
@@ -167,15 +168,16 @@ class GraphRunner:
     """Captures one step per bucket and replays the smallest that holds a batch.
 
     Args:
-        last_tokens: [R + 1] int32, last sampled token of each request row: the first input of each row.
-        max_bs: largest batch captured; capped by the request rows, because more cannot exist.
+        last_tokens: [R + 1] int32, last sampled token of each request row: the first input of each
+            row.
+        max_bs: largest batch captured; capped by the request rows.
         tokens: T of each row: 1 for plain decode, more for verify steps.
-        tree: verify steps are of draft trees, whose parents and masks arrive with the inputs.
+        tree: verify steps are of draft trees, and their parents and masks come with the inputs.
         keep_hidden: `buffers.hidden` gets the final hidden states.
         recorder: how a step is recorded; by the device's kind if None.
 
     Attributes:
-        prepared: the bucket's batch of the last capture or replay, with what the backends planned.
+        prepared: the prepared batch of the last captured or replayed bucket.
     """
 
     def __init__(
@@ -208,29 +210,30 @@ class GraphRunner:
 
     @torch.inference_mode()
     def capture(self, progress: bool = False, sizes: Sequence[int] = ()) -> None:
-        """Records every bucket, or those of `sizes`; the largest first: smaller ones reuse its memory. How much memory
-        that takes stands at the end of the bar, and in `captured_bytes`."""
+        """Records every bucket, or those of `sizes`, the largest first: smaller ones reuse its
+        memory, of which `captured_bytes` has the size."""
         free = free_device_bytes(self.model.device)
         with tqdm(sorted(sizes or buckets(self.max_bs))[::-1], desc="capturing graphs", disable=not progress) as bar:
             for bs in bar:
                 self._upload(NO_ROWS, NO_INTEGERS)
                 self._prepare(bs, 0, None)
-                # A run before the capture takes as long as the capture: the largest step has one.
+                # A run before the capture takes as long as the capture: only the largest step has
+                # one.
                 self._replays[bs] = self.recorder(self._bind(bs), bool(self._replays))
                 self.captured_bytes = free - free_device_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
         self._replays = dict(sorted(self._replays.items()))
 
     def bucket(self, rows: int) -> int | None:
-        """The smallest captured batch size that holds `rows`, or None: then the step runs eagerly."""
+        """The smallest captured batch size that holds `rows`; None: the step runs eagerly."""
         return next((size for size in self._replays if size >= rows), None)
 
     def replay(self, decode: DecodeRows, new_pages: np.ndarray = NO_INTEGERS) -> torch.Tensor:
         """One step, in inference mode: one host-to-device copy, the backends' metadata, the graph.
 
         Args:
-            new_pages: [n] int32, KV page of each row's last draft (its one token if T is 1) where it is new, else -1;
-                empty: none is.
+            new_pages: [n] int32, KV page of each row's last draft (its one token if T is 1) where
+                it is new, else -1; empty: none is.
 
         Returns:
             [n * T, vocab] logits, a view that the next replay overwrites.
@@ -258,7 +261,7 @@ class GraphRunner:
         self.backend.prepare(batch, graph=self._view)
 
     def rows(self, n: int) -> GraphRows:
-        """The first n rows of a step. They are kept for each n, because making them takes the host 20 microseconds."""
+        """The first n rows of a step. Cached, because making them takes the host 20 microseconds."""
         if n in self._rows:
             return self._rows[n]
         buffers, total = self.buffers, n * self.tokens
@@ -271,8 +274,8 @@ class GraphRunner:
         return self._rows[n]
 
     def _bind(self, bs: int) -> Callable[[], None]:
-        """The step of one bucket, over views of the static buffers. It does not refer to this object, which keeps it:
-        a cycle would keep the pools until the garbage collector runs."""
+        """The step of one bucket, over views of the static buffers. It must not refer to this
+        object, which keeps it: a cycle would keep the pools until the garbage collector runs."""
         buffers, total, batch = self.buffers, bs * self.tokens, self.rows(bs).batch
         model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
 
@@ -292,9 +295,14 @@ class GraphRunner:
 def split_page_writes(
     decode: DecodeRows, writes: Sequence[PageWrite], plan: MemoryPlan
 ) -> tuple[np.ndarray, list[PageWrite]] | None:
-    """Splits page writes into those that a graph makes and the rest: ([n] int32 page of each decode row, -1 for none;
-    the writes of other rows). A graph writes one page per row: the page of the row's last token. Returns None if a
-    decode row needs any other page."""
+    """Splits page writes into those of a graph and the rest.
+
+    A graph writes one page per row: that of the row's last token.
+
+    Returns:
+        ([n] int32 page of each decode row, -1 for none; the writes of other rows), or None if a
+            decode row needs any other page.
+    """
     index_of_row = np.full(plan.num_rows + 1, -1)
     index_of_row[decode.rows] = np.arange(len(decode))
     pages, others = np.full(len(decode), -1, np.int32), []

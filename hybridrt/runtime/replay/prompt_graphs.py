@@ -1,13 +1,14 @@
-"""Prefill and mixed steps of few tokens as graphs, because launching their kernels takes longer than running them.
+"""Prefill and mixed steps of few tokens as graphs: launching their kernels takes too long.
 
-A graph has a fixed number of decode rows, prompts and tokens, its bucket; `PaddedStep` pads a step to it. What
-differs from step to step stands in tensors on the device: which rows, how many tokens of each, where they begin, their
-chunks, the states that they start from and leave. Kernels get it from there. On the host they see bounds alone, because
-a graph is captured with one padding row that has all of the bucket's tokens: grids are large enough for whatever step
-is replayed, and programs without work end at once.
+A graph has a fixed number of decode rows, prompts and tokens, its bucket; `PaddedStep` pads a step
+to it. Tensors on the device hold what differs between steps: rows, their tokens and places, chunks,
+states before and after. On the host kernels see only bounds, because a graph is captured with one
+padding row that has all of the bucket's tokens: grids fit every step, and programs without work end
+at once.
 
-Outside of the graph run, before it, one copy of the step's integers and the planning for its decode rows; after it,
-sampling. The changes of tables (admissions, pages) and the rest of the planning (`prepare_in_graph`) are recorded.
+Before the graph run one copy of the step's integers and the planning for its decode rows; after it,
+sampling. The table changes (admissions, pages) and the rest of the planning (`prepare_in_graph`)
+are recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,8 +45,15 @@ from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 
 @dataclass
 class PromptGraph:
-    """One bucket: what a replay fills on the host (`host`) and on the device (`packed`, whose views are `arrays`), the
-    tokens that the graph derives from it, its batch over these tensors, its part of the logits, and the replay."""
+    """One bucket.
+
+    Attributes:
+        host, packed: what a replay fills on the host and on the device; `arrays` are views of
+            `packed`.
+        inputs: the tokens, which the graph derives from `arrays`.
+        batch: over these tensors.
+        logits: its part of the logits.
+    """
 
     bucket: Bucket
     host: PaddedStep
@@ -61,11 +69,12 @@ class PromptGraphs:
     """Captures one step for each bucket and replays the smallest that holds a step.
 
     Args:
-        last_tokens: [R + 1] int32, last sampled token of each request row: the input of a decode row.
+        last_tokens: [R + 1] int32, last sampled token of each request row: the input of a decode
+            row.
         max_bs: most decode rows of a bucket; capped by the request rows.
         max_tokens: most prompt tokens of a step: larger buckets are left out.
         saves: steps may save states within their prompts.
-        enter_tables: changes the tables; recorded at the head of each graph.
+        enter_tables: changes the tables; recorded at the start of each graph.
         recorder: how a step is recorded; by the device's kind if None.
         sizes: of the buckets: decode rows and prompt tokens.
     """
@@ -89,7 +98,7 @@ class PromptGraphs:
         self.saves = StateSaves.NONE
         if saves:
             self.saves = StateSaves.AT_CHUNKS if backend.saves_at_chunks else StateSaves.SECOND_PASS
-        self.exact = self.poisoned  # the host knows each step's own numbers: reference operations need them
+        self.exact = self.poisoned  # reference operations need each step's own numbers on the host
         self.recorder = recorder or make_recorder(model.device)
         rows, longest = min(max_bs, req_to_token_pool.num_rows), req_to_token_pool.max_context
         self.buckets = needed_buckets(rows, max_tokens, longest, sizes)
@@ -102,7 +111,8 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:
-        """Records every bucket, the largest first: smaller ones reuse its memory (`captured_bytes`)."""
+        """Records every bucket, the largest first: smaller ones reuse its memory
+        (`captured_bytes`)."""
         free, stack = free_device_bytes(self.model.device), self.model.stack
         largest_first = sorted(self.buckets, key=lambda bucket: (bucket.tokens, bucket.decode_rows), reverse=True)
         for bucket in tqdm(largest_first, desc="capturing prompt graphs", disable=not progress):
@@ -110,7 +120,8 @@ class PromptGraphs:
             self._fill(graph, StepPlan())
             self._set_bounds(graph)
             self.backend.prepare(graph.batch, graph=self._view)
-            # A run before the capture takes as long as the capture. One for each number of decode rows is enough.
+            # A run before the capture takes as long as the capture. One per number of decode rows
+            # is enough.
             warm = any(known.decode_rows == bucket.decode_rows for known in self._graphs)
             with stack.calling(splits(len(stack.parts)), self.recorder.split):
                 graph.replay = self.recorder(self._bind(graph), warm)
@@ -120,16 +131,15 @@ class PromptGraphs:
 
     @property
     def captured(self) -> list[Bucket]:
-        """The buckets that have a graph."""
         return list(self._graphs)
 
     def bucket(self, plan: StepPlan) -> Bucket | None:
-        """The captured bucket of the fewest tokens that holds a step (`Bucket.holds`). None: it runs eagerly."""
+        """The captured bucket of the fewest tokens that holds a step. None: it runs eagerly."""
         return next((bucket for bucket in self._graphs if bucket.holds(plan, self.saves)), None)
 
     def replay(self, plan: StepPlan, bucket: Bucket) -> SampledLines:
-        """One step up to its logits, in inference mode. The bucket holds it and enters what it changes in tables. The
-        next replay overwrites what is returned."""
+        """One step up to its logits, in inference mode. The bucket holds it and enters its table
+        changes. The next replay overwrites what is returned."""
         graph = self._graphs[bucket]
         assert graph.replay is not None
         if self.poisoned:
@@ -145,7 +155,6 @@ class PromptGraphs:
         return SampledLines(on_device.sample_rows[:m], indices, known, graph.logits[:m])
 
     def _allocate(self, bucket: Bucket) -> PromptGraph:
-        """The buffers of a bucket."""
         (rows, tokens), device = bucket, self.model.device
         host = PaddedStep(bucket, self.backend.chunk_sizes, self.saves, self.backend.seq_len_fill)
         packed = torch.zeros(len(host.flat), dtype=torch.int32, device=device)
@@ -156,13 +165,13 @@ class PromptGraphs:
         return PromptGraph(bucket, host, packed, arrays, inputs, batch, self._logits[: rows + bucket.prompts])
 
     def _fill(self, graph: PromptGraph, plan: StepPlan) -> None:
-        """Copies a step to the device."""
         graph.host.pack(plan)
         self._staging.copy_packed(graph.packed, graph.host.flat)
         graph.batch.num_real = len(plan.decode)
 
     def _set_bounds(self, graph: PromptGraph) -> None:
-        """What the host knows of a step. A capture has one row with all tokens: these are bounds for all replays."""
+        """The host's lengths of a step. A capture has one row with all tokens: bounds for all
+        replays."""
         batch, arrays, prompts = graph.batch, graph.host.arrays, graph.host.arrays.prompts
         assert prompts is not None and graph.arrays.prompts is not None
         batch.query_lens_cpu = np.diff(prompts.query_start_loc).tolist()
@@ -171,14 +180,13 @@ class PromptGraphs:
 
     @staticmethod
     def _poison(graph: PromptGraph) -> None:
-        """Makes every value that a replay forgets to fill a visible mistake."""
         for tensor in (graph.packed, *graph.inputs):
             tensor.fill_(POISON)
         graph.logits.fill_(float("nan"))
 
     def _bind(self, graph: PromptGraph) -> Callable[[], None]:
-        """The step that is recorded, over the buffers of a bucket. It refers neither to this object nor to the graph,
-        which keep it: a cycle would keep the pools until the garbage collector runs."""
+        """The recorded step, over the buffers of a bucket. It must not refer to this object or the
+        graph, which keep it: a cycle would keep the pools until the garbage collector runs."""
         arrays, batch, decoded = graph.arrays, graph.batch, graph.bucket.decode_rows
         extend, changes = arrays.prompts, arrays.tables
         assert extend is not None and changes is not None
@@ -203,17 +211,23 @@ class PromptGraphs:
 
 
 def splits(parts: int) -> list[int]:
-    """Before which of a stack's parts a graph is split. To launch a graph takes the host a microsecond for each of its
-    kernels, a tenth of the time that they run, and none of them starts before. After a small first piece, each piece is
-    launched while the piece before it runs."""
+    """Before which of a stack's parts a graph is split.
+
+    Launching a graph takes the host a microsecond per kernel, a tenth of their run time, and no
+    kernel starts before the end of the launch. After a small first piece, each piece is launched
+    while the one before it runs.
+    """
     return sorted({parts // 24, parts // 4} - {0})
 
 
 def needed_buckets(
     rows: int, max_tokens: int, longest: int = 0, sizes: Sequence[Sequence[int]] = (DECODE_ROWS, PROMPT_TOKENS)
 ) -> list[Bucket]:
-    """Those of up to `rows` decode rows that a step of up to `max_tokens` prompt tokens may need. The padding row may
-    have all tokens, so that a page table must be as long: it has `longest` positions, 0 without attention."""
+    """Buckets of up to `rows` decode rows that a step of up to `max_tokens` prompt tokens may need.
+
+    The padding row may have all tokens, so a page table must have as many positions: it has
+    `longest`, 0 without attention.
+    """
     buckets = make_buckets((min(size, rows) for size in sizes[0]), sizes[1])
     longest = longest or max(sizes[1])
     return [

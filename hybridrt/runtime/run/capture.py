@@ -1,4 +1,4 @@
-"""Which steps of a runner become graphs, and their capture."""
+"""Captures a runner's steps as graphs."""
 
 import logging
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class GraphParts(DraftTarget, Protocol):
 
 @dataclass(frozen=True)
 class Graphs:
-    """What was recorded: decode and verify steps by tokens of a row, and steps with prompts, None without."""
+    """Decode and verify graphs by tokens of a row, and graphs of steps with prompts, None without."""
 
     decode: dict[int, GraphRunner]
     prompts: PromptGraphs | None
@@ -40,9 +40,12 @@ class Graphs:
 
 
 def capture_graphs(parts: GraphParts, progress: bool = False) -> Graphs:
-    """Records steps with prompts, then decode and verify steps of every width that occurs, then has the drafter record
-    its own. One pool of memory serves the model's graphs: no two of them run at a time, and each leaves its results in
-    buffers outside of the pool."""
+    """Records steps with prompts, then decode and verify steps of every width, then the drafter's
+    own.
+
+    One memory pool serves the model's graphs: no two of them run at a time, and each leaves its
+    results in buffers outside of the pool.
+    """
     asked, rows = parts.config.cuda_graph_max_bs, parts.memory_plan.num_rows
     if asked is not None and asked > rows:
         logger.warning("graphs end at batch %d, not at cuda_graph_max_bs=%d: no more requests have state", rows, asked)
@@ -74,7 +77,7 @@ def _capture_decode(parts: GraphParts, tokens: int, progress: bool, recorder: Re
 
 
 def _capture_prompts(parts: GraphParts, progress: bool, recorder: Recorder) -> PromptGraphs | None:
-    """None if the configuration does not want them, or the backend cannot."""
+    """None if they are configured off, or the backend cannot be captured."""
     config = parts.config
     if not config.cuda_graph_prompts:
         return None

@@ -1,8 +1,9 @@
-"""The second tier of the prefix cache on one rank: KV pages and states in main memory, and their copies."""
+"""The prefix cache's tier in main memory, on one rank: KV pages, states, and their copies."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -14,12 +15,20 @@ from hybridrt.runtime.load.host_memory import free_host_memory
 from hybridrt.runtime.step.plan import HostCopy, HostState
 
 
-class HostCopies:
-    """Page and state buffers in main memory, pinned beside a GPU, and a stream of copies between them and the pools.
+class _Run(NamedTuple):
+    """Copied pages that are consecutive in main memory: where they are staged, and there."""
 
-    An image of a page holds its keys and values in every layer; that of a state is what the state pool exports. Copies
-    run in order, on a stream of their own. It begins where the steps that were launched before the copies end. A later
-    step waits for it only if `StepPlan.after_copies` names it.
+    staged: slice
+    host: slice
+
+
+class HostCopies:
+    """Page and state buffers in main memory, pinned for a GPU, and copies between them and the
+    pools.
+
+    A page's image has its keys and values in every layer; a state's image is what the state pool
+    exports. Copies run in order, on a stream that starts after the steps launched before them. A
+    later step waits for them only if `StepPlan.after_copies` names them.
 
     Raises:
         MemoryBudgetError: there is not so much free main memory.
@@ -56,7 +65,7 @@ class HostCopies:
             wait_in_stream(self._running[last], self._device)
 
     def copied(self, ticket: int) -> bool:
-        """Whether a copy that was launched has ended."""
+        """Whether a launched copy has ended."""
         event = self._running.get(ticket)
         if event is None or not event.query():
             return event is None
@@ -75,16 +84,16 @@ class HostCopies:
         staged, index = self._staged_pages[: len(pages)], self._indices(pages)
         runs = list(_runs(places))
         if fetch:
-            for i, place, n in runs:
-                staged[i : i + n].copy_(self._pages[place : place + n], non_blocking=True)
+            for run in runs:
+                staged[run.staged].copy_(self._pages[run.host], non_blocking=True)
         for tensor, image in zip(self._kv.tensors, self._page_images(staged), strict=True):
             if fetch:
                 tensor.index_copy_(1, index, image.transpose(0, 1))
             else:
                 image.copy_(tensor.index_select(1, index).transpose(0, 1))
         if not fetch:
-            for i, place, n in runs:
-                self._pages[place : place + n].copy_(staged[i : i + n], non_blocking=True)
+            for run in runs:
+                self._pages[run.host].copy_(staged[run.staged], non_blocking=True)
 
     def _page_images(self, staged: torch.Tensor) -> Iterator[torch.Tensor]:
         """[n, layers, page_size, heads, dim] views of staged pages, in the order of KVPool.tensors."""
@@ -121,8 +130,8 @@ class HostCopies:
 
 
 def _pinned(entries: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """[entries, nbytes] uint8 of main memory, page-locked beside a GPU. torch's own pinned memory is not used: it takes
-    up to twice as much, because it comes in powers of two."""
+    """[entries, nbytes] uint8 of main memory, page-locked for a GPU. torch's own pinned memory may
+    use twice as much: it comes in powers of two."""
     buffer = torch.zeros((entries, nbytes), dtype=torch.uint8)  # page faults happen here, not while requests wait
     if device.type == "cuda" and buffer.numel() and (status := page_lock(buffer)):
         raise MemoryBudgetError(
@@ -132,8 +141,7 @@ def _pinned(entries: int, nbytes: int, device: torch.device) -> torch.Tensor:
     return buffer
 
 
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(index, place, length) of each run of places that follow one another."""
+def _runs(places: Sequence[int]) -> Iterator[_Run]:
     starts = [0, *(i for i, (a, b) in enumerate(pairwise(places), 1) if b != a + 1), len(places)]
     for start, end in pairwise(starts):
-        yield start, places[start], end - start
+        yield _Run(slice(start, end), slice(places[start], places[start] + end - start))

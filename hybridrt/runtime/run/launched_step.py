@@ -1,7 +1,8 @@
-"""The handle of a launched step: it samples, verifies drafts, and copies what the step gives to the host.
+"""The handle of a launched step: samples, verifies drafts, and copies the results to the host.
 
-Which tokens a grammar allows depends on the tokens before, which the host reads while the device computes the step. So
-a step with constrained rows samples when `sample` gets its masks; every other step samples within its launch.
+A grammar's bitmask depends on earlier tokens, which the host reads while the device computes the
+step. So a step with constrained rows samples when `sample` gets its masks; every other step samples
+within its launch.
 """
 
 from collections.abc import Sequence
@@ -42,9 +43,9 @@ class ForwardPart(NamedTuple):
 
     Attributes:
         lines: of the decode rows, then of the prompts that end.
-        batch, arrays, hidden: the step, its packed arrays and the hidden states [T, hidden]. None where no drafts
-            are verified, no drafter follows and no prompt is scored.
-        scored: whose prompts get log-probabilities; their places and tokens are in `arrays`.
+        batch, arrays, hidden: the step, its packed arrays and the hidden states [T, hidden]. None
+            where no drafts are verified, no drafter follows and no prompt is scored.
+        scored: prompts that get log-probabilities; their places and tokens are in `arrays`.
     """
 
     lines: SampledLines
@@ -59,8 +60,10 @@ class _Drawn(NamedTuple):
 
     Attributes:
         tokens: [n, T]; accepted: [n], how many of a row's tokens count, None for all.
-        logprobs: of each token [n * T], then ids and log-probabilities of the likeliest [n * T, k]; or empty.
-        wanted: how many alternatives each row gets, None for no log-probabilities; empty if no row gets any.
+        logprobs: of each token [n * T], then ids and log-probabilities of the likeliest [n * T, k];
+            or empty.
+        wanted: how many alternatives each row gets, None for no log-probabilities; empty if no row
+            gets any.
     """
 
     tokens: torch.Tensor
@@ -70,15 +73,15 @@ class _Drawn(NamedTuple):
 
 
 class MaskedLines(NamedTuple):
-    """Which of a step's `total` lines of logits have masks: `lines` [m] int32, in the masks' order."""
+    """The lines of logits that have masks: `lines` [m] int32 of `total`, in the masks' order."""
 
     lines: np.ndarray
     total: int
 
     @classmethod
     def from_plan(cls, plan: StepPlan, tokens: int) -> "MaskedLines":
-        """A decode row has `tokens` lines, of which its input and its drafts have masks; an extend row that samples has
-        one."""
+        """Of a decode row's `tokens` lines, those of its input and its drafts have masks; a
+        sampling extend row has one."""
         n, drafts = len(plan.decode), plan.decode.num_drafts.tolist()
         lines = list[int]()
         for i in plan.constrained:
@@ -88,8 +91,8 @@ class MaskedLines(NamedTuple):
 
 
 class LaunchedStep:
-    """A launched step. Its results are copied to pinned memory after it, so that reading them waits for this step alone
-    and not for the one launched after it.
+    """A launched step. Its results are copied to pinned memory right after it, so that reading them
+    does not wait for the next step.
 
     Args:
         masked: the lines that wait for masks; None for a step that samples within its launch.
@@ -116,7 +119,8 @@ class LaunchedStep:
         return step
 
     def add_part(self, runner: SamplingRunner, part: ForwardPart) -> None:
-        """Samples from a part, at once or when the masks are there. Parts come in the order of the step's rows."""
+        """Samples from a part, now or when the masks come. Parts come in the order of the step's
+        rows."""
         if self.needs_masks:
             self._runner = runner
             self._waiting.append(part)
@@ -124,7 +128,7 @@ class LaunchedStep:
             self._sample_part(runner, part, None)
 
     def check_masks(self, masks: np.ndarray) -> None:
-        """EngineError if `sample` would not take these masks. Changes nothing."""
+        """EngineError if `sample` would refuse these masks. Changes nothing."""
         if not self.needs_masks or self._masked is None:
             raise EngineError("masks for a step that waits for none: it has sampled, or was dropped")
         vocab = max(part.lines.logits.shape[-1] for part in self._waiting)
@@ -161,7 +165,7 @@ class LaunchedStep:
             self._end_waiting("it was dropped without its masks")
 
     def _end_waiting(self, problem: str) -> None:
-        """The step waits for nothing any more, and lets go of its runner, which may hold it."""
+        """Releases the runner, which may hold this step."""
         self.needs_masks, self._problem = False, problem
         self._runner, self._masked, self._waiting = None, None, []
 
@@ -182,7 +186,7 @@ class LaunchedStep:
         return result
 
     def _sample_part(self, runner: SamplingRunner, part: ForwardPart, bitmask: torch.Tensor | None) -> None:
-        """Tokens of the rows that gain some. Then the drafter follows, and prompts are scored."""
+        """Draws tokens. Then the drafter follows, and prompts are scored."""
         batch, accepted = part.batch, None
         lines: SampledLines | None = part.lines
         if batch is not None and batch.spec_info is not None:
@@ -191,7 +195,7 @@ class LaunchedStep:
             decode, lines = _split_lines(part.lines, batch.num_decode_rows, split)
             accepted = self._verify(runner, part, decode, of_drafts)
         if lines is not None and len(lines.rows):
-            parts, wanted = runner.required.of(*lines.on_host)
+            parts, wanted = runner.required.required_by_rows(*lines.on_host)
             tokens = runner.sampler(lines.logits, lines.rows, lines.output_indices, parts, bitmask)
             enter_tokens(lines.rows, tokens, runner.last_tokens)
             logprobs = _logprobs(lines.logits, tokens, wanted) if wanted else ()
@@ -205,8 +209,8 @@ class LaunchedStep:
     def _verify(
         self, runner: SamplingRunner, part: ForwardPart, lines: SampledLines, bitmask: torch.Tensor | None
     ) -> Accepted:
-        """Acceptance for the decode rows [n], which have n * T lines of logits, then the commit of the state that it
-        keeps."""
+        """Accepts drafts of the decode rows [n], which have n * T lines of logits, and commits the
+        state."""
         n, batch, arrays = len(lines.rows), part.batch, part.arrays
         assert batch is not None and batch.spec_info is not None and arrays is not None and arrays.drafts is not None
         spec, drafts = batch.spec_info, arrays.drafts
@@ -215,7 +219,7 @@ class LaunchedStep:
             lines.rows, lines.output_indices, batch.positions[: batch.num_decode_tokens].view(n, -1),
             drafts.tokens[:n], drafts.counts[:n], runner.last_tokens, *tree,
         )  # fmt: skip
-        parts, wanted = runner.required.of(*lines.on_host)
+        parts, wanted = runner.required.required_by_rows(*lines.on_host)
         kept = runner.sampler.verify(lines.logits, step, parts, bitmask)
         runner.backend.commit(batch, kept.counts, kept.path)
         logprobs = _logprobs(lines.logits, kept.tokens, wanted, kept.path) if wanted else ()
@@ -231,7 +235,7 @@ class LaunchedStep:
         self._drawn.append(drawn)
 
     def _score_prompts(self, runner: SamplingRunner, part: ForwardPart) -> None:
-        """Log-probabilities of prompts, a few hundred lines of logits at a time."""
+        """Log-probabilities of prompts, LINES lines of logits at a time."""
         hidden, arrays, top = part.hidden, part.arrays, max(w.top for w in part.scored)
         assert hidden is not None and arrays is not None and arrays.scored is not None
         # Each part leaves the device before the next is computed: the memory plan counts the results of one.
@@ -253,7 +257,8 @@ def _upload(masks: np.ndarray, masked: MaskedLines, staging: StagingRing) -> tor
 
 
 def _split_lines(lines: SampledLines, n: int, split: int) -> tuple[SampledLines, SampledLines | None]:
-    """The lines of n decode rows, which have `split` lines of logits, and those after them, None if there are none."""
+    """The lines of n decode rows, which have `split` lines of logits, and the later ones, None if
+    there are none."""
     if len(lines.rows) == n:
         return lines, None
     rows, indices = lines.on_host
@@ -265,7 +270,7 @@ def _split_lines(lines: SampledLines, n: int, split: int) -> tuple[SampledLines,
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None], path: torch.Tensor | None = None
 ) -> Sequence[torch.Tensor]:
-    """What `_Drawn.logprobs` holds of tokens [n * T] or [n, T] and their logits; path: as `Accepted.path`."""
+    """`_Drawn.logprobs` of tokens [n * T] or [n, T] and their logits; path: as `Accepted.path`."""
     if path is not None:
         logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
     return token_logprobs(logits, tokens.flatten(), max(n for n in wanted if n is not None))
@@ -293,17 +298,17 @@ def _read_scores(scored: Sequence[Wanted], found: Sequence[Sequence[torch.Tensor
     """By request row, the log-probabilities of its prompt tokens."""
     (own, ids, best), end = (torch.cat(parts).numpy() for parts in zip(*found)), 0
     scores = {}
-    for row, tokens, top in scored:
-        at, end = slice(end, end + len(tokens)), end + len(tokens)
+    for each in scored:
+        at, end = slice(end, end + len(each.tokens)), end + len(each.tokens)
         # Copies: a request keeps these for longer than the step's pinned memory should be taken.
-        scores[row] = TokenScores(
-            np.array(tokens, np.int32), own[at].copy(), ids[at, :top].astype(np.int32), best[at, :top].copy()
-        )
+        top_ids, top_best = ids[at, : each.top].astype(np.int32), best[at, : each.top].copy()
+        scores[each.row] = TokenScores(np.array(each.tokens, np.int32), own[at].copy(), top_ids, top_best)
     return scores
 
 
 def _to_host(t: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, which is there once the stream has come so far; on a CPU the tensor itself."""
+    """A copy in pinned memory, complete when the stream has come so far; on a CPU the tensor
+    itself."""
     if not t.is_cuda:
         return t
     return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)

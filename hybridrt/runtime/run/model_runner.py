@@ -34,23 +34,24 @@ from hybridrt.runtime.step.plan import Admission, ExtendRow, PageWrite, StepPlan
 
 
 class ModelRunner(StepRunner):
-    """A StepRunner of a model that is loaded for it.
+    """A StepRunner that loads its model.
 
     Args:
         config: what to run.
         tp: this process's tensor-parallel rank.
-        budget_bytes: what the pools may take; None follows EngineConfig.memory_fraction.
-        plan: what the pools hold; None makes a plan from the budget.
+        budget_bytes: for the pools; None follows EngineConfig.memory_fraction.
+        plan: sizes of the pools; None makes a plan from the budget.
         progress: show a bar while loading.
-        ahead: compiles kernels while the model is loaded, of a draft model too; None compiles them when they are first
-            launched.
+        ahead: compiles kernels while models are loaded, the draft model too; None compiles them at
+            their first launch.
 
     Raises:
-        MemoryBudgetError: weights, pools or graphs do not fit the device; says which number to change.
+        MemoryBudgetError: weights, pools or graphs do not fit the device; says which number to
+            change.
 
     Attributes:
         model_path, model_config: the checkpoint's directory and its config.
-        plan: rows, slots and pages that a scheduler may hand out.
+        plan: rows, slots and pages that a scheduler may lend.
         backend, pools: for callers that run the model themselves.
     """
 
@@ -73,7 +74,7 @@ class ModelRunner(StepRunner):
         kernels: StartKernels,
     ) -> None:  # fmt: skip
         self.model_path, target = load_target(config, tp)
-        kernels.begin(target.device, self.model_path)
+        kernels.start_compiling(target.device, self.model_path)
         if plan is None:
             weights = weight_bytes(empty_model(config, target, torch.device("meta")))
             plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
@@ -94,7 +95,7 @@ class ModelRunner(StepRunner):
 
 
 def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_bytes: int | None) -> MemoryPlan:
-    """What the pools hold beside the loaded model; see ModelRunner."""
+    """The memory plan with the loaded model; see ModelRunner."""
     peak = 0
     if budget_bytes is None and target.device.type == "cuda":
         peak = _measure_activations(config, target, model)
@@ -105,8 +106,8 @@ def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_
 
 
 def _graph_activations(config: EngineConfig, target: RunTarget, peak: int) -> int:
-    """Bytes that graphs keep for their activations, by their share of the tokens of the step that took `peak` bytes.
-    Those of prompts are the largest; other graphs use the same memory."""
+    """Bytes of the graphs' activations, in proportion to the step that needed `peak` bytes. Prompt
+    graphs are the largest; others use the same memory."""
     if not (config.cuda_graph and config.cuda_graph_prompts):
         return 0
     buckets = needed_buckets(graph_rows(config, target), config.chunked_prefill_size)
@@ -114,7 +115,8 @@ def _graph_activations(config: EngineConfig, target: RunTarget, peak: int) -> in
 
 
 def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalLM) -> int:
-    """Bytes that the largest prefill step takes beside weights and pools: one is run over small pools."""
+    """Bytes that the largest prefill step needs besides weights and pools, measured over small
+    pools."""
     plan, step = probe(config, target)
     runner = StepRunner(Runtime.allocate(config, target, model, plan))
     before = begin_peak(target.device)
@@ -128,7 +130,7 @@ def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalL
 
 @contextmanager
 def _out_of_memory_as(doing: str, advice: str) -> Iterator[None]:
-    """Running out of device memory inside becomes a MemoryBudgetError that says what to change."""
+    """Running out of device memory inside becomes a MemoryBudgetError with advice."""
     try:
         yield
     except torch.OutOfMemoryError as e:
@@ -136,7 +138,7 @@ def _out_of_memory_as(doing: str, advice: str) -> Iterator[None]:
 
 
 def probe(config: EngineConfig, target: RunTarget) -> tuple[MemoryPlan, StepPlan]:
-    """The largest prefill step, whose prompts have pages of their own, and pools that just hold it."""
+    """The largest prefill step, without shared pages, and a plan of pools that just hold it."""
     limit = target.model_config.max_position_embeddings
     length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
     rows = -(-config.chunked_prefill_size // length)

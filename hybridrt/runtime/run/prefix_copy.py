@@ -1,4 +1,4 @@
-"""Copies KV and states of a cached prefix between the pools of all ranks and named tensors in main memory."""
+"""Copies a cached prefix between the pools of all ranks and tensors in main memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,8 +13,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def prefix_shapes(pools: Pools, tp_size: int, length: int, num_states: int) -> Shapes:
-    """Shape and dtype of every tensor that is read or written, by name, in order. The first dimension is the
-    rank; of keys and values the second one is the token."""
+    """Shape and dtype of every copied tensor by name, in order. Dimension 0 is the rank; dimension
+    1 of keys and values is the token."""
     kv = {name: ((tp_size, length, *t.shape[2:]), t.dtype) for name, t in _kv_tensors(pools)}
     parts = {name: ((tp_size, *shape[1:]), dtype) for name, shape, dtype in _state_parts(pools, num_states)}
     return kv | parts
@@ -24,8 +24,8 @@ class PrefixPlaces(msgspec.Struct, frozen=True, array_like=True):
     """Where the pools hold a prefix.
 
     Attributes:
-        length: tokens whose keys and values are copied.
-        pages: the KV pages that hold them, in order; none for a model without attention layers.
+        length: tokens with copied keys and values.
+        pages: their KV pages, in order; none for a model without attention layers.
         states: (number of tokens, slot) of each recurrent state.
     """
 
@@ -36,8 +36,8 @@ class PrefixPlaces(msgspec.Struct, frozen=True, array_like=True):
 
 @torch.inference_mode()
 def read_prefix(pools: Pools, tp: TPGroup, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:
-    """This rank's part of copying a prefix out of the pools, after the launched steps. The result is `prefix_shapes`,
-    in main memory; only rank 0 reads it."""
+    """This rank's part of copying a prefix out of the pools, after the launched steps. The result
+    is `prefix_shapes`, in main memory; only rank 0 reads it."""
     places = _token_places(pools, prefix)
     found = {name: _gather(tp, t.flatten(0, 1).index_select(0, places)) for name, t in _kv_tensors(pools)}
     names = iter(_state_parts(pools, len(prefix.states)))
@@ -77,7 +77,7 @@ def _token_places(pools: Pools, prefix: PrefixPlaces) -> torch.Tensor:
 
 
 def _kv_tensors(pools: Pools) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor [pages, page_size, ...] of all that attention keeps, in the layers of prediction heads too."""
+    """Name and tensor [pages, page_size, ...] of all KV layers, those of prediction heads too."""
     for layer_id in pools.kv.specs:
         for what, tensor in zip(("keys", "values"), pools.kv.held(layer_id)):
             yield f"layers.{layer_id}.{what}", tensor

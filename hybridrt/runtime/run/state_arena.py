@@ -1,4 +1,4 @@
-"""Where states leave for other workers and arrive from them: a buffer beside the pools, filled with images."""
+"""The buffer through which images of states leave for other workers and arrive from them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,14 +26,15 @@ class ImageLayout:
         for each attention layer   keys [kv_heads, tokens, head_dim] | values [kv_heads, tokens, v_head_dim]
                                    or latent vectors [1, tokens, head_dim], the same on all ranks
 
-    Tokens are all `length` of them or, where every attention layer has a sliding window, those that the next token sees
-    in the layer with the widest; but for the first `start`, whose KV the receiver has. Whatever is cut over the ranks
-    is outermost, so that a share of it is one run too.
+    Tokens are all `length` of them or, if every attention layer has a sliding window, those that
+    the next token sees in the widest; without the first `start`, whose KV the receiver has. The
+    dimension that is cut over ranks is outermost, so that a share of it is one run too.
 
     Attributes:
         states: the parts of all recurrent layers' states, in order.
-        tokens: what one token takes of each tensor with keys, values or latent vectors, in order.
-        window: keys that a token sees in the layer with the widest window; None if a layer sees all.
+        tokens: one token's part of each tensor with keys, values or latent vectors, in order.
+        window: keys that a token sees in the layer with the widest window; None if a layer sees
+            all.
     """
 
     states: tuple[Section, ...]
@@ -42,7 +43,7 @@ class ImageLayout:
     tp_size: int
 
     @classmethod
-    def of(cls, target: RunTarget, kv: KVPool) -> "ImageLayout":
+    def from_target(cls, target: RunTarget, kv: KVPool) -> "ImageLayout":
         mc, tp = target.model_config, target.tp.size
         configs = {layer_id: config for kind, config in mc.linear.items() for layer_id in mc.linear_layer_ids(kind)}
         states, tokens = list[Section](), list[Section]()
@@ -70,20 +71,21 @@ class ImageLayout:
 
 
 class StateArena:
-    """Copies states between the pools and images in `buffer` [transfer_bytes] uint8, on the pools' device.
+    """Copies states between the pools and images in `buffer` [transfer_bytes] uint8, on the pools'
+    device.
 
-    Pools keep layouts of their own: a ring of conv inputs, KV in pages, in replay mode a checkpoint and a ring of
-    inputs since. An image holds none of these, so each side may keep its state in a layout of its own.
+    Pools have layouts of their own: a ring of conv inputs, KV in pages, in replay mode a checkpoint
+    and a ring of inputs since. An image has none of these, so the two workers' layouts may differ.
     """
 
     def __init__(self, target: RunTarget, pools: Pools, transfer_bytes: int) -> None:
-        self.layout = ImageLayout.of(target, pools.kv)
+        self.layout = ImageLayout.from_target(target, pools.kv)
         self.buffer = torch.zeros(transfer_bytes, dtype=torch.uint8, device=target.device)
         self._table = pools.req_to_token
         self._kv = [t for layer_id in target.model_config.full_attention_layer_ids for t in pools.kv.held(layer_id)]
 
     def export_state(self, copy: StateCopy) -> None:
-        """Pools to image. A state may move: a ring of inputs becomes part of its checkpoint.
+        """Pools to image. May fold the state: a ring of inputs becomes part of its checkpoint.
 
         Raises:
             PoolError: the image is larger than its room. Nothing has changed.
@@ -98,7 +100,7 @@ class StateArena:
             offset += len(data)
 
     def import_state(self, copy: StateCopy) -> None:
-        """Image to pools, into the slot and the pages that the row has, of a request that has just been admitted.
+        """Image to pools, into the slot and pages of a row that has just been admitted.
 
         Raises:
             PoolError: the image would end outside the arena. Nothing has changed.
@@ -114,8 +116,8 @@ class StateArena:
             tensor.flatten(0, 1).index_copy_(0, places, heads.transpose(0, 1))
 
     def _check_room(self, copy: StateCopy) -> None:
-        """PoolError unless the image fits its room: the bytes around it belong to other requests, and another worker
-        may be reading them."""
+        """PoolError unless the image fits its room: the bytes around it belong to other requests,
+        and another worker may be reading them."""
         needed, end = self.layout.image_bytes(copy.length, copy.start), self.buffer.numel()
         room = end - copy.offset if copy.room is None else copy.room
         if copy.offset < 0 or needed > room or copy.offset + needed > end:
@@ -129,7 +131,7 @@ class StateArena:
         return self._table.req_to_token[copy.row, first : copy.length].long()
 
     def _read(self, start: int, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
-        """The tensors that lie one after the other from byte `start` on. Copies: an image has no alignment."""
+        """Consecutive tensors from byte `start` on. Copies: an image has no alignment."""
         for shape, dtype in parts:
             end = start + prod(shape) * dtype.itemsize
             yield self.buffer[start:end].clone().view(dtype).view(shape)

@@ -35,20 +35,21 @@ from hybridrt.runtime.step.sampling_table import SamplingTable
 
 
 class StepRunner:
-    """Launches steps over a Runtime, whose parts are attributes here too. Captures nothing unless told (`capture`).
+    """Launches steps over a Runtime, of which the parts are attributes here too. `capture` makes
+    graphs.
 
     Attributes:
         required: which parts of sampling the requests of all rows use.
         staging: copies integers of the host to the device.
-        last_tokens: [R + 1] int32, the next input of every row: sampled here, read by the next step, never waited for
-            by the host.
+        last_tokens: [R + 1] int32, the next input of every row: sampled here, read by the next
+            step, never waited for by the host.
         graphs: of decode and verify steps, by tokens of a row.
         prompt_graphs: of short prefill and mixed steps; None without.
-        arena: images of states that come from or go to other workers; None without EngineConfig.transfer_bytes.
+        arena: images of states for other workers; None without EngineConfig.transfer_bytes.
         host: the prefix cache's tier in main memory; None without one.
         trees: drafts are trees.
         recordings: of decode steps on a CPU.
-        drafter: the part of a drafter that runs beside the model; None without one.
+        drafter: the device part of a drafter; None without one.
     """
 
     ahead: StartAhead | None = None  # compiles kernels of further runners like this one before they start
@@ -84,13 +85,12 @@ class StepRunner:
         self.prompt_graphs = captured.prompts
 
     def drop_graphs(self) -> None:
-        """Destroys all graphs."""
         self.graphs.clear()
         self.prompt_graphs = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """As hybridrt.runtime.step.plan.Executor.launch. Without `constrained` rows it samples, too.
+        """As hybridrt.runtime.step.plan.Executor.launch. Samples too, without `constrained` rows.
 
         Raises:
             ConfigError: the plan is not for this runner. Nothing has changed.
@@ -99,8 +99,8 @@ class StepRunner:
             self.check_sampled()
         self._check(plan)
         if plan.admissions:
-            self.required.admit(plan.admissions)
-            self._prompt_scores.admit(plan.admissions)
+            self.required.note_admissions(plan.admissions)
+            self._prompt_scores.note_admissions(plan.admissions)
         # `step_widths` has all widths; where no row has drafts, a plain step serves.
         tokens = self.config.num_verify_tokens if len(plan.decode.drafts) else 1
         step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
@@ -114,11 +114,16 @@ class StepRunner:
         return step
 
     def check_sampled(self) -> None:
-        """EngineError if the step launched last still needs masks. Changes nothing."""
+        """EngineError if the last step still needs masks. Changes nothing."""
         if self._last_masked is not None and self._last_masked.needs_masks:
             raise EngineError(
                 "the step launched last has not sampled: give its handle the masks (sample) or give it up (drop) first"
             )
+
+    def drop_last(self) -> None:
+        """As Executor.drop_last."""
+        if self._last_masked is not None:
+            self._last_masked.drop()
 
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended, on this rank."""
@@ -131,15 +136,16 @@ class StepRunner:
         return self.drafter.draft(rows, steps, topk)
 
     def read_prefix(self, prefix: PrefixPlaces) -> dict[str, torch.Tensor]:
-        """hybridrt.runtime.run.prefix_copy.read_prefix, over this runner's pools. All ranks call this."""
+        """hybridrt.runtime.run.prefix_copy.read_prefix over this runner's pools. All ranks call it."""
         return read_prefix(self.pools, self.target.tp, prefix)
 
     def write_prefix(self, prefix: PrefixPlaces, data: Tensors | None = None) -> None:
-        """hybridrt.runtime.run.prefix_copy.write_prefix, over this runner's pools. All ranks call this."""
+        """hybridrt.runtime.run.prefix_copy.write_prefix over this runner's pools. All ranks call
+        it."""
         write_prefix(self.pools, self.target.tp, prefix, data)
 
     def _move_states(self, plan: StepPlan) -> None:
-        """What a plan copies and folds before its rows are computed."""
+        """Copies and folds before the rows are computed."""
         self._move_at(plan, When.FIRST)
         if plan.kept_pages:
             self._keep_pages(plan.kept_pages)
@@ -149,7 +155,6 @@ class StepRunner:
         self._move_at(plan, When.BEFORE_ROWS)
 
     def _move_at(self, plan: StepPlan, when: When) -> None:
-        """Carries out the moves of one moment."""
         pool = self.pools.req_to_token.mamba_pool
         if plan.moves and pool is not None:
             pool.move([move for move in plan.moves if move.when is when], self.staging.upload)
@@ -161,9 +166,11 @@ class StepRunner:
         self.pools.kv.copy_pages(sources.long(), targets.long())
 
     def _run_model(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
-        """Runs a plan's rows and adds what they leave to `step`: by one graph for all rows, by a graph for the decode
-        rows and then the chunks, or by the model itself, over tensors that are kept for plain decode on a CPU, else
-        over new ones."""
+        """Runs a plan's rows and adds the results to `step`.
+
+        By one graph for all rows; or a graph for the decode rows, then the chunks; or the model
+        itself, over kept tensors for plain decode on a CPU, else over new ones.
+        """
         plain = tokens == 1 and len(plan.decode.rows) and not (plan.extend or plan.imports or plan.exports)
         if self.prompt_graphs is not None and (bucket := self._prompt_bucket(plan, tokens)) is not None:
             self._replay_prompts(plan, bucket, step)
@@ -175,7 +182,7 @@ class StepRunner:
             self._run_eager(plan, tokens, step)
 
     def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
-        scored, places = self._prompt_scores.of(plan.extend, len(plan.decode) * tokens)
+        scored, places = self._prompt_scores.wanted_by_rows(plan.extend, len(plan.decode) * tokens)
         on_host = pack_step(
             plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places
         )
@@ -218,7 +225,7 @@ class StepRunner:
         # These graphs verify no drafts, and keep no hidden states: drafters and log-probabilities of prompts need them.
         if self.prompt_graphs is None or tokens > 1 or self.drafter is not None:
             return None
-        scored, _ = self._prompt_scores.of(plan.extend, 0)
+        scored, _ = self._prompt_scores.wanted_by_rows(plan.extend, 0)
         # States of other workers are copied between the changes of the tables and the model.
         return None if scored or plan.imports or plan.exports else self.prompt_graphs.bucket(plan)
 
@@ -230,8 +237,8 @@ class StepRunner:
         step.add_part(self, ForwardPart(self.prompt_graphs.replay(plan, bucket)))
 
     def _graph_of(self, plan: StepPlan, tokens: int) -> tuple[GraphRunner, np.ndarray, list[PageWrite]] | None:
-        """The graph of a step's decode rows, the pages that it enters (`split_page_writes`), and the other page writes.
-        None if there is none for them."""
+        """The graph of a step's decode rows, the pages that it enters (`split_page_writes`), and
+        the other page writes. None without such a graph."""
         decode, graphs = plan.decode, self.graphs.get(tokens)
         if graphs is None or not len(decode) or graphs.bucket(len(decode)) is None:
             return None
@@ -248,15 +255,15 @@ class StepRunner:
         """Replays the decode rows. Then runs the chunks, with the page writes `rest`."""
         decode = plan.decode
         graphs.replay(decode, new_pages)
-        batch, indices, logits, hidden = graphs.rows(len(decode))
-        lines = SampledLines(batch.req_pool_indices, indices, (decode.rows, decode.output_indices), logits)
-        step.add_part(self, ForwardPart(lines, batch, graphs.buffers.arrays, hidden))
+        rows, on_host = graphs.rows(len(decode)), (decode.rows, decode.output_indices)
+        lines = SampledLines(rows.batch.req_pool_indices, rows.output_indices, on_host, rows.logits)
+        step.add_part(self, ForwardPart(lines, rows.batch, graphs.buffers.arrays, rows.hidden))
         if plan.extend:
             # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
             self._run_model(replace(plan, page_writes=rest, decode=NO_ROWS), 1, step)
 
     def _check(self, plan: StepPlan) -> None:
-        """Raises ConfigError for a plan that this runner was not made for."""
+        """ConfigError for a plan that this runner was not made for."""
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
         num_drafts = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0
@@ -267,7 +274,7 @@ class StepRunner:
             raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
 
     def _enter_tables(self, plan: StepPlan) -> None:
-        """`enter_tables` of a step whose own copy holds nothing of them."""
+        """`enter_tables` for a step that does not pack its table changes."""
         if (changes := pack_tables(plan)) is not None:
             enter_tables(self.pools, self.sampling_table, self.staging.upload(changes))
 

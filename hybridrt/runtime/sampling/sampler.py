@@ -1,4 +1,4 @@
-"""From logits to tokens: the greedy or sampled tail of a step."""
+"""From logits to tokens: draws greedily or by sampling, and verifies drafts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from hybridrt.kernels.sampling.token_rules import DrawLines, apply_token_rules
 from hybridrt.runtime.step.plan import Admission
 from hybridrt.runtime.step.sampling_table import FLOATS, SamplingTable
 
-# Sampling of every kind: each has kernels of its own, and so has each set of filters.
+# Every kind of sampling and every set of filters: each has kernels of its own.
 _FILTERS = {"top_k": 20, "top_p": 0.9, "min_p": 0.05}
 _FILTER_SETS = [dict(some) for count in range(4) for some in combinations(_FILTERS.items(), count)]
 EVERY_DRAW: tuple[dict[str, Any], ...] = (
@@ -31,8 +31,8 @@ EVERY_DRAW: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "logit_bias": {0: 1.0}, "presence_penalty": 0.1},
 )
 
-# The parts of sampling that a request may use, as bits: known on the host, so that a step runs no more than it needs.
-# WORDS: rules depend on the tokens before, which are then kept.
+# The parts of sampling that a request may use, as bits on the host, so that a step runs no more
+# than it needs. WORDS: rules depend on earlier tokens, which are then kept.
 DRAWS, TOP_K, TOP_P, MIN_P, PENALTIES, LOGPROBS, RULES, WORDS = (1 << i for i in range(8))
 
 
@@ -60,22 +60,26 @@ def takes_best(parts: int) -> bool:
 
 
 class RowRequirements:
-    """Which parts of sampling the requests of all rows use, by request row, on the host."""
+    """The parts of sampling that each request row uses, on the host."""
 
     def __init__(self, num_rows: int) -> None:
         self._parts = np.zeros(num_rows + 1, np.uint8)
         self._logprobs = np.full(num_rows + 1, -1, np.int64)
         self._ruled_until = np.zeros(num_rows + 1, np.int64)
 
-    def admit(self, admissions: Iterable[Admission]) -> None:
+    def note_admissions(self, admissions: Iterable[Admission]) -> None:
         for a in admissions:
             self._ruled_until[a.row] = 0 if a.rules is None else a.rules.until
             self._parts[a.row] = _parts(a.params)
             self._logprobs[a.row] = -1 if a.params.logprobs is None else a.params.logprobs
 
-    def of(self, rows: np.ndarray, output_indices: np.ndarray) -> tuple[int, Sequence[int | None]]:
-        """The parts of sampling that any of the rows [n] uses for tokens from those output indices [n] on, and how many
-        alternatives to its token each of them wants, None for no log-probabilities; empty if no row wants any."""
+    def required_by_rows(self, rows: np.ndarray, output_indices: np.ndarray) -> tuple[int, Sequence[int | None]]:
+        """What rows [n] need for tokens from those output indices [n] on.
+
+        Returns:
+            The parts of sampling that any of them uses; and how many alternatives each row wants,
+                None for no log-probabilities, or empty if no row wants any.
+        """
         parts = reduce(or_, set(self._parts.take(rows).tobytes()), 0)
         if parts & RULES and not (output_indices < self._ruled_until[rows]).any():
             parts &= ~RULES
@@ -84,10 +88,10 @@ class RowRequirements:
 
 
 class SampledLines(NamedTuple):
-    """What a step samples from: the decode rows, then the prompts that end, m lines in all.
+    """The input of sampling: the decode rows, then the prompts that end, m lines in all.
 
     Attributes:
-        rows, output_indices: [m] int32; on_host: the same, as the host knows them.
+        rows, output_indices: [m] int32; on_host: copies on the host.
         logits: [m, vocab].
     """
 
@@ -102,9 +106,10 @@ class Verification:
     """n rows of T inputs to verify, on the device.
 
     Attributes:
-        rows, output_indices: [n] int32 request rows, and the index of the token drawn after the root.
+        rows, output_indices: [n] int32 request rows, and the index of the token drawn after the
+            root.
         positions: [n, T] int32 of all inputs: a draw's output index grows with its position.
-        drafts: [n, T - 1] int32, of which the first num_drafts [n] int32 are drafts; the rest is padding.
+        drafts: [n, T - 1] int32; the first num_drafts [n] int32 are drafts, the rest is padding.
         last_tokens: [R + 1] int32, which gets each row's next root.
         parents, tree_mask: of a tree, as in SpecInfo; None for chains.
     """
@@ -119,8 +124,8 @@ class Verification:
     tree_mask: Tensor | None = None
 
     def earlier(self) -> tuple[Tensor, Tensor]:
-        """For the draw after each input, [n * T, T - 1] each: all drafts of its row, int64, and whether the input sees
-        them, int32."""
+        """For the draw after each input, [n * T, T - 1] each: all drafts of its row, int64, and
+        whether the input sees them, int32."""
         n, width = self.positions.shape
         sees = self.tree_mask
         if sees is None:
@@ -129,7 +134,7 @@ class Verification:
         return drafts.reshape(n * width, -1).long(), sees[:, :, 1:].reshape(n * width, -1).int()
 
     def keys(self) -> tuple[Tensor, Tensor]:
-        """Of the draws after all inputs the rows and the output indices, [n * T] int32 each."""
+        """Rows and output indices of the draws after all inputs, [n * T] int32 each."""
         n, width = self.positions.shape
         indices = self.output_indices[:, None] + self.positions - self.positions[:, :1]
         return self.rows.repeat_interleave(width, output_size=n * width), indices.view(-1)
@@ -139,13 +144,13 @@ class Verification:
         return self.output_indices[:, None].expand(self.positions.shape).reshape(-1)
 
     def paths(self) -> Tensor:
-        """[n * T, T - 1] int32: of each input the drafts that it sees, in order of depth. What stands behind them means
-        nothing."""
+        """[n * T, T - 1] int32: the drafts that each input sees, by depth; later entries are
+        undefined."""
         n, width = self.positions.shape
         paths = self.drafts[:, None].expand(-1, width, -1)
         if self.tree_mask is not None:
             depths = (self.positions[:, 1:] - self.positions[:, :1] - 1)[:, None]
-            # Drafts beside the path are written to a column that is cut off.
+            # Drafts outside the path are written to a column that is cut off.
             places = torch.where(self.tree_mask[:, :, 1:], depths, width - 1).long()
             paths = paths.new_zeros(n, width, width).scatter_(2, places, paths)[:, :, :-1]
         return paths.reshape(n * width, -1)
@@ -156,10 +161,11 @@ class Accepted:
     """What n rows of a verify step keep.
 
     Attributes:
-        tokens: [n, T] int64 drawn behind the inputs that stay, in order; the first `counts` of a row are its output,
-            of which the last is -1 if its logits were not finite.
+        tokens: [n, T] int64 drawn after the inputs that stay, in order; the first `counts` of a row
+            are its output, the last of them -1 if its logits were not finite.
         counts: [n] int32 inputs that stay, the root included.
-        path: [n, T] int64 nodes of a tree that stay, the root first; None for chains, which keep their first inputs.
+        path: [n, T] int64 nodes of a tree that stay, the root first; None for chains, which keep
+            their first inputs.
     """
 
     tokens: Tensor
@@ -199,7 +205,8 @@ class Sampler:
         return tokens
 
     def verify(self, logits: Tensor, step: Verification, parts: int, bitmask: Tensor | None = None) -> Accepted:
-        """Draws after each of the T inputs of n rows, and which inputs stay (hybridrt.kernels.sampling.acceptance).
+        """Draws after each of the T inputs of n rows, and accepts inputs
+        (hybridrt.kernels.sampling.acceptance).
 
         Args:
             logits: [n * T, vocab].
@@ -220,7 +227,8 @@ class Sampler:
         return kept
 
     def _take(self, step: Verification, kept: Accepted, parts: int) -> None:
-        """Counts and remembers what a verify step keeps; the rest goes to row 0, which is scratch."""
+        """Counts and remembers the tokens that a verify step keeps; others go to row 0, which is
+        scratch."""
         places = torch.arange(kept.tokens.shape[1], device=kept.tokens.device)
         rows = step.rows[:, None].masked_fill(places >= kept.counts[:, None], 0).view(-1)
         if parts & PENALTIES:
@@ -239,7 +247,7 @@ class Sampler:
         return kept
 
     def draft(self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, drafted: Tensor) -> Tensor:
-        """Draws as `__call__` does, for rows that `drafted` [n, k] int64 has run ahead of: none of it is counted."""
+        """Draws as `__call__` does, after drafts `drafted` [n, k] int64. None of them is counted."""
         if parts & RULES:
             lines = DrawLines(rows, output_indices, output_indices - drafted.shape[1], drafted.int())
             logits = apply_token_rules(logits, self.table.rules, lines)
@@ -251,8 +259,12 @@ class Sampler:
         self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int,
         earlier: tuple[Tensor, Tensor] | None = None, bitmask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """One draw for each line of logits; `earlier`: tokens that come before it and are not counted yet, [n, k]
-        int64, and how often each counts, [n, k] int32."""
+        """One draw for each line of logits.
+
+        Args:
+            earlier: tokens before it that are not counted yet, [n, k] int64, and how often each
+                counts, [n, k] int32.
+        """
         if takes_best(parts):
             return greedy(logits, bitmask)
         table, penalties = self.table, None

@@ -1,4 +1,4 @@
-"""What the runtime makes of a step's arrays on the device: changes of tables, and each ForwardBatch."""
+"""Applies packed table changes and builds the ForwardBatch from a step's arrays on the device."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ from hybridrt.runtime.step.sampling_table import SamplingTable
 
 
 def enter_tables(pools: Pools, sampling_table: SamplingTable, changes: TableChanges[torch.Tensor]) -> None:
-    """Writes admissions and page-table entries to the device tables, zeroes the admitted state slots, copies pages."""
+    """Applies admissions (and zeroes their state slots), page-table entries and page copies."""
     table = pools.req_to_token
     if (admissions := changes.admissions) is not None:
         table.admit(admissions.rows, admissions.state_slots, admissions.phases)
-        sampling_table.admit(admissions.rows.long(), admissions.sampling)
+        sampling_table.enter_rows(admissions.rows.long(), admissions.sampling)
     if (entries := changes.pages) is not None:
         table.write_pages(entries.rows, entries.indices, entries.pages)
     if (copies := changes.copies) is not None:
@@ -35,7 +35,7 @@ def fill_decode(
     last_tokens: torch.Tensor,
     table: HybridReqToTokenPool,
 ) -> None:
-    """The inputs of the first `bs` rows; of draft trees, their masks in `spec` too."""
+    """Computes the inputs of the first `bs` rows; with draft trees, their masks in `spec` too."""
     drafts = arrays.drafts
     step = DecodeRowInputs(
         arrays.rows[:bs], arrays.seq_lens[:bs], arrays.new_pages[:bs],
@@ -60,8 +60,12 @@ def make_batch(
     num_real: int | None = None,
     **of_the_host: Any,
 ) -> ForwardBatch:
-    """A step whose mode follows from its segments. `num_real` None: all rows are real. `of_the_host`: what else
-    ForwardBatch has."""
+    """A step, with the mode of its segments.
+
+    Args:
+        num_real: None: all rows are real.
+        of_the_host: other fields of ForwardBatch.
+    """
     mode = ForwardMode.TARGET_VERIFY if spec_info else ForwardMode.DECODE
     if num_decode_rows < len(rows):
         mode = ForwardMode.MIXED if num_decode_rows else ForwardMode.EXTEND
@@ -72,8 +76,7 @@ def make_batch(
 
 
 def spec_info_of(drafts: DraftArrays[torch.Tensor] | None, tokens: int) -> SpecInfo | None:
-    """What a step of T `tokens` a row says of its drafts; None without. The masks of trees are filled by
-    `fill_decode`."""
+    """SpecInfo of a step of T `tokens` a row; None without drafts. `fill_decode` fills tree masks."""
     if drafts is None:
         return None
     if drafts.parents is None:

@@ -1,7 +1,7 @@
 """Packs a StepPlan into one record of int32 arrays, which goes to the device in one copy.
 
-The record has the same type on the host and on the device, for eager steps and for graphs. A graph's rows and prompts
-are padded to its size.
+The record has the same type on host and device, for eager steps and graphs. A graph's rows and
+prompts are padded to its size.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,6 @@ from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
 
 class AdmissionArrays(NamedTuple, Generic[A]):
-    """Admitted requests, [n] each."""
-
     rows: A
     state_slots: A
     phases: A
@@ -44,14 +42,14 @@ class PageEntries(NamedTuple, Generic[A]):
 
 
 class PageCopies(NamedTuple, Generic[A]):
-    """Pages [n] whose KV goes to the pages [n] `targets` too."""
+    """KV of pages `sources` [n] is copied to pages `targets` [n]."""
 
     sources: A
     targets: A
 
 
 class TableChanges(NamedTuple, Generic[A]):
-    """What changes in the tables before a step computes; None for what does not."""
+    """Table changes before a step computes; None where there are none."""
 
     admissions: AdmissionArrays[A] | None
     pages: PageEntries[A] | None
@@ -63,7 +61,7 @@ class DraftArrays(NamedTuple, Generic[A]):
 
     Attributes:
         counts: [n], drafts of each row; tokens: [n, T - 1].
-        parents, ancestors: [n, T] of all nodes of trees (`_tree_nodes`); None for chains.
+        parents, ancestors: [n, T] of all nodes of trees (`_ancestors`); None for chains.
     """
 
     counts: A
@@ -73,13 +71,15 @@ class DraftArrays(NamedTuple, Generic[A]):
 
 
 class PromptArrays(NamedTuple, Generic[A]):
-    """What a step with extend rows has besides.
+    """Further arrays of a step with extend rows.
 
     Attributes:
         query_start_loc: [B + 1] of all rows of the step.
-        sample_at, sample_rows: the tokens to sample from and their request rows, those of decode rows first.
+        sample_at, sample_rows: the tokens to sample from and their request rows, those of decode
+            rows first.
         input_ids, rows, positions: [t], of the extend rows' tokens.
-        following_ids: [t], the token after each of them, 0 where it is sampled; None: no prediction head needs them.
+        following_ids: [t], the token after each of them, 0 where it is sampled; None: no prediction
+            head needs them.
     """
 
     query_start_loc: A
@@ -93,19 +93,21 @@ class PromptArrays(NamedTuple, Generic[A]):
 
 
 class ScoredTokens(NamedTuple, Generic[A]):
-    """Tokens of prompts [n] whose log-probabilities are asked for, and their places in the batch [n]."""
+    """Prompt tokens [n] that get log-probabilities, and their places in the batch [n]."""
 
     places: A
     tokens: A
 
 
 class StepArrays(NamedTuple, Generic[A]):
-    """What a step computes.
+    """The arrays of a step.
 
     Attributes:
-        rows, seq_lens: [B] request rows, decode rows first, and their lengths, which count the step's tokens.
+        rows, seq_lens: [B] request rows, decode rows first, and their lengths, the step's tokens
+            included.
         output_indices: of the rows that sample.
-        new_pages: [n], of each decode row the KV page of its last draft if the step's graph enters it, else -1.
+        new_pages: [n], for each decode row the KV page of its last draft if the graph enters it,
+            else -1.
         drafts: None where decode rows have one token; prompts: None without extend rows.
     """
 
@@ -133,18 +135,18 @@ def pack_step(
     at_chunks: bool = False,
     scored: ScoredTokens[np.ndarray] | None = None,
 ) -> StepArrays[np.ndarray]:
-    """An eager step, whose decode rows have T `tokens`.
+    """An eager step with decode rows of T `tokens`.
 
     Args:
         tree: drafts are trees.
-        following: the token after each prompt token is packed too, for a prediction head.
+        following: also pack the token after each prompt token, for a prediction head.
         chunk_sizes, at_chunks: as for `recurrent_lists`.
     """
     none = np.full(len(plan.decode), -1, np.int32)
     step, tables = pack_rows(plan.decode, tokens, tree, none), pack_tables(plan)
     if not plan.extend:
         return StepArrays(step.rows, step.seq_lens, step.output_indices, none, step.drafts, None, tables, scored)
-    # Of the extend rows. numpy takes longer for several short arrays than for one.
+    # Of the extend rows. One array is faster than several short ones.
     row, computed, new, indices, sample = int32_array(
         [(r.row, r.computed, len(r.tokens), r.output_index, r.sample) for r in plan.extend]
     ).T
@@ -175,13 +177,13 @@ def pack_step(
 
 
 def pack_rows(decode: DecodeRows, tokens: int, tree: bool, new_pages: np.ndarray) -> StepArrays[np.ndarray]:
-    """Decode rows of T `tokens`, which is all that a graph of them needs. With `tree` their drafts are trees."""
+    """Decode rows of T `tokens`: all that a decode graph needs. With `tree` their drafts are trees."""
     drafts = _pack_drafts(decode, tokens, tree) if tokens > 1 else None
     return StepArrays(decode.rows, decode.computed + tokens, decode.output_indices, new_pages, drafts)
 
 
 def pack_tables(plan: StepPlan) -> TableChanges[np.ndarray] | None:
-    """What a step changes in the tables; None for nothing."""
+    """A step's table changes; None for none."""
     admissions = pages = copies = None
     if plan.admissions:
         columns = int32_array([(a.row, a.state_slot, a.phase) for a in plan.admissions]).T
@@ -219,8 +221,8 @@ def _pack_drafts(decode: DecodeRows, width: int, tree: bool) -> DraftArrays[np.n
 
 
 def _ancestors(parents: np.ndarray) -> np.ndarray:
-    """The ancestors of nodes as bits, the node's own among them; [n, width] int32, as `parents` (-1 for the root).
-    Chains are trees too; padding continues a row as a chain."""
+    """The ancestors of nodes as bits, the node's own included; [n, width] int32, as `parents` (-1
+    for the root). Padding continues a row as a chain."""
     n, width = parents.shape
     ancestors = np.ones((n, width), np.int32)
     for node in range(1, width):
@@ -233,8 +235,11 @@ def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
 
 
 class StagingRing:
-    """Host-to-device copies that the host never waits for: pinned staging, a ring of three buffers, each reused after
-    its copy's event. On a CPU the host buffer itself serves."""
+    """Host-to-device copies that the host does not wait for.
+
+    Three pinned buffers are used in turn, each after the event of its last copy. On a CPU the host
+    buffer itself serves.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -244,7 +249,7 @@ class StagingRing:
         self._next = 0
 
     def upload(self, record: Record) -> Any:
-        """The same record over fresh device memory. One copy for all of its arrays."""
+        """The same record in new device memory, by one copy."""
         arrays = arrays_of(record)
         into = torch.empty(packed_size(arrays), dtype=torch.int32, device=self.device)
         self.copy(into, arrays)
@@ -265,8 +270,8 @@ class StagingRing:
     def copy_rows(
         self, into: torch.Tensor, arrays: Sequence[np.ndarray], padding: np.ndarray, starts: Sequence[int]
     ) -> None:
-        """One copy of `padding` [packed_size] int32, in which each section, from `starts[i]` on, begins with an array's
-        rows instead. An array may be shorter than the others, or empty."""
+        """One copy of `padding` [packed_size] int32, in which an array's rows replace the start of
+        its section (`starts[i]`). Arrays may be shorter than their section."""
         staging, flat = self._staging(into)
         flat[:] = padding
         for array, start in zip(arrays, starts):

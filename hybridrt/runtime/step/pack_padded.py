@@ -1,8 +1,9 @@
 """Pads a step with prompts to the sizes of its bucket, so that one graph serves all steps that fit.
 
-A bucket has so many decode rows, prompts, and tokens of all of them. What a step leaves of it is padding, which belongs
-to request row 0 and to no state slot. Behind the prompts stands one padding row that has all tokens that are left, then
-rows without tokens. So every token of a graph belongs to a row, and the rows' tokens always add up to the bucket's.
+A bucket has fixed numbers of decode rows, prompts and prompt tokens. Padding belongs to request row
+0 and to no state slot. After the prompts comes one padding row with all remaining tokens, then rows
+without tokens. So every token of a graph belongs to a row, and the rows' tokens add up to the
+bucket's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,52 +28,54 @@ from hybridrt.runtime.step.recurrent_arrays import (
 )
 from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
-# Of a step; larger ones keep a device busy without graphs. Padding costs what tokens cost, unless there are fewer than
-# 200 or so: then the weights take longer to read.
+# Of a step; larger ones keep a device busy without graphs. Padding costs as much as tokens, unless
+# there are fewer than 200 or so: then reading the weights takes longer.
 PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024)
 DECODE_ROWS = (0, 32, 64, 128)
-# A bucket of this size counts its decode rows, too. Large products go in tiles of 128 tokens, so that 320 tokens of
-# prompts beside 64 rows take about as long as 256 (13.1 and 12.4 ms, Falcon-H1-7B on an H200; 384 take 15.5). The other
-# sizes are lengths that prompts and chunks often have, and count those alone.
+# In bucket 384, decode rows + prompt tokens = 384, because GEMM tiles are 128 tokens: 320 prompt
+# tokens with 64 rows take about as long as 256 (13.1 and 12.4 ms, Falcon-H1-7B on an H200; 384 take
+# 15.5). In all others the size counts prompt tokens only: prompts and chunks often have these
+# lengths.
 SHARED_TOKENS = 384
-PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts of a bucket, which has room for one in so many tokens
-CACHED_PAGES = 1024  # entries of page tables that a bucket has room for, beside one for each of its tokens
-TAIL = 16  # tokens behind a saved state, in the mean of the prompts: states stand on a grid, usually of 16 tokens
+PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts of a bucket; tokens for each of them
+CACHED_PAGES = 1024  # page-table entries of a bucket, in addition to one for each of its tokens
+TAIL = 16  # mean tokens after a saved state: states are saved on a grid, usually of 16 tokens
 
 
 class Bucket(NamedTuple):
-    """Steps of up to `decode_rows` rows of one token and `tokens` tokens of prompts."""
+    """Steps of up to `decode_rows` rows of one token and `tokens` prompt tokens."""
 
     decode_rows: int
     tokens: int
 
     @property
     def prompts(self) -> int:
-        """Most prompts of a step: what a graph has room for costs it time, and few short prompts come at once."""
+        """Most prompts of a step: unused room costs a graph time, and few short prompts come at
+        once."""
         return min(max(self.tokens // TOKENS_OF_ONE, 1), PROMPT_ROWS)
 
     @property
     def tail(self) -> int:
-        """Most tokens that stand behind saved states, of all prompts."""
+        """Most tokens after saved states, of all prompts."""
         return TAIL * self.prompts
 
     def has_room(self, decode_rows: int, prompts: int, tokens: int) -> bool:
-        """Whether a step with so many decode rows, prompts, and tokens of prompts fits, if it saves no states."""
+        """Whether such a step fits, if it saves no states."""
         return decode_rows <= self.decode_rows and prompts <= self.prompts and tokens <= self.tokens
 
     @property
     def entries(self) -> int:
-        """Most page-table entries that a graph makes."""
+        """Most page-table entries that a graph writes."""
         return CACHED_PAGES + self.decode_rows + self.tokens
 
     def enters(self, plan: StepPlan) -> bool:
-        """Whether a graph changes the tables as a step says."""
+        """Whether a graph can make a step's table changes."""
         admissions, entries = plan.admissions, sum(len(write.pages) for write in plan.page_writes)
         special = plan.page_copies or any(a.rules is not None or a.params.uses_penalties for a in admissions)
         return not special and len(admissions) <= self.prompts and entries <= self.entries
 
     def holds(self, plan: StepPlan, saves: "StateSaves") -> bool:
-        """Whether a step has prompts, and fits, with the states that it saves within them."""
+        """Whether a step has prompts and fits, with the states that it saves within them."""
         rows, tokens = plan.extend, sum(len(row.tokens) for row in plan.extend)
         if not rows or not self.has_room(len(plan.decode), len(rows), tokens):
             return False
@@ -91,16 +94,18 @@ def make_buckets(decode_rows: Iterable[int], prompt_tokens: Iterable[int]) -> li
 
 
 class StateSaves(Enum):
-    """How a graph leaves states within its prompts, one of a prompt at most."""
+    """How a graph saves states within its prompts, at most one per prompt."""
 
     NONE = auto()
-    AT_CHUNKS = auto()  # behind a chunk that ends there
-    SECOND_PASS = auto()  # a first pass ends there, a second one computes the tokens behind
+    AT_CHUNKS = auto()  # after a chunk that ends there
+    SECOND_PASS = auto()  # a first pass ends there, a second one computes the tokens after it
 
 
 class PaddedStep:
-    """A bucket's steps, padded: a record over one buffer that is made once and filled anew for each step. A first token
-    waits for it, so what pads is copied in one go, and a step writes its own numbers alone.
+    """A bucket's steps, padded: a record over one buffer that is filled anew for each step.
+
+    A first token waits for it, so the padding is copied at once and a step writes only its own
+    numbers.
 
     Args:
         sizes: of chunks.
@@ -108,8 +113,8 @@ class PaddedStep:
 
     Attributes:
         flat: [packed_size] int32, what is copied to the device.
-        arrays: views of `flat`. `sample_at`, `sample_rows` and `output_indices` have their padding at the end. Of
-            the tables there is what a graph enters.
+        arrays: views of `flat`. `sample_at`, `sample_rows` and `output_indices` have their padding
+            at the end. Table updates are limited to those that the graph applies (`Bucket.enters`).
     """
 
     def __init__(self, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> None:
@@ -124,7 +129,7 @@ class PaddedStep:
         self._padding = self.flat.copy()
 
     def pack(self, plan: StepPlan) -> None:
-        """Fills the record with a step that the bucket holds and whose changes of tables a graph enters."""
+        """Fills the record with a step that the bucket holds and enters."""
         self.flat[:] = self._padding
         self._pack_tables(plan)
         self._pack_decode(plan.decode)
@@ -182,14 +187,14 @@ class PaddedStep:
         return self.arrays.prompts
 
     def _recurrent(self, extend: Sequence[ExtendRow]) -> RecurrentArrays[list[int]]:
-        """What the recurrent layers need of the prompts and the padding row: the first values of the arrays."""
+        """The first values of the recurrent arrays: of the prompts and the padding row."""
         if self._saves is StateSaves.SECOND_PASS:
             return RecurrentArrays(passes=_pass_lists(extend, self._bucket, self._sizes))
         return one_pass_lists(extend, self._sizes)
 
 
 def _fill(into: Record, values: Record) -> None:
-    """Writes a record of lists to the heads of a record of arrays. What is None in `values` stays padding."""
+    """Writes a record of lists to the starts of a record of arrays. None leaves padding."""
     for part, value in zip(into, values):
         if isinstance(value, tuple):
             _fill(part, value)
@@ -198,7 +203,7 @@ def _fill(into: Record, values: Record) -> None:
 
 
 def _padding(bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> StepArrays[np.ndarray]:
-    """A step of a bucket that has nothing. Positions are 0: rotary tables end with the longest request."""
+    """An empty step of a bucket. Positions are 0: rotary tables end with the longest request."""
     (rows, tokens), prompts = bucket, bucket.prompts
     sampled, batch = rows + prompts, rows + prompts + 1
     sampling = SamplingArrays(_zeros(prompts, 2), _zeros(prompts, SamplingTable.CONSTANTS))
@@ -222,7 +227,6 @@ def _padding(bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fi
 
 
 def _padding_rows(bucket: Bucket, sizes: Sequence[int], saves: StateSaves) -> RecurrentArrays[np.ndarray]:
-    """What recurrent layers need of rows that are computed in one pass."""
     rows = bucket.prompts + 1
     counts = [most_chunks(rows, bucket.tokens, size) + bucket.prompts for size in sizes]  # a saved state divides one
     saved = None
@@ -232,7 +236,6 @@ def _padding_rows(bucket: Bucket, sizes: Sequence[int], saves: StateSaves) -> Re
 
 
 def _padding_passes(bucket: Bucket, sizes: Sequence[int]) -> RecurrentArrays[np.ndarray]:
-    """What recurrent layers need of rows that are computed in two passes."""
     rows, passes = bucket.prompts + 1, []
     for number, (runs, tokens) in enumerate(((2 * rows - 1, bucket.tokens), (rows, bucket.tail))):
         chunks = tuple(_padding_chunks(runs, most_chunks(runs, tokens, size), tokens) for size in sizes)
@@ -257,8 +260,8 @@ def _zeros(*shape: int) -> np.ndarray:
 def _pass_lists(
     extend: Sequence[ExtendRow], bucket: Bucket, sizes: Sequence[int]
 ) -> tuple[PassArrays[list[int]], PassArrays[list[int]]]:
-    """The two passes over a bucket's prompts and the padding row after them, with runs without tokens up to the
-    bucket's number. A prompt that saves a state has two runs in the first pass."""
+    """The two passes over a bucket's prompts and the padding row, filled up with runs without
+    tokens. A prompt that saves a state has two runs in the first pass."""
     last, first, second = bucket.prompts, runs_of(extend, 0), runs_of(extend, 1)
     behind = sum([run.length for run in second])
     first += [Run(row, 0, 0, 0, bucket.tokens, 0) for row in range(len(extend), bucket.prompts + 1)]
@@ -267,6 +270,6 @@ def _pass_lists(
     second += [Run(last, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second))
     later = pass_lists(second, 1, sizes)
     assert later.tokens is not None
-    # What pads the second pass stands for token 0, which is never behind a saved state.
+    # Padding of the second pass is token 0, which is never after a saved state.
     del later.tokens[behind:]
     return pass_lists(first, 0, sizes), later

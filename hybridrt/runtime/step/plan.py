@@ -1,6 +1,6 @@
-"""One step as data: what the scheduler hands to an executor, and what comes back. Host integers only.
+"""One step as data: the scheduler's plan for an executor, and its result. Host integers only.
 
-The parts of a plan are msgspec structs, which are encoded as arrays: a plan goes to every rank in every step.
+The parts of a plan are msgspec structs, encoded as arrays: a plan goes to every rank in every step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,8 +21,8 @@ NO_INTEGERS = np.empty(0, np.int32)
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
-    """A request takes a row. The executor zeroes the slot's state, resets the row's ring and stores the row's
-    sampling constants on the device, before anything else of the step runs.
+    """A request gets a row. Before the rest of the step, the executor zeroes the slot's state,
+    resets the row's ring and stores the row's sampling constants.
 
     Attributes:
         row: request row in [1, R]; row 0 is padding.
@@ -32,8 +32,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
         phase: in [0, 2**31), spreads the folds of requests that advance alike (MambaPool.admit).
         rules: what `params` allow of single tokens; None for all.
         counted: [n] int32 distinct tokens of the prompt, for penalties; empty if there are none.
-        output: [n] int32 tokens generated so far, for penalties and rules; empty if there are none. A retracted
-            request comes back with some.
+        output: [n] int32 tokens generated so far, for penalties and rules; empty if there are none.
+            A retracted request has some.
     """
 
     row: int
@@ -51,7 +51,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
         cls, row: int, state_slot: int, prompt: Sequence[int], params: SamplingParams, seed: int,
         rules: TokenRules | None = None, output: Sequence[int] = (),
     ) -> "Admission":  # fmt: skip
-        """The admission of a request with these tokens. It holds only the tokens that the executor needs."""
+        """The admission of a request, with only the tokens that the executor needs."""
         penalties = params.uses_penalties
         counted = int32s(set(prompt)) if penalties else NO_INTEGERS
         known = int32s(output) if penalties or rules is not None else NO_INTEGERS
@@ -60,8 +60,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
 
 def fold_phase(prompt: Sequence[int], params: SamplingParams, seed: int) -> int:
-    """The `phase` of an admission. It depends on the request alone, so that neighbours do not change where its state
-    is rounded: on the end of its prompt and, where it draws, on its seed."""
+    """The `phase` of an admission: from the end of its prompt and, if it draws, its seed. It
+    depends on the request alone, so that neighbours do not change where its state is rounded."""
     end = np.array(prompt[-64:], np.int32)
     return crc32(end.tobytes(), 0 if params.greedy else seed & 0xFFFFFFFF) >> 1
 
@@ -75,19 +75,19 @@ class PageWrite(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
 
 class PageCopy(msgspec.Struct, frozen=True, array_like=True):
-    """The KV of page `source`, in all layers, goes to page `target` too."""
+    """The KV of page `source`, in all layers, is copied to page `target`."""
 
     source: int
     target: int
 
 
 class StateCopy(msgspec.Struct, frozen=True, array_like=True):
-    """State and KV of the first `length` tokens of `row`, between the pools and byte `offset` of the executor's arena
-    (hybridrt.runtime.run.state_arena).
+    """State and KV of the first `length` tokens of `row`, between the pools and byte `offset` of
+    the executor's arena (hybridrt.runtime.run.state_arena).
 
     Attributes:
         room: bytes of the arena that belong to this copy; None: all from `offset` on.
-        start: tokens whose KV is left out.
+        start: tokens without their KV.
     """
 
     row: int
@@ -98,7 +98,8 @@ class StateCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostState(NamedTuple):
-    """A state after `length` tokens, in state slot `slot` of the device and place `place` of the tier."""
+    """A state after `length` tokens, in state slot `slot` of the device and place `place` of the
+    tier."""
 
     length: int
     slot: int
@@ -106,7 +107,7 @@ class HostState(NamedTuple):
 
 
 class HostCopy(msgspec.Struct, frozen=True, array_like=True):
-    """A copy of KV pages and states of the prefix cache to its tier in main memory; with `fetch`, back to the device.
+    """A copy of cached KV pages and states to the tier in main memory; with `fetch`, to the device.
 
     Attributes:
         ticket: greater than that of every earlier copy.
@@ -131,17 +132,18 @@ class DecodeRow(NamedTuple):
 
 
 class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
-    """The decode rows of a step as columns, [n] int32 unless said otherwise. The input of a row is the last token
-    sampled for it, which only the device may know yet.
+    """The decode rows of a step as columns, [n] int32 unless said otherwise. A row's input is the
+    last token sampled for it, which only the device may know yet.
 
     Attributes:
         rows: request rows.
         computed: tokens whose KV and state are written before this step: the input's position.
-        output_indices: index, in the request's output, of the token sampled here; with the seed it keys the draw.
+        output_indices: index, in the request's output, of the token sampled here; with the seed it
+            keys the draw.
         num_drafts: proposed tokens to verify after the input (speculative decoding).
         drafts: [sum(num_drafts)] int32, row after row.
-        parents: None if all drafts are chains; else [sum(num_drafts)] int32, the index of each draft's parent among
-            (input, *drafts) of its row, parents first.
+        parents: None if all drafts are chains; else [sum(num_drafts)] int32, the index of each
+            draft's parent among (input, *drafts) of its row, parents first.
 
     Raises:
         ValueError: the columns do not belong together.
@@ -162,8 +164,7 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
             raise ValueError(f"{len(self.drafts)} drafts where num_drafts counts {total}")
 
     @classmethod
-    def of(cls, rows: Iterable[DecodeRow]) -> "DecodeRows":
-        """The columns of single rows."""
+    def from_rows(cls, rows: Iterable[DecodeRow]) -> "DecodeRows":
         rows = list(rows)
         lines, computed = int32s(r.row for r in rows), int32s(r.computed for r in rows)
         indices = int32s(r.output_index for r in rows)
@@ -174,7 +175,7 @@ class DecodeRows(msgspec.Struct, frozen=True, array_like=True, eq=False):
         cls, rows: np.ndarray, computed: np.ndarray, output_indices: np.ndarray, drafts: Sequence[Sequence[int]],
         parents: Sequence[Sequence[int] | None],
     ) -> "DecodeRows":  # fmt: skip
-        """Columns of rows, and of each row its drafts and their parents, None for a chain."""
+        """Columns, and each row's drafts and their parents (None for a chain)."""
         flat = None
         if any(p is not None for p in parents):
             flat = int32s(i for d, p in zip(drafts, parents) for i in (range(len(d)) if p is None else p))
@@ -194,14 +195,14 @@ def int32s(values: Iterable[int]) -> np.ndarray:
 
 
 class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk of a prompt. `sample` is set on the last chunk, whose last position gives the next token; on the others
-    `following` is the prompt's next token.
+    """A chunk of a prompt. `sample` is set on the last chunk, and its last position gives the next
+    token; on others `following` is the prompt's next token.
 
     Attributes:
-        read_state_slot: holds the state before the chunk, of a prefix that is cached, or OWN_SLOT. The state after the
-            chunk goes to the row's own slot.
-        saves: (number of tokens, slot), in order, for each state within the chunk that goes to a slot of its own: that
-            after the first so many of the chunk's tokens, 1 to len(tokens) - 1.
+        read_state_slot: the state before the chunk, of a cached prefix, or OWN_SLOT. The state
+            after the chunk goes to the row's own slot.
+        saves: (number of tokens, slot), in order: the state after so many of the chunk's tokens, 1
+            to len(tokens) - 1, is saved in this slot.
     """
 
     row: int
@@ -216,20 +217,22 @@ class ExtendRow(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class StepPlan:
-    """Decode rows come first in the batch, then extend rows, each list in order. What `imports` says is copied in
-    before the rows are computed, what `exports` says is copied out afterwards; both name extend rows. `page_copies` are
-    made before the rows are computed; no page is the target of one and the source of another.
+    """One step. The batch has the decode rows, then the extend rows, in order.
 
     Attributes:
-        moves: states that go to slots of the prefix cache: first those of rows that donate their slots, then those of
-            decode rows before the step. No slot is the target of two moves of one moment.
-        host_copies: launched after the donations, on a stream of their own. No step waits for them, unless its
-            `after_copies` says so.
-        kept_pages: made after the donations. They fill pages of the prefix cache. Their sources may be pages that this
-            step writes to.
+        imports, exports: of extend rows: copied in before the rows are computed, and out
+            afterwards.
+        page_copies: before the rows are computed. No page is both a source and a target.
+        moves: states that go to slots of the prefix cache: first of rows that donate their slots,
+            then of decode rows before the step. No slot is the target of two moves of one moment.
+        host_copies: launched after the donations, on a separate stream. A step waits for them only
+            through `after_copies`.
+        kept_pages: copied after the donations and before the model runs. Targets: pages of the
+            prefix cache. Sources may be overwritten by this step.
         after_copies: this step and later ones wait for the copies up to this ticket; 0: for none.
-        constrained: the rows that sample under a bitmask, by their numbers in the step's result. If there
-            are any, `launch` launches all but the sampling, and `StepHandle.sample` launches the sampling.
+        constrained: the rows that sample under a bitmask, by their numbers in the step's result. If
+            there are any, `launch` launches all but the sampling, which `StepHandle.sample`
+            launches.
     """
 
     admissions: list[Admission] = field(default_factory=list)
@@ -246,19 +249,20 @@ class StepPlan:
     kept_pages: list[PageCopy] = field(default_factory=list)
 
 
-# Log-probabilities of a token and of the most likely ones, by token id, its own first: natural logs, of the model's own
-# logits.
+# Natural log-probabilities, of the model's own logits, by token id: the token's own first, then the
+# likeliest.
 TokenLogprobs = dict[int, float]
 
 
 @dataclass(slots=True)
 class StepResult:
-    """For every decode row, then every extend row with `sample` set: the tokens that it gained, in order (one
-    without speculation, accepted drafts + 1 with it), and their log-probabilities where asked for (else None).
+    """For every decode row, then every extend row with `sample` set: the tokens that it gained, in
+    order (one without speculation, accepted drafts + 1 with it), and their log-probabilities where
+    asked for (else None).
 
     Attributes:
-        prompt_logprobs: by request row, of each extend row whose request has `prompt_logprobs`: those of the prompt
-            tokens that follow the chunk's tokens, in order.
+        prompt_logprobs: by request row, of each extend row of a request with `prompt_logprobs`:
+            those of the prompt tokens that follow the chunk's tokens, in order.
     """
 
     tokens: list[list[int]]
@@ -267,33 +271,34 @@ class StepResult:
 
 
 class StepHandle(Protocol):
-    """A launched step whose result may not have been copied to the host yet."""
+    """A launched step, perhaps still running."""
 
     @property
     def needs_masks(self) -> bool:
-        """The plan has `constrained` rows, and the step has not sampled. Then no other step can be launched before
+        """The step has `constrained` rows and has not sampled. No other step can be launched before
         `sample` or `drop`."""
 
     def sample(self, masks: np.ndarray) -> None:
         """Launches the sampling of a step that needs masks.
 
         Args:
-            masks: [lines, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set where token i is allowed: of each
-                constrained row in order one line for its last token, then one for each of its drafts.
+            masks: [lines, ceil(vocab / 32)] int32, bit i % 32 of word i // 32 set where token i is
+                allowed: for each constrained row in order one line for its last token, then one for
+                each of its drafts.
 
         Raises:
             EngineError: the step needs no masks, or these have another shape. Nothing has changed.
         """
 
     def drop(self) -> None:
-        """Gives up a step that needs masks: it never samples. Does nothing to another step."""
+        """Gives up a step that needs masks: it never samples. Ignored by other steps."""
 
     def ready(self) -> bool:
         """True if `result` would not wait."""
 
     def result(self) -> StepResult:
-        """Returns the step's tokens; waits for them if the step samples any. A step that samples nothing is not waited
-        for: later work is safe because it is queued on the same stream. Call this in launch order.
+        """Waits for the step's tokens and returns them. Call this in launch order. A step that
+        samples nothing is not waited for: later work is queued on the same stream.
 
         Raises:
             EngineError: the step needs masks, or was dropped.
@@ -301,14 +306,18 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps in launch order. A later step may be launched before the result of an earlier one is read."""
+    """Runs steps in launch order. A step may be launched before the result of an earlier one is
+    read."""
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Returns at once.
 
         Raises:
-            EngineError: the step launched before needs masks: sample or drop it first. Nothing has changed.
+            EngineError: the last step needs masks: sample or drop it first. Nothing has changed.
         """
+
+    def drop_last(self) -> None:
+        """Gives up the step launched last if it needs masks: for a caller that has lost its handle."""
 
     def copied(self, ticket: int) -> bool:
         """Whether a host copy of a launched plan has ended."""

@@ -1,4 +1,4 @@
-"""Which prompts get log-probabilities, and what they take on the device."""
+"""Which prompts get log-probabilities, and the device memory that they need."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,18 +9,18 @@ from hybridrt.base.sampling_params import MAX_LOGPROBS
 from hybridrt.runtime.step.pack import ScoredTokens
 from hybridrt.runtime.step.plan import Admission, ExtendRow
 
-# Prompt tokens whose logits are there at a time: enough that reading the head's weights does not decide how long they
-# take, and few enough that their logits are small beside the activations of a step.
+# Prompt tokens per piece: enough that reading the head's weights does not dominate, and few enough
+# that their logits are small compared with a step's activations.
 LINES = 128
 
 
 def prompt_logprob_bytes(vocab_size: int, itemsize: int) -> int:
-    """Bytes on the device at a time: logits, those of all ranks, two copies in float32, and the results."""
+    """Most bytes on the device: logits, those of all ranks, two copies in float32, and the results."""
     return LINES * (vocab_size * (2 * itemsize + 8) + (MAX_LOGPROBS + 1) * 12)
 
 
 class Wanted(NamedTuple):
-    """What a chunk gives: the log-probabilities of these prompt tokens, with `top` alternatives each."""
+    """The prompt tokens of a chunk that get log-probabilities, with `top` alternatives each."""
 
     row: int
     tokens: Sequence[int]
@@ -28,20 +28,29 @@ class Wanted(NamedTuple):
 
 
 class PromptRequirements:
-    """Which request rows need log-probabilities of their prompts, on the host."""
+    """The request rows that need log-probabilities of their prompts, on the host."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[int, int]] = {}  # alternatives, and tokens of the prompt
 
-    def admit(self, admissions: Sequence[Admission]) -> None:
+    def note_admissions(self, admissions: Sequence[Admission]) -> None:
         for a in admissions:
             self._rows.pop(a.row, None)
             if a.params.prompt_logprobs is not None:
                 self._rows[a.row] = a.params.prompt_logprobs, a.prompt_len
 
-    def of(self, extend: Sequence[ExtendRow], decoded: int) -> tuple[list[Wanted], ScoredTokens[np.ndarray] | None]:
-        """What a step's chunks give, after `decoded` tokens of decode rows, and what the step packs for it: the places
-        in the batch, and the tokens that follow there. None where they give nothing."""
+    def wanted_by_rows(
+        self, extend: Sequence[ExtendRow], decoded: int
+    ) -> tuple[list[Wanted], ScoredTokens[np.ndarray] | None]:
+        """What a step's chunks give.
+
+        Args:
+            decoded: tokens of the decode rows before them.
+
+        Returns:
+            The wanted tokens; and their places in the batch, for the step's record, None where
+                there are none.
+        """
         wanted, places = list[Wanted](), list[np.ndarray]()
         for chunk in extend if self._rows else ():
             top, prompt_len = self._rows.get(chunk.row, (0, 0))

@@ -1,7 +1,7 @@
-"""What recurrent layers need of a step's prompts: their chunks, and the states that stay behind within them.
+"""What recurrent layers need of a step's prompts: chunks, and states saved within them.
 
-States stay behind at the ends of chunks in one pass, where the backends can do it, else the prompts are computed in
-several passes.
+States are saved at the ends of chunks in one pass, where the backends can do it, else in several
+passes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,8 @@ class RecurrentArrays(NamedTuple, Generic[A]):
 
 
 class Run(NamedTuple):
-    """Tokens of an extend row that one pass computes. Slots are 0 for the row's own, -1 where nothing is computed."""
+    """Tokens of an extend row in one pass. Slots are 0 for the row's own, -1 where nothing is
+    computed."""
 
     row: int
     read_state_slot: int
@@ -67,22 +68,23 @@ class Run(NamedTuple):
 def recurrent_lists(extend: Sequence[ExtendRow], sizes: Sequence[int], at_chunks: bool) -> RecurrentArrays[list[int]]:
     """What an eager step packs for its recurrent layers.
 
-    The first of several passes covers all tokens and computes each row up to its first saved state. Every further pass
-    computes the tokens from there to the next saved state, or to the row's end.
+    The first of several passes covers all tokens and computes each row up to its first saved state.
+    Each further pass computes up to the next saved state, or the row's end.
 
     Args:
         sizes: of chunks.
-        at_chunks: the backends save a state after any chunk (`saves_at_chunks`), one of a row. Then one pass does.
+        at_chunks: the backends save a state after any chunk (`saves_at_chunks`), one per row. Then
+            one pass suffices.
     """
     saves = max([len(row.saves) for row in extend])
-    if saves > at_chunks:
+    if saves > (1 if at_chunks else 0):
         passes = [pass_lists(runs_of(extend, number), number, sizes) for number in range(saves + 1)]
         return RecurrentArrays(passes=tuple(passes))
     return one_pass_lists(extend, sizes)
 
 
 def one_pass_lists(extend: Sequence[ExtendRow], sizes: Sequence[int]) -> RecurrentArrays[list[int]]:
-    """Chunk plans of these rows, in which a chunk ends where a row's state is saved. Each row saves one at most."""
+    """Chunk plans in which a chunk ends where a row's state is saved, at most one per row."""
     computed, new = [row.computed for row in extend], [len(row.tokens) for row in extend]
     slots = [row.read_state_slot for row in extend]
     read_state_slots = slots if any(slots) else None
@@ -103,7 +105,6 @@ def one_pass_lists(extend: Sequence[ExtendRow], sizes: Sequence[int]) -> Recurre
 
 
 def pass_lists(runs: Sequence[Run], number: int, sizes: Sequence[int]) -> PassArrays[list[int]]:
-    """Pass `number`, of these runs."""
     positions, lengths = [run.position for run in runs], [run.length for run in runs]
     tokens = [token for run in runs for token in range(run.token, run.token + run.length)] if number else None
     return PassArrays(
@@ -118,7 +119,8 @@ def pass_lists(runs: Sequence[Run], number: int, sizes: Sequence[int]) -> PassAr
 
 
 def runs_of(extend: Sequence[ExtendRow], number: int) -> list[Run]:
-    """The runs of pass `number`. Those of pass 0 cover all tokens; what it leaves to later passes has slots -1."""
+    """The runs of pass `number`. Those of pass 0 cover all tokens; tokens of later passes have
+    slots -1."""
     runs, first = list[Run](), 0
     for i, row in enumerate(extend):
         length = len(row.tokens)
@@ -140,7 +142,7 @@ def set_recurrent(
     on_device: RecurrentArrays[Tensor],
     sizes: Sequence[int],
 ) -> None:
-    """Sets what a batch tells recurrent layers of its extend rows. It has their lengths (`query_lens_cpu`)."""
+    """Sets a batch's fields for recurrent layers. It must have `query_lens_cpu`."""
     batch.read_state_slots = on_device.read_state_slots
     batch.chunk_plans = _chunk_plans(on_host.chunks, on_device.chunks, batch.extend_seq_lens_cpu, sizes)
     batch.extend_passes = [_extend_pass(*both, sizes) for both in zip(on_host.passes, on_device.passes)]

@@ -1,4 +1,4 @@
-"""Constants, token counts and rules of sampling by request row: packed at admission, kept on the device."""
+"""Sampling constants, token counts and rules by request row, in tables on the device."""
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -21,7 +21,7 @@ _CONSTANTS = Struct(f"=q{len(FLOATS)}f2i")
 
 
 class PenaltyArrays(NamedTuple, Generic[A]):
-    """Rows whose tokens penalties count [n], and (row, token) [m, 2] of their outputs and of their prompts."""
+    """Rows with penalties [n], and (row, token) [m, 2] of their outputs and of their prompts."""
 
     rows: A
     outputs: A
@@ -29,8 +29,8 @@ class PenaltyArrays(NamedTuple, Generic[A]):
 
 
 class SamplingArrays(NamedTuple, Generic[A]):
-    """What the table stores for n admitted requests: `SamplingTable.constants` as bits, the seeds [n, 2] apart; the
-    tokens that penalties count, and rules; None where no request has any."""
+    """Table entries of n admitted requests: `SamplingTable.constants` as bits, the seeds [n, 2]
+    separate; penalties and rules are None where no request has any."""
 
     seeds: A
     constants: A
@@ -39,9 +39,10 @@ class SamplingArrays(NamedTuple, Generic[A]):
 
 
 class SamplingTable:
-    """Sampling constants, token counts and rules by request row, on the device, written at admission.
+    """Sampling constants, token counts and rules by request row, on the device.
 
-    `floats` is [len(FLOATS), R + 1], the rest [R + 1, ...]: the constants of any rows, [n] each, are contiguous.
+    `floats` is [len(FLOATS), R + 1], the rest [R + 1, ...]: the constants of any rows, [n] each,
+    are contiguous.
     """
 
     CONSTANTS: ClassVar[int] = _CONSTANTS.size // 4 - 2  # integers of a request's `constants`, its seed apart
@@ -65,29 +66,29 @@ class SamplingTable:
 
     @staticmethod
     def constants(params: SamplingParams, seed: int, rules: TokenRules | None = None) -> bytes:
-        """A request's row of `pack`: its seed, its FLOATS, its top_k and its number of rules, -1 for none at all.
+        """A request's row of `pack`: its seed, its FLOATS, its top_k and its number of rules, -1
+        for none.
 
         Raises:
-            struct.error, OverflowError: the table holds no such number.
+            struct.error, OverflowError: a number does not fit the table.
         """
         count = -1 if rules is None else rules.count
         return _CONSTANTS.pack(seed, *_NUMBERS(params), count)
 
     @classmethod
     def pack_constants(cls, admissions: Sequence[Admission]) -> np.ndarray:
-        """[n, 2 + CONSTANTS] int32: the seed of each request and the rest of its `constants`, as bits."""
+        """[n, 2 + CONSTANTS] int32: each request's seed and the rest of its `constants`, as bits."""
         rows = bytearray().join([cls.constants(a.params, a.seed, a.rules) for a in admissions])
         return np.frombuffer(rows, np.int32).reshape(-1, 2 + cls.CONSTANTS)
 
     @classmethod
     def pack(cls, admissions: Sequence[Admission]) -> SamplingArrays[np.ndarray]:
-        """What the table stores for these requests, as int32."""
         constants = cls.pack_constants(admissions)
         counted = [a for a in admissions if a.params.uses_penalties]
         penalties = _pack_penalties(counted) if counted else None
         return SamplingArrays(constants[:, :2], constants[:, 2:], penalties, pack_rules(admissions))
 
-    def admit(self, rows: Tensor, arrays: SamplingArrays[Tensor]) -> None:
+    def enter_rows(self, rows: Tensor, arrays: SamplingArrays[Tensor]) -> None:
         """Stores what `pack` packed, for request rows `rows` [n]."""
         self._constants[:, rows] = arrays.constants.t()
         self.seeds[rows] = arrays.seeds.view(torch.int64).squeeze(1)
@@ -95,20 +96,21 @@ class SamplingTable:
             admit_rules(self.rules, arrays.rules)
         if (penalties := arrays.penalties) is not None:
             counted, prompts = penalties.rows.long(), penalties.prompts
-            # Filled, not assigned: a Python number behind `[...] =` is copied to the device, which the host waits for.
+            # Filled, not assigned: assignment copies a Python number to the device, and the host
+            # waits for it.
             self.output_counts.index_fill_(0, counted, 0)
             self.prompt_mask.index_fill_(0, counted, False)
             self.prompt_mask[prompts[:, 0], prompts[:, 1]] = torch.ones((), dtype=torch.bool, device=rows.device)
             self.count(*penalties.outputs.unbind(1))
 
     def count(self, rows: Tensor, tokens: Tensor) -> None:
-        """Counts `tokens` [n] as output of `rows` [n]; a pair may come more than once. A request whose token is -1
-        ends with it: what is counted for it does not matter."""
+        """Counts `tokens` [n] as output of `rows` [n]; pairs may repeat. -1 counts as token 0: its
+        request ends, and its counts no longer matter."""
         one = torch.ones((), dtype=torch.int32, device=rows.device).expand(rows.shape)
         self.output_counts.index_put_((rows, tokens.clamp(min=0)), one, accumulate=True)
 
     def remember(self, rows: Tensor, output_indices: Tensor, tokens: Tensor) -> None:
-        """Notes `tokens` [n] as those of output index `output_indices` [n] of `rows` [n], for rules about words."""
+        """Stores `tokens` [n] at `output_indices` [n] of `rows` [n], for rules about words."""
         history = self.rules.history
         history[rows, output_indices % history.shape[1]] = tokens.int()
 

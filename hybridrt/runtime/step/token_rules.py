@@ -1,5 +1,7 @@
-"""Rules about single tokens (`kernels/sampling/token_rules.py`): made of a request's parameters on the host, packed at
-its admission into a table on the device."""
+"""Rules about single tokens: made of a request's parameters, packed into a device table.
+
+`kernels/sampling/token_rules.py` applies them.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from hybridrt.runtime.step.plan import Admission
 
 MAX_RULES = 2048  # of a row, and tokens of all its prefixes
-HISTORY = 64  # output tokens that are kept of a row: bad words have at most one token more
+HISTORY = 64  # output tokens kept per row: bad words have at most one token more
 _ALWAYS = 2**31 - 1
 
 
@@ -29,7 +31,8 @@ class AllowedArrays(NamedTuple, Generic[A]):
 
 
 class RuleArrays(NamedTuple, Generic[A]):
-    """The rules of admitted requests. The first two lines of a matrix are the rows and the places of its columns.
+    """The rules of admitted requests. Rows 0 and 1 of a matrix are the request rows and the places
+    of its columns.
 
     Attributes:
         rows: [n], those with rules.
@@ -44,10 +47,19 @@ class RuleArrays(NamedTuple, Generic[A]):
     allowed: AllowedArrays[A] | None
 
 
+class _Rule(NamedTuple):
+    """`value` is added to a token's logit after `prefix`, before output token `until`."""
+
+    token: int
+    value: float
+    until: int
+    prefix: tuple[int, ...] = ()
+
+
 def make_rules(
     params: SamplingParams, stop_ids: Iterable[int], words: Sequence[Sequence[int]], vocab_size: int
 ) -> TokenRules | None:
-    """The rules that parameters stand for, None without any.
+    """The rules of a request's parameters, None without any.
 
     Args:
         stop_ids: what `min_tokens` forbids.
@@ -55,23 +67,24 @@ def make_rules(
         vocab_size: all ids are less.
 
     Raises:
-        RequestError: a row of the table does not hold so many, or so long ones.
+        RequestError: too many or too long rules for a row of the table.
     """
     if not params.uses_rules:
         return None
     stop_ids = sorted(stop_ids) if params.min_tokens else []
     biases = params.logit_bias or {}
-    forbidden = [(token, -np.inf, params.min_tokens, ()) for token in stop_ids]
-    biased = [(token, bias, _ALWAYS, ()) for token, bias in biases.items()]
-    bad = [(word[-1], -np.inf, _ALWAYS, tuple(word[:-1])) for word in words]
+    forbidden = [_Rule(token, -np.inf, params.min_tokens) for token in stop_ids]
+    biased = [_Rule(token, bias, _ALWAYS) for token, bias in biases.items()]
+    bad = [_Rule(word[-1], -np.inf, _ALWAYS, tuple(word[:-1])) for word in words]
     _check_size({"min_tokens": len(forbidden), "logit_bias": len(biased), "bad_words": len(bad)}, words)
     rules = forbidden + biased + bad
-    lengths = [len(prefix) for *_, prefix in rules]
+    lengths = [len(rule.prefix) for rule in rules]
     columns = np.zeros((RULE_COLUMNS, len(rules)), np.int32)
-    tokens, values, limits, prefixes = zip(*rules) if rules else ((),) * 4
-    columns[0], columns[1] = tokens, np.array(values, np.float32).view(np.int32)
-    columns[2], columns[3], columns[4] = limits, [0, *accumulate(lengths)][: len(rules)], lengths
-    flat = np.array([token for prefix in prefixes for token in prefix], np.int32)
+    columns[0] = [rule.token for rule in rules]
+    columns[1] = np.array([rule.value for rule in rules], np.float32).view(np.int32)
+    columns[2] = [rule.until for rule in rules]
+    columns[3], columns[4] = [0, *accumulate(lengths)][: len(rules)], lengths
+    flat = np.array([token for rule in rules for token in rule.prefix], np.int32)
     permanent = biased or bad or params.allowed_token_ids is not None
     allowed = _words(params.allowed_token_ids, vocab_size)
     return TokenRules(columns.tobytes(), flat.tobytes(), allowed, _ALWAYS if permanent else params.min_tokens)
@@ -81,8 +94,9 @@ def any_allowed(rules: TokenRules | None, mask: np.ndarray | None, output: Seque
     """Whether any token may follow an output.
 
     Args:
-        mask: int32 words, a bit a token, what else allows it; nothing behind its end. None: all are allowed. Then,
-            unless `rules` list the allowed tokens, the answer is True: so few rules do not forbid a vocabulary.
+        mask: int32 words, a bit a token, of a grammar's allowed tokens, clear past the vocabulary.
+            None: all are allowed. Then, unless `rules` list the allowed tokens, the answer is True:
+            so few rules do not forbid a vocabulary.
     """
     listed = np.frombuffer(rules.allowed, np.int32) if rules is not None and rules.allowed else None
     if listed is None and mask is None:
@@ -93,7 +107,7 @@ def any_allowed(rules: TokenRules | None, mask: np.ndarray | None, output: Seque
 
 
 def _forbidden(rules: TokenRules, output: Sequence[int]) -> set[int]:
-    """The tokens that rules forbid behind an output."""
+    """The tokens that rules forbid after an output."""
     columns = np.frombuffer(rules.columns, np.int32).reshape(RULE_COLUMNS, -1)
     minus_infinity = np.float32(-np.inf).view(np.int32)
     prefixes, found = np.frombuffer(rules.prefixes, np.int32).tolist(), set[int]()
@@ -131,7 +145,7 @@ def _words(allowed: Sequence[int] | None, vocab_size: int) -> bytes:
 
 
 def allocate_rules(counts: torch.Tensor, vocab_size: int) -> TokenRuleTable:
-    """A table without rules. `counts` [R + 1] int32 belongs to it."""
+    """A table without rules, which includes `counts` [R + 1] int32."""
     rows, device = len(counts), counts.device
 
     def zeros(*shape: int) -> torch.Tensor:
@@ -142,12 +156,12 @@ def allocate_rules(counts: torch.Tensor, vocab_size: int) -> TokenRuleTable:
 
 
 def rule_row_bytes(vocab_size: int) -> int:
-    """Bytes of one row, its count apart."""
+    """Bytes of one row, without its count."""
     return 4 * ((RULE_COLUMNS + 1) * MAX_RULES + -(-vocab_size // 32) + HISTORY)
 
 
 def pack_rules(admissions: Sequence["Admission"]) -> RuleArrays[np.ndarray] | None:
-    """What the table stores for these requests, as int32; None where no admission has rules."""
+    """Table entries of these requests, as int32; None where no admission has rules."""
     ruled = [(a, a.rules) for a in admissions if a.rules is not None]
     if not ruled:
         return None
@@ -178,8 +192,9 @@ def _places(rows: Sequence[int], lengths: Sequence[int], starts: Sequence[int] |
 
 
 def admit_rules(table: TokenRuleTable, arrays: RuleArrays[torch.Tensor]) -> None:
-    """Stores what `pack_rules` packed; the rows' counts apart."""
-    # Filled, not assigned: a Python number behind `[...] =` is copied to the device, which the host waits for.
+    """Stores what `pack_rules` packed, except the rows' counts."""
+    # Filled, not assigned: assignment copies a Python number to the device, and the host waits for
+    # it.
     table.allowed.index_fill_(0, arrays.rows.long(), -1)
     if (allowed := arrays.allowed) is not None:
         table.allowed[allowed.rows] = allowed.words

@@ -1,4 +1,4 @@
-"""Log-probabilities of many tokens, as arrays: 8 bytes an entry, where dictionaries take over a hundred."""
+"""Log-probabilities of many tokens as arrays: 8 bytes an entry, over a hundred in a dict."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,8 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenScores:
-    """Natural log-probabilities of N tokens in a row, and of the k likeliest tokens at each place, best first.
+    """Natural log-probabilities of N consecutive tokens, and of the k likeliest tokens at each
+    place, best first.
 
     Shapes: tokens [N] int32, own [N] float32; ids [N, k] int32, best [N, k] float32.
     """
@@ -22,12 +23,12 @@ class TokenScores:
 
     @property
     def width(self) -> int:
-        """Entries of a token at most: its own, and the likeliest."""
+        """Most entries of a token: its own, and the likeliest."""
         return 1 + self.ids.shape[1]
 
     @property
     def finite(self) -> bool:
-        """No entry is NaN. Minus infinity is a number here."""
+        """No entry is NaN. Minus infinity is allowed."""
         return not (np.isnan(self.own).any() or np.isnan(self.best).any())
 
     def part(self, start: int, end: int | None = None) -> "TokenScores":

@@ -1,4 +1,4 @@
-"""Answers of /v1/messages: a list of content blocks, and their events."""
+"""Answers of /v1/messages: content blocks and their events."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from hybridrt.server.core.reply import BlockKind, BlockReply
 from hybridrt.server.core.service import Service
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": None}
-# Of each kind of block: the type of its deltas, and the field that they add to.
+# For each kind of block: the type of its deltas, and the field that they add to.
 _DELTAS: dict[BlockKind, tuple[str, str]] = {
     "text": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -34,7 +34,6 @@ class MessageReply(BlockReply):
         self._stopped_by: int | str | None = None
 
     def body(self) -> dict[str, Any]:
-        """As BlockReply.body."""
         return {
             "id": self.name,
             "type": "message",
@@ -46,7 +45,6 @@ class MessageReply(BlockReply):
         }
 
     def count(self, delta: Delta) -> None:
-        """As Reply.count."""
         super().count(delta)
         self._stopped_by = delta.stop_reason
 
@@ -59,7 +57,8 @@ class MessageReply(BlockReply):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Counts of tokens. Those from the prefix cache are known at the end; they are no input tokens then."""
+        """Counts of tokens. At the end, those from the prefix cache are known and are no input
+        tokens."""
         return {
             "input_tokens": self.prompt_tokens - self.cached_tokens,
             "cache_creation_input_tokens": 0,
@@ -102,8 +101,8 @@ class MessageReply(BlockReply):
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object. If they break off, it has the entries before that, as Anthropic's clients read a
-    stream. If they are no JSON, it is empty."""
+    """A call's arguments as an object. Cut off: the entries so far, as Anthropic's clients read a
+    stream. No JSON: empty."""
     try:
         value = from_json(arguments, allow_partial=True)
     except ValueError:

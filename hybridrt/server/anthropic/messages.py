@@ -32,7 +32,7 @@ async def start_message(service: Service, body: MessageRequest, scope: Scope) ->
     """Starts the request of a body.
 
     Raises:
-        APIError, HybridrtError: the request is refused. Nothing has started.
+        APIError, HybridrtError: it is refused. Nothing has started.
     """
     chat = await service.off_loop(scope, partial(_as_chat, body))
     prepared = await prepare_chat(service, chat, scope)
@@ -74,7 +74,7 @@ def _as_chat(body: CountRequest) -> ChatRequest:
 
 
 def _switches(thinking: ThinkingOptions | None) -> dict[str, Any]:
-    """Variables of templates that reason only if they are told to; those of type "disabled" come with the effort."""
+    """Variables for templates that reason only on request; type "disabled" comes with the effort."""
     return {"enable_thinking": True, "thinking": True} if thinking and thinking.type == "enabled" else {}
 
 
@@ -93,7 +93,6 @@ def _format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_prefilled(last: MessageTurn) -> bool:
-    """Whether the answer continues the last message."""
     if last.role != "assistant":
         return False
     return isinstance(last.content, str) or all(isinstance(block, TextPart) for block in last.content)
@@ -123,7 +122,6 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
 
 
 def _user(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, before the text of the same message."""
     results = [block for block in blocks if isinstance(block, ToolResult)]
     messages: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content or "")}
@@ -136,5 +134,5 @@ def _user(role: str, blocks: list[Block]) -> list[dict[str, Any]]:
 
 
 def _content(content: str | list[TextPart]) -> str | list[dict[str, str]]:
-    """Text, or the parts of a message in OpenAI's form: the chat template says how parts are joined."""
+    """Text, or parts in OpenAI's form: the chat template joins parts."""
     return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]

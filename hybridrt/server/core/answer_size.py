@@ -1,7 +1,8 @@
-"""How large an answer may become, known before its request starts: it may be a thousand times its request.
+"""Limits the size of an answer before its request starts: it may be a thousand times its request.
 
-Log-probabilities are counted in entries: a token's own, and each alternative to it. One is 8 bytes while its request
-runs, and up to a hundred as JSON text.
+Log-probabilities are counted in entries: a token's own, and each alternative. One has 8 bytes while
+its request runs, and
+up to a hundred as JSON text.
 """
 
 from collections.abc import Iterable
@@ -12,17 +13,17 @@ from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.server.wire.errors import APIError
 
-MAX_PROMPT_ENTRIES = 2**18  # of prompts, in one answer: 131,072 tokens with one alternative each
+MAX_PROMPT_ENTRIES = 2**18  # of prompts in one answer: 131,072 tokens with one alternative
 MAX_RUNNING_ENTRIES = 2**20  # the same in the answers of all running requests
-MAX_OUTPUT_ENTRIES = 2**22  # of output tokens, in one answer: 131,072 tokens with 31 alternatives each
-MAX_REPEATED = 2**24  # characters or token ids of prompts that are repeated for each of several samples
+MAX_OUTPUT_ENTRIES = 2**22  # of outputs in one answer: 131,072 tokens with 31 alternatives
+MAX_REPEATED = 2**24  # characters or token ids of prompts, repeated for each sample
 
 
 def prompt_entries(prompts: Iterable[PreparedPrompt], forms: int) -> int:
-    """Log-probabilities of prompts that an answer has.
+    """Entries of prompts in an answer.
 
     Args:
-        forms: in how many fields of the answer, all samples together, they are.
+        forms: how many fields of the answer have them, all samples together.
 
     Raises:
         APIError: more than MAX_PROMPT_ENTRIES.
@@ -58,7 +59,8 @@ def check_output(prompts: Iterable[PreparedPrompt]) -> None:
 
 
 def check_repeated(lengths: Iterable[int], n: int, what: str, field: str) -> None:
-    """Raises APIError where an answer would repeat too much of its prompts, `lengths` long, for each of `n` samples."""
+    """APIError if an answer would repeat too much of its prompts, `lengths` long, for each of `n`
+    samples."""
     found = n * sum(lengths)
     if n > 1 and found > MAX_REPEATED:
         raise APIError(
@@ -70,12 +72,12 @@ def check_repeated(lengths: Iterable[int], n: int, what: str, field: str) -> Non
 
 
 class EntryRoom:
-    """Counts the log-probabilities of prompts that running requests hold, until their streams are dropped."""
+    """Counts the entries of prompts that running requests hold, until their streams are dropped."""
 
     def __init__(self) -> None:
         self._held: WeakKeyDictionary[DeltaStream, int] = WeakKeyDictionary()
 
-    def check(self, entries: int) -> None:
+    def check_room(self, entries: int) -> None:
         """Raises QueueFullError if there is no room for so many more."""
         held = sum(list(self._held.values())) if entries else 0
         if held + entries > MAX_RUNNING_ENTRIES:
@@ -85,6 +87,5 @@ class EntryRoom:
             )
 
     def hold(self, deltas: DeltaStream, entries: int) -> None:
-        """They are held as long as the stream is."""
         if entries:
             self._held[deltas] = entries

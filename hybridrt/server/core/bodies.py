@@ -1,9 +1,10 @@
-"""JSON bodies of requests: what reading one costs is known and limited before it is read.
+"""Reads JSON bodies; the cost is known and limited before.
 
-Reading JSON is a call that keeps Python's lock to its end: no other thread runs meanwhile, so
-another thread alone does not help. 16 MiB of text are read in 30 ms, but the same length of
-`[1,1,1,…` in 650. The fields of a large body are checked in a thread that rests between two
-elements of a list (hybridrt/base/pace.py).
+Reading JSON keeps Python's lock to its end, so a thread alone does not help others. 16 MiB of text
+are read in 30 ms, but
+the same length of `[1,1,1,…` in 650. The fields of a large body are checked in a thread that rests
+between two elements
+of a list (hybridrt/base/pace.py).
 """
 
 import json
@@ -26,7 +27,7 @@ from hybridrt.engine.api.lanes import lane_of
 
 MAX_OBJECTS = 2**15  # checking the fields of one takes 4 microseconds
 MAX_VALUES = 2**18  # or as many as the longest prompt has tokens
-SMALL = 2**15  # bytes that are read at once, whatever they are
+SMALL = 2**15  # bytes that are read at once
 PART_BYTES = 2**18
 _BODY_BYTES = "hybridrt.body_bytes"  # where a request's scope keeps the length of its body
 
@@ -42,7 +43,7 @@ def route_class(llm: AsyncLLM) -> type[APIRoute]:
     most = max(MAX_VALUES, llm.llm.plan.max_model_len + SMALL)
 
     class LimitedRequest(Request):
-        read: Any = None  # what was made of a large body, or why it is no JSON
+        read: Any = None  # the object of a large body, or its error
 
         async def json(self) -> Any:
             if isinstance(self.read, Exception):
@@ -50,8 +51,8 @@ def route_class(llm: AsyncLLM) -> type[APIRoute]:
             return json.loads(await self.body()) if self.read is None else self.read
 
         async def prepare(self, model: type[BaseModel]) -> None:
-            """Reads a large body and checks its fields, in a thread: FastAPI does it in the event loop. It takes an
-            object of the model as it is."""
+            """Reads a large body and checks its fields in a thread: FastAPI does it in the event
+            loop, but takes an object of the model as it is."""
             body = await self.body()
             self.scope[_BODY_BYTES] = len(body)
             if len(body) > SMALL:
@@ -80,7 +81,8 @@ def _model_of(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
 
 
 def read_body(body: bytes, max_values: int, model: type[BaseModel]) -> Any:
-    """An object of a model from a JSON text; what is no JSON object as it is, and the exception where it is no JSON.
+    """An object of a model from a JSON text. JSON that is no object comes as it is; for other text,
+    the exception.
 
     Raises:
         HTTPException: as `check_body`.
@@ -101,7 +103,7 @@ def read_body(body: bytes, max_values: int, model: type[BaseModel]) -> Any:
 
 
 def check_body(body: bytes, max_values: int) -> None:
-    """Looks at a JSON text, PART_BYTES at a time.
+    """Counts a JSON text, PART_BYTES at a time.
 
     Raises:
         HTTPException: it has too many values or objects.
@@ -119,8 +121,8 @@ def check_body(body: bytes, max_values: int) -> None:
 
 
 def _parts(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """Of each part of a JSON text: its quotation marks (a value and its key have four at most), and what is outside of
-    strings."""
+    """For each part of a JSON text: its quotation marks (at most four for a value and its key), and
+    the text outside of strings."""
     start, inside = 0, 0
     while start < len(body):
         part = body[start : start + PART_BYTES]

@@ -1,4 +1,4 @@
-"""What a server is told when it starts."""
+"""Settings of a server."""
 
 import math
 import os
@@ -24,16 +24,17 @@ class ServerConfig:
     Args:
         host: address to listen on. The default is reached from this machine alone.
         port: 0 takes any free one.
-        served_model_names: what requests call the model; empty: the name under which it was loaded.
-        api_keys: requests must bring one of them (`Authorization: Bearer KEY`), except /health and /ready. Empty: none.
+        served_model_names: of the model in requests; empty: the name under which it was loaded.
+        api_keys: requests need one of them (`Authorization: Bearer KEY`), except /health and
+            /ready. Empty: none needed.
         tls_certificate, tls_key: PEM files; both, or neither for plain HTTP.
-        allowed_hosts: further names and addresses under which clients call the server (`Host`), without a port; "*":
-            any. It always answers to localhost, to loopback addresses and to `host`, and to every IP address where
-            `host` is 0.0.0.0 or ::. Empty: no others.
+        allowed_hosts: further names and addresses of the server in `Host`, without a port; "*":
+            any. It always answers to localhost, to loopback addresses and to `host`, and to every
+            IP address if `host` is 0.0.0.0 or ::.
         allowed_origins: web pages of these origins may call (CORS); "*": all. Empty: none.
         chat_template: Jinja text that replaces the model's own; None keeps that.
-        tool_parser, reasoning_parser: names of formats; "auto" goes by the chat template, "none" is off.
-        max_waiting: samples that may wait beside those that run; more are answered with 429.
+        tool_parser, reasoning_parser: names of formats; "auto": by the chat template; "none": off.
+        max_waiting: samples that may wait; more are answered with 429.
         max_body_bytes: longer bodies are answered with 413.
         max_prompts: prompts of one request of /v1/completions.
         max_samples: `n` times prompts of one request.
@@ -42,7 +43,8 @@ class ServerConfig:
         step_timeout: seconds after which a step that has not ended makes /health fail.
         stats_interval: seconds between two lines of statistics; 0 writes none.
         access_log: write a line for each request.
-        otlp_endpoint: where OpenTelemetry spans go, such as http://collector:4318/v1/traces; None makes none.
+        otlp_endpoint: for OpenTelemetry spans, such as http://collector:4318/v1/traces; None makes
+            none.
 
     Raises:
         ConfigError: a field cannot be used; the text says which.
@@ -95,7 +97,7 @@ class ServerConfig:
             try:
                 for file in (self.tls_certificate, self.tls_key):
                     check_file(file, 1 << 20)
-                # The empty password: without one, OpenSSL asks on the terminal for that of an encrypted key.
+                # Without a password, OpenSSL asks for that of an encrypted key on the terminal.
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_certificate, self.tls_key, "")
             except (OSError, ValueError) as e:
                 raise ConfigError(
@@ -104,7 +106,7 @@ class ServerConfig:
                 ) from e
 
     def _check_addresses(self) -> None:
-        if host_name(self.host.partition("%")[0]) is None:  # sockets take "" and "0" for every address of the machine
+        if host_name(self.host.partition("%")[0]) is None:  # for sockets, "" and "0" are every address
             raise ConfigError(
                 f"host is {self.host!r}; it must be a name or an address without a port, like 127.0.0.1 (this machine "
                 "alone) or 0.0.0.0 (from everywhere)"
@@ -122,11 +124,11 @@ class ServerConfig:
 
 
 def read_api_keys(keys: list[str] | None, file: str | None) -> tuple[str, ...]:
-    """API keys from the command line, else from the lines of a file, else from the variable HYBRIDRT_API_KEY.
+    """API keys of the command line, else lines of a file, else the variable HYBRIDRT_API_KEY.
 
     Raises:
-        ConfigError: both are given; or the file cannot be read or holds none; or the variable is set and holds none. A
-            server without keys would be open.
+        ConfigError: both are given; or the file or the variable holds none, which would leave the
+            server open.
     """
     if keys and file:
         raise ConfigError("API keys are given twice, by themselves and as a file; pass one of the two")

@@ -1,4 +1,4 @@
-"""Around every request: its name, its key, its size, its time, and its line in the access log."""
+"""Guards every request: name, key, size, time, and line in the access log."""
 
 import asyncio
 import hmac
@@ -24,24 +24,26 @@ OPEN_PATHS = ("/health", "/ready")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _SECONDS = re.compile(rb"\d{1,9}(\.\d{1,9})?")
 _SENT = "hybridrt.sent"  # where a request's scope keeps what has been sent
-_SEND_SECONDS = 5.0  # for the end of an answer that ran out of time, to a client that may not read
+_SEND_SECONDS = 5.0  # to end an answer after its deadline, for a client that may not read
 access_log = logging.getLogger("hybridrt.access")
 log = logging.getLogger("hybridrt.server")
 
 
 class Guard:
-    """An ASGI application around another one. Whatever happens inside, the client gets an answer or its connection
-    ends, and the server goes on.
+    """An ASGI application around another one. Whatever happens inside, the client gets an answer or
+    its connection ends.
 
     - `X-Request-Id` is taken from the request, or made, and sent back.
-    - A request that names another host, comes from a page that may not call, or has a body that is not JSON is refused
+    - A request that names another host, comes from a page that may not call, or has a body that is
+    not JSON is refused
       before its body is read, on every path (hybridrt/server/core/pages.py).
-    - Web pages of the allowed origins can read every answer, errors included (CORS).
+    - Pages of the allowed origins can read every answer, errors included (CORS).
     - Without a valid key only OPEN_PATHS answer. Keys are compared in constant time.
-    - A body that is too long is refused, where possible before it is read. A client whose large body was refused rests
-      before its next large one is read (hybridrt/server/core/refusals.py).
-    - A request that takes too long, its body and its answer included, ends: with 504, or with an error event in a
-      stream. The header `X-Request-Timeout` (seconds) sets a shorter time than the server's.
+    - A body that is too long is refused, before it is read if possible. The client then rests
+      (hybridrt/server/core/refusals.py).
+    - A request that takes too long ends with 504, or with an error event in a stream. The header
+    `X-Request-Timeout`
+      (seconds) sets a shorter time than the server's.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -97,16 +99,17 @@ class Guard:
             log.info("request %s is cut off", answer.request_id.decode())
         except TimeoutError:
             error = APIError(504, "the request has taken longer than it may", code="timeout")
-            await answer.end(error, scope, receive, send)
+            await answer.send_end(error, scope, receive, send)
         except Exception:
             log.exception("request %s failed", answer.request_id.decode())
             error = APIError(500, "the server has failed on this request; its log says why")
-            await answer.end(error, scope, receive, send)
+            await answer.send_end(error, scope, receive, send)
         finally:
             body.ended(answer.status)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> bytes:
-        """The key of the request, b"" where none is needed. Raises APIError for what is refused without its body."""
+        """The key of the request, b"" if none is needed. APIError for a request that is refused
+        without its body."""
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and len(length) < 19 and int(length) > self._config.max_body_bytes:
             raise _too_long(self._config.max_body_bytes)
@@ -137,8 +140,6 @@ class Guard:
 
 
 class _Sent:
-    """What has been sent of an answer."""
-
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
         self.request_id = request_id
@@ -151,11 +152,10 @@ class _Sent:
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id)]
             message = {**message, "headers": headers}
             self.is_stream = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
-        await self._send(message)  # what the deadline interrupts here, for a client that does not read, is not sent
+        await self._send(message)  # not sent if the deadline interrupts it
         self.ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
-    async def end(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Ends the answer with an error, in the form that is still possible. `send` leads here."""
+    async def send_end(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
         if not self.status:
             await error_response(error, scope["path"])(scope, receive, send)
         elif self.is_stream and not self.ended:
@@ -169,7 +169,6 @@ class _Sent:
 
 
 def _limited(receive: Receive, max_bytes: int) -> Receive:
-    """Receives at most so many bytes of body."""
     got = 0
 
     async def limited() -> Message:
@@ -188,7 +187,8 @@ def _too_long(max_bytes: int) -> APIError:
 
 
 def _write_line(scope: Scope, request_id: bytes, seconds: float) -> None:
-    """One JSON object. It holds nothing of headers, query or body but lengths: secrets and texts are not logged."""
+    """One JSON object without headers, query or body, only lengths: secrets and texts are not
+    logged."""
     line: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "request_id": request_id.decode(),

@@ -1,4 +1,5 @@
-"""Metrics for Prometheus, under vLLM's names where it has one, so that dashboards and gateways work unchanged."""
+"""Metrics for Prometheus. Names are vLLM's if it has one, so dashboards and gateways work
+unchanged."""
 
 import time
 from bisect import bisect_left
@@ -27,7 +28,7 @@ _BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _STEP = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
-# What is known when a sample, or with n > 1 the last of a request's, has ended: the histogram's text and bounds.
+# Measured at the end of a sample or request: the histogram's text and bounds.
 _AT_END: dict[str, tuple[str, tuple[float, ...]]] = {
     "e2e_request_latency_seconds": ("From arrival to the last token.", _WHOLE),
     "request_queue_time_seconds": ("From arrival until a sample runs.", _WHOLE),
@@ -45,8 +46,8 @@ _AT_END: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 class Histogram:
-    """Counts of values up to each bound. prometheus_client's own takes a lock for each value: here there is one for
-    each token, and they all come in the event loop."""
+    """Counts of values up to each bound. prometheus_client's own locks for each value, here for
+    each token, in the event loop."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         self.name, self.text, self.bounds = name, text, bounds
@@ -54,12 +55,10 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """The value has come, so many times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def family(self, labels: dict[str, str]) -> HistogramMetricFamily:
-        """As it is written."""
         total, buckets = 0, []
         for bound, count in zip([*map(str, map(float, self.bounds)), "+Inf"], self.counts, strict=True):
             total += count
@@ -89,11 +88,9 @@ class Metrics(Collector):
         llm.watchers.append(self.watch)
 
     def text(self) -> bytes:
-        """What /metrics answers."""
         return generate_latest(self._registry)
 
     def watch(self, message: StepMessage) -> None:
-        """Takes a step in."""
         now = time.monotonic()
         self._steps.add(message.seconds)
         for delta in message.deltas:
@@ -113,20 +110,17 @@ class Metrics(Collector):
                 self._count_request(delta)
 
     def _count_begin(self, delta: Delta, now: float) -> None:
-        """The first tokens of a sample that goes on."""
         stream = self._llm.stream_of(delta.request_id)
         if stream is not None:  # its client is there
             self._first.add(now - stream.arrival)
             self._count_prompt(delta, len(stream.requests[delta.request_id].tokens))
 
     def _count_prompt(self, delta: Delta, tokens: int) -> None:
-        """A prompt was computed, for all of its samples."""
         self.prompt_tokens += tokens if delta.index == 0 else 0
 
     def _count_end(self, delta: Delta, at_once: bool) -> None:
-        """
-        Args:
-            at_once: the sample's tokens came in this one delta, so that only their mean distance is known.
+        """Args:
+        at_once: all tokens came in this delta, so only their mean distance is known.
         """
         metrics = delta.metrics
         assert metrics is not None and delta.finish_reason is not None, "it is the sample's last delta"
@@ -155,7 +149,7 @@ class Metrics(Collector):
                 self._between.add(decoding / rest, rest)
 
     def _count_request(self, delta: Delta) -> None:
-        """Counts a request when its last sample has ended, if its client is still there."""
+        """Counts a request at the end of its last sample, if the client is still there."""
         stream, ended = self._llm.stream_of(delta.request_id), self._ended.pop(delta.request_id, [])
         if stream is None or delta.metrics is None:
             return
@@ -170,7 +164,6 @@ class Metrics(Collector):
             self._at_end["request_params_max_tokens"].add(params.max_tokens)
 
     def collect(self) -> Iterator[Family]:
-        """Called by the registry."""
         counters = self._llm.llm.engine.counters()
         yield from self._gauges(counters)
         yield from self._counters(counters)

@@ -1,9 +1,10 @@
-"""Which requests a web page may have sent: their Host, Origin and Content-Type, checked before a body is read.
+"""Checks Host, Origin and Content-Type before a body is read: a web page may have sent the request.
 
-A browser lets every page send requests to this machine. It names the page in `Origin`, and asks the server first
-(CORS) where the content type is JSON. A page whose own name is made to lead to this machine (DNS rebinding) is no page
-of another origin for the browser; there the name in `Host` shows it. X-Forwarded-Host says nothing: any client may send
-it.
+A browser lets every page send requests to this machine. It names the page in `Origin`, and asks the
+server first (CORS)
+if the content type is JSON. After DNS rebinding the page is of the same origin for the browser;
+only `Host` shows it.
+X-Forwarded-Host says nothing: any client may send it.
 """
 
 import re
@@ -22,8 +23,8 @@ _READS = ("GET", "HEAD", "OPTIONS")
 
 
 def split_authority(text: str) -> tuple[str, str] | None:
-    """The host and the port of a `Host` header. The host is in lower case, without brackets, and without the dot that
-    may end a full name; an IP address is in its shortest form. The port is ":8000", or "". None: it is no such text."""
+    """Host and port of a `Host` header. The host is in lower case, without brackets and final dot;
+    an IP address is in its shortest form. The port is ":8000", or "". None: it is no such text."""
     found = _AUTHORITY.fullmatch(text)
     if found is None:
         return None
@@ -36,7 +37,8 @@ def split_authority(text: str) -> tuple[str, str] | None:
 
 
 def host_name(text: str) -> str | None:
-    """A host without a port, in the same form; an IPv6 address may lack its brackets. None: it is none."""
+    """A host without a port, in the same form; an IPv6 address may lack its brackets. None: it is
+    none."""
     name, port = split_authority(f"[{text}]" if _address(text) and ":" in text else text) or ("", "")
     return None if port else name or None
 
@@ -56,7 +58,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class PageRules:
-    """Refuses what no client of this server sends, and what pages of other origins send.
+    """Refuses requests of foreign pages.
 
     Args:
         bound: the host that the server listens on.
@@ -71,7 +73,7 @@ class PageRules:
         self._everywhere = self._bound in ("0.0.0.0", "::")
 
     def check_sender(self, scope: Scope) -> None:
-        """Raises APIError if Host is not this server, or Origin is a page that may not call."""
+        """APIError if Host is not this server, or Origin is a page that may not call."""
         hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
         authority = split_authority(hosts[0]) if len(hosts) == 1 else None
         if authority is None:
@@ -94,7 +96,7 @@ class PageRules:
         return local is not None and host == _address(local[0])
 
     def _may_call(self, origin: str, authority: tuple[str, str]) -> bool:
-        """Pages that may: those named, and the server's own, which have its host and port. A proxy may change the
+        """The named pages, and the server's own with its host and port. A proxy may change the
         scheme."""
         if "*" in self._origins or origin.lower() in self._origins:
             return True
@@ -107,7 +109,8 @@ class PageRules:
 
 
 def check_content_type(scope: Scope) -> None:
-    """Raises APIError for a body that is not sent as JSON. Any page may send one of another type, or of none."""
+    """APIError for a body that is not sent as JSON: any page may send one of another type, or of
+    none."""
     types = _values(scope, b"content-type")
     length = _values(scope, b"content-length")
     has_body = bool(_values(scope, b"transfer-encoding")) or length not in ([], ["0"])
@@ -116,5 +119,5 @@ def check_content_type(scope: Scope) -> None:
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
-    """All values of a header. Clients and servers that read the first of two, or the last, do not agree."""
+    """All values of a header: clients and servers disagree on which of two counts."""
     return [value.decode("latin-1").strip(" \t") for key, value in scope["headers"] if key == name]

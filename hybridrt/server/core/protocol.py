@@ -1,6 +1,7 @@
-"""Bodies of requests. Fields that are not listed are ignored, as vLLM does; a listed one of the wrong type is refused.
+"""Bodies of requests. Unlisted fields are ignored as in vLLM; a listed one of the wrong type is
+refused.
 
-Values are checked where they are used: SamplingParams says what a temperature may be, the engine what a prompt may be.
+SamplingParams and the engine check the values themselves.
 """
 
 from collections.abc import Callable
@@ -11,13 +12,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fail
 from hybridrt.base.pace import rest
 from hybridrt.base.sampling_params import MAX_BIASES
 
-# Of one request. Reading more of them would hold other requests up, and few models have room for as many.
+# Of one request: more would hold up other requests, and few models have room for as many.
 MAX_MESSAGES = 16384
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _FirstError(FailFast):
-    """The first wrong element ends the check of a list: an error for each of millions would hold all requests up."""
+    """The first wrong element ends the check of a list: millions of errors would hold up all
+    requests."""
 
     __hash__ = object.__hash__  # typing.Union compares what it is made of
 
@@ -51,9 +53,10 @@ class Body(BaseModel):
 
 
 def tag_of(default: str | None = None) -> Callable[[Any], str]:
-    """How pydantic distinguishes the members of a union: Tag("tagged-X") is for objects whose `type` is X.
+    """Distinguishes members of a union for pydantic: Tag("tagged-X") is for objects whose `type` is
+    X.
 
-    Pydantic puts the tag into the place of an error. Error messages leave out names that begin with "tagged-".
+    Pydantic puts the tag into an error's place; messages leave out names that begin with "tagged-".
 
     Args:
         default: the type of an object that names none.
@@ -142,7 +145,7 @@ class Sampling(Body):
 
 
 def _prompt_tag(prompt: Any) -> str:
-    """Which of `Prompts` is meant, by the first entry: an error then says what is wrong about that one."""
+    """The member of `Prompts`, by the first entry, so that errors are about that one."""
     if not isinstance(prompt, list):
         return "tagged-text"
     return "tagged-ids" if prompt and isinstance(prompt[0], (int, float)) else "tagged-list"

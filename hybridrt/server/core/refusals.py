@@ -1,5 +1,7 @@
-"""Large bodies that are refused take milliseconds of the server's time and almost none of their sender's. So a client
-whose large body was refused rests before its next large one is read: REST times as long as the refusal took."""
+"""Makes clients rest after a refused large body: REST times as long as the refusal took.
+
+Such a body takes milliseconds of the server's time and almost none of its sender's.
+"""
 
 import asyncio
 import time
@@ -16,8 +18,8 @@ Client = tuple[str, bytes]
 
 
 class Refusals:
-    """Until when clients rest: by address, and by key where the server asks for one. A header that nobody checks would
-    be another one each time."""
+    """Until when clients rest: by address, and by key if the server checks one. An unchecked header
+    could change each time."""
 
     def __init__(self) -> None:
         self._until: dict[Client, float] = {}
@@ -38,12 +40,13 @@ class Refusals:
 
 
 class LargeBody:
-    """The body of one request: its client rests before the first byte is read, if it has or may have more than SMALL
-    bytes.
+    """The body of one request. Its client rests before the first byte is read if it may have more
+    than SMALL bytes.
 
     Attributes:
-        client: who sends it; set this before the body is received.
-        complete: when its last byte came, in seconds of `time.monotonic()`; None: not yet, or it is small.
+        client: the sender; set it before the body is received.
+        complete: when its last byte came, in seconds of `time.monotonic()`; None: not yet, or it is
+            small.
     """
 
     def __init__(self, refusals: Refusals, headers: dict[bytes, bytes], receive: Receive) -> None:
@@ -54,7 +57,6 @@ class LargeBody:
         self.complete: float | None = None
 
     async def receive(self) -> Message:
-        """As the server's own."""
         while self._wait and (seconds := self._refusals.rest(self.client)):
             await asyncio.sleep(seconds)
         self._wait = False
@@ -65,6 +67,5 @@ class LargeBody:
         return message
 
     def ended(self, status: int) -> None:
-        """The request has its answer."""
         if self.complete is not None and 400 <= status < 499:
             self._refusals.note(self.client, time.monotonic() - self.complete)

@@ -1,4 +1,4 @@
-"""Answers of all endpoints while they are made: bytes of a stream or one object, and counts for the access log."""
+"""Answers of all endpoints: bytes of a stream or one object, and counts for the access log."""
 
 import time
 from abc import ABC, abstractmethod
@@ -25,10 +25,10 @@ class Reply(ABC):
     Args:
         name: the answer's id.
         deltas: the stream of the requests that run for it.
-        body: asks for it; `streams` says whether as a stream.
+        body: of the request; `streams` says whether as a stream.
 
     Attributes:
-        in_thread: runs work in one of the threads that make large answers. `weight` says what is large.
+        in_thread: runs work in a thread that makes large answers. `weight` says what is large.
     """
 
     def __init__(self, service: Service, name: str, deltas: DeltaStream, body: Sampling) -> None:
@@ -64,7 +64,7 @@ class Reply(ABC):
         return stream_end(error, path)
 
     def weight(self, delta: Delta) -> int:
-        """What it takes to make bytes of a delta, in microseconds or so: the event loop makes small ones itself."""
+        """Microseconds or so to make bytes of a delta: the event loop makes small ones itself."""
         samples = self.deltas.requests[delta.request_id].params.n  # a prompt's scores are written for each
         scores = samples * sum(len(chunk) * chunk.width for chunk in delta.prompt_scores or ())
         return len(delta.token_ids) * (1 + self._entries) // 2 + len(delta.text) // 8 + scores
@@ -94,8 +94,8 @@ class Reply(ABC):
 
 
 class BlockReply(Reply):
-    """A conversation's answer of one sample as a list of blocks, in named events. The object of an answer without a
-    stream is made by the same methods, so it is what the events add up to.
+    """One sample's answer as a list of blocks, in named events. The object without a stream is made
+    by the same methods.
 
     Attributes:
         reader: parses the answer; holds the message so far.
@@ -109,39 +109,31 @@ class BlockReply(Reply):
         self._kind: BlockKind | None = None  # of the block that is open
 
     @abstractmethod
-    def body(self) -> dict[str, Any]:
-        """The answer's object so far."""
+    def body(self) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _begin(self) -> Iterable[dict[str, Any]]:
-        """Events before all blocks."""
+    def _begin(self) -> Iterable[dict[str, Any]]: ...
 
     @abstractmethod
-    def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterable[dict[str, Any]]:
-        """Events at the beginning of a block; `call` is the call that it holds, if it is one."""
+    def _start_block(self, kind: BlockKind, call: CallBegin | None) -> Iterable[dict[str, Any]]: ...
 
     @abstractmethod
-    def _add(self, kind: BlockKind, text: str) -> Iterable[dict[str, Any]]:
-        """Events for more text in the open block; for a call, JSON text of the arguments."""
+    def _add(self, kind: BlockKind, text: str) -> Iterable[dict[str, Any]]: ...
 
     @abstractmethod
     def _end_block(self, kind: BlockKind) -> Iterable[dict[str, Any]]:
-        """Events at the end of the open block. If it is the last one, `reader.finish_reason` is set."""
+        """Events at the end of the open block. `reader.finish_reason` is set if it is the last one."""
 
     @abstractmethod
-    def _end(self) -> Iterable[dict[str, Any]]:
-        """Events after all blocks."""
+    def _end(self) -> Iterable[dict[str, Any]]: ...
 
     def opening(self) -> Iterator[bytes]:
-        """As Reply.opening."""
         return named_events(self._begin())
 
     def gain(self, delta: Delta) -> Iterator[bytes]:
-        """As Reply.gain."""
         return named_events(self._read(delta))
 
     def closing(self) -> Iterator[bytes]:
-        """As Reply.closing."""
         return named_events(self._end())
 
     def weight(self, delta: Delta) -> int:
@@ -154,7 +146,6 @@ class BlockReply(Reply):
         return self.output_tokens * (1 + self._entries) // 2
 
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
-        """As Reply.whole."""
         for events in (self._begin(), self._read(ended[0]), self._end()):
             for _ in events:
                 pass
@@ -169,7 +160,6 @@ class BlockReply(Reply):
             yield from self._close()
 
     def _pieces(self, delta: Delta) -> Iterator[Piece]:
-        """What the reader reads of a delta, in turn."""
         yield delta.text, delta.token_ids, delta.finish_reason
 
     def _take(self, event: Event) -> Iterator[dict[str, Any]]:

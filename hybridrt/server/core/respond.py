@@ -1,4 +1,4 @@
-"""Answers on their way to a client that may read slowly, or go away."""
+"""Sends answers to clients that may read slowly or go away."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -17,12 +17,12 @@ from hybridrt.server.wire.errors import as_api_error
 from hybridrt.server.wire.http_limits import BODY_WRITER, BodyWriter
 from hybridrt.server.wire.sse import pieces
 
-# What the event loop makes itself, in microseconds or so (Reply.weight): handing work to a thread takes a tenth of it.
+# Weight (Reply.weight) up to which the event loop works itself: a thread costs a tenth of it.
 INLINE = 1000
-AT_ONCE = 100  # what it makes without giving way to others: a step brings hundreds of deltas
-PART_BYTES = 2**18  # of a large answer that are made, and written, at a time
-CLIENT_GONE = 499  # as in nginx's logs; it is never sent
-FAILURE = "hybridrt.failure"  # where a stream's scope keeps what makes its end of an error: Reply.failure
+AT_ONCE = 100  # what it makes before others have their turn: a step brings hundreds of deltas
+PART_BYTES = 2**18  # of a large answer at a time
+CLIENT_GONE = 499  # as in nginx's logs; never sent
+FAILURE = "hybridrt.failure"  # where a stream's scope keeps its Reply.failure
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -31,7 +31,7 @@ class ClientGone(Exception):
 
 
 async def respond(answer: Reply, request: Request) -> Response:
-    """The answer, or the stream of it.
+    """The answer, or its stream.
 
     Raises:
         EngineError: the request has failed.
@@ -49,14 +49,13 @@ async def respond(answer: Reply, request: Request) -> Response:
 
 
 async def _whole(answer: Reply) -> list[bytes]:
-    """The body of an answer that is no stream."""
     ended = [delta async for delta in answer.deltas]
     return await made_by(answer.in_thread, pieces(partial(answer.whole, ended)), sum(map(answer.weight, ended)))
 
 
 async def made_by(in_thread: Callable[..., Awaitable[Any]], parts: Iterator[bytes], weight: int) -> list[bytes]:
-    """The parts, joined to a few large ones. Heavy ones are made in other threads, some at a time, so that neither the
-    event loop nor another client's answer waits for all of them."""
+    """The parts, joined to a few large ones. Heavy ones are made in other threads, some at a time,
+    so that neither the event loop nor other answers wait."""
     if weight <= INLINE:
         return [b"".join(parts)]
     found = list[bytes]()
@@ -77,7 +76,7 @@ def _some(parts: Iterator[bytes]) -> bytes | None:
 
 
 class LargeJSON(Response):
-    """A body in parts: each is written when the client has taken the ones before."""
+    """A body in parts, each written when the client has taken the ones before."""
 
     def __init__(self, parts: list[bytes]) -> None:
         super().__init__(media_type="application/json")
@@ -93,8 +92,8 @@ class LargeJSON(Response):
 
 
 class EventStream(Response):
-    """Server-sent events. While the client does not take what was sent, nothing is made of the deltas; they wait,
-    joined, in their stream. While it does, each delta is written when it comes, without a switch to another task."""
+    """Server-sent events. While the client does not read, deltas wait, joined, in their stream.
+    While it does, each is written when it comes, without a switch to another task."""
 
     def __init__(self, answer: Reply) -> None:
         super().__init__(media_type="text/event-stream", headers=_EVENT_HEADERS)
@@ -117,7 +116,7 @@ class EventStream(Response):
             await send(_part(part))
             await asyncio.sleep(0)
         if (writer := scope.get("extensions", {}).get(BODY_WRITER)) is not None:
-            answer.deltas.take = partial(self._write_now, writer)
+            answer.deltas.write_now = partial(self._write_now, writer)
         try:
             async for delta in answer.deltas:
                 gain = await made_by(answer.in_thread, answer.gain(delta), answer.weight(delta))
@@ -144,10 +143,10 @@ def _part(body: bytes) -> dict[str, Any]:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """Does work until it is done, or the client goes away.
+    """Runs work until it is done.
 
     Raises:
-        ClientGone: it has.
+        ClientGone: the client has gone.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_until_gone(receive))

@@ -1,4 +1,5 @@
-"""What all endpoints share: the model, its names, and the way from a body to a running request."""
+"""The parts that endpoints share: the model, its names, and the way from a body to a running
+request."""
 
 import time
 import uuid
@@ -28,7 +29,7 @@ from hybridrt.server.wire.errors import APIError
 
 SAMPLING_FIELDS = {f.name for f in fields(SamplingParams)} & set(Sampling.model_fields) - {"structured_outputs"}
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
-RECORD = "hybridrt.record"  # where a request's scope keeps what its line of the access log says
+RECORD = "hybridrt.record"  # where a request's scope keeps facts for the access log
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Service:
     """A model that is served.
 
     Attributes:
-        ready: requests are wanted: the model is warm, and the server is not shutting down.
+        ready: the model is warm, and the server is not shutting down.
         created: when the server began, in seconds since 1970.
     """
 
@@ -48,17 +49,15 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What requests may call the model; the first is the one that answers say."""
+        """Names of the model in requests; answers have the first."""
         return self.config.served_model_names or (self.llm.llm.config.model,)
 
     @cached_property
     def token_text(self) -> TokenText:
-        """For log-probabilities."""
         return TokenText(self.llm.llm.tokenizer)
 
     @cached_property
     def token_numbers(self) -> TokenText:
-        """The same for requests that want numbers for text."""
         return TokenNumbers(self.llm.llm.tokenizer)
 
     @property
@@ -75,8 +74,8 @@ class Service:
         return self.llm.llm.chats(self.config.chat_template, self.config.tool_parser, self.config.reasoning_parser)
 
     async def start_renderer(self) -> None:
-        """Starts the process for chat templates, if there is one to render, and tries the model's: the first chat would
-        wait for it."""
+        """Starts the process for chat templates and tries the model's, so that the first chat need
+        not wait."""
         tokenizer = self.llm.llm.tokenizer
         if isinstance(tokenizer, HFTokenizer) and (self.config.chat_template or tokenizer.hf.chat_template):
             await self.llm.in_thread(self.chat.examine)
@@ -94,7 +93,7 @@ class Service:
             raise RequestError(str(e), "messages") from e
 
     async def off_loop(self, scope: Scope, work: Callable[[], Any]) -> Any:
-        """The result of work that takes longer for a longer body; for a long one it is done in another thread."""
+        """Runs work in another thread if the body is long."""
         length = body_bytes(scope)
         return work() if length <= SMALL else await self.llm.in_thread(work, lane=lane_of(length))
 
@@ -111,18 +110,19 @@ class Service:
     def submit(
         self, prompts: list[PreparedPrompt], prefix: str, body: Sampling, scope: Scope, forms: int = 1
     ) -> tuple[str, DeltaStream]:
-        """Starts requests. Returns the `id` of their answer, which /abort takes, and their deltas. `forms` as in
-        `prompt_entries`.
+        """Starts requests. Returns the `id` of their answer, which /abort takes, and their deltas.
+        `forms` as in `prompt_entries`.
 
         Raises:
             APIError: the answer would be too large.
-            others: as `AsyncLLM.submit`; QueueFullError also if too many log-probabilities of prompts are held.
+            others: as `AsyncLLM.submit`; QueueFullError also for too many log-probabilities of
+                prompts.
         """
         entries = prompt_entries(prompts, forms)
         check_output(prompts)
         if body.return_token_ids:
             check_repeated([len(p.tokens) for p in prompts], prompts[0].params.n, "token ids", "return_token_ids")
-        self.entry_room.check(entries)
+        self.entry_room.check_room(entries)
         name = f"{prefix}{body.request_id or uuid.uuid4().hex}"
         record(scope, id=name)
         deltas = self.llm.submit(prompts, name, stream=bool(body.stream))
@@ -142,7 +142,7 @@ class Service:
         return found
 
     def check_model(self, name: str | None) -> None:
-        """Raises APIError unless the model has this name. A request may leave it out, or empty."""
+        """APIError for another model's name. A request may leave it out, or empty."""
         if name and name not in self.names:
             raise APIError(404, f"there is no model {name!r}; there is {self.names[0]!r}", "model", "model_not_found")
 
@@ -155,7 +155,7 @@ class Service:
         return None
 
     def sampling_params(self, body: Sampling, **changes: Any) -> SamplingParams:
-        """The model's defaults with what the body sets, and with `changes`.
+        """The model's defaults with the body's fields and `changes`.
 
         Raises:
             RequestError: a value is out of range.
@@ -167,8 +167,8 @@ class Service:
         return replace(self.llm.llm.default_sampling_params, **{**given, **changes})
 
     def check_count(self, prompts: int, params: SamplingParams) -> None:
-        """Raises APIError for more prompts or samples than one request may have: more than may ever run and wait at a
-        time, too."""
+        """APIError for more prompts or samples than one request may have, or than may ever run and
+        wait."""
         if prompts > self.config.max_prompts:
             raise APIError(400, f"{prompts} prompts; at most {self.config.max_prompts} at a time", "prompt")
         most = min(self.config.max_samples, self.llm.llm.plan.num_rows + self.config.max_waiting)
@@ -178,7 +178,7 @@ class Service:
 
 
 def _seed(seed: int | None) -> int | None:
-    """As vLLM, takes negative seeds of 64 bits, of which -1 is none; SamplingParams takes the others."""
+    """Maps negative seeds of 64 bits as vLLM does; -1 is none."""
     if seed is None or not -(2**63) <= seed < 0:
         return seed
     return None if seed == -1 else seed + 2**63
@@ -220,15 +220,15 @@ _NEUTRAL: tuple[Any, ...] = (None, [], {}, False, 0, "left", ["text"])
 
 
 def refuse_unsupported(body: Sampling) -> None:
-    """Raises APIError where a body sets one of UNSUPPORTED: to ignore it would give another output than was asked. The
-    same for options of a stream that is none."""
+    """APIError for a field of UNSUPPORTED, which would change the output, and for stream options
+    without a stream."""
     if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
         raise APIError(400, "stream_options goes with stream: set stream to true", "stream_options")
     refuse_fields(body.model_extra or {})
 
 
 def refuse_fields(given: dict[str, Any]) -> None:
-    """Raises APIError for one of UNSUPPORTED among the fields that a body has and its endpoint does not list."""
+    """APIError for a field of UNSUPPORTED that the body has and its endpoint does not list."""
     for name in UNSUPPORTED.keys() & given.keys():
         if given[name] not in _NEUTRAL:
             raise APIError(400, f"{name} is not supported: {UNSUPPORTED[name]}", name, "unsupported")

@@ -1,4 +1,4 @@
-"""Structured output in bodies of requests: OpenAI's `response_format`, and the fields of vLLM's requests."""
+"""Structured output in requests: OpenAI's `response_format` and vLLM's fields."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def structured_outputs(body: Sampling) -> StructuredOutputs | None:
-    """What the output must look like; None: anything.
+    """The constraints of an output; None: anything.
 
     Raises:
-        APIError: two fields of the body say it.
+        APIError: two fields of the body set them.
         RequestError: as StructuredOutputs; its field is `structured_outputs`.
     """
     given = _given(body)
@@ -31,7 +31,7 @@ def structured_outputs(body: Sampling) -> StructuredOutputs | None:
 
 @contextmanager
 def own_names(body: Sampling) -> Iterator[None]:
-    """Within it, errors about structured outputs and about the output's length name the field that the body sets."""
+    """Within it, errors name the body's own fields of structured outputs and length."""
     try:
         yield
     except RequestError as e:
@@ -44,7 +44,6 @@ def own_names(body: Sampling) -> Iterator[None]:
 
 
 def _given(body: Sampling) -> dict[str, dict[str, Any]]:
-    """By the field of the body, the fields of StructuredOutputs that it sets."""
     given = {"response_format": _format(body.response_format), "structured_outputs": _fields(body)}
     given |= {name: None if (value := getattr(body, name)) is None else {kind: value} for name, kind in GUIDED.items()}
     return {name: fields for name, fields in given.items() if fields is not None}

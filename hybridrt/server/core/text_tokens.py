@@ -1,5 +1,4 @@
-"""Which tokens the text of an answer is made of: log-probabilities stand beside content, which a parser cuts out of all
-that the model wrote."""
+"""Finds the tokens of an answer's text, for log-probabilities of content that a parser cuts out."""
 
 from codecs import getincrementaldecoder
 from collections import deque
@@ -10,23 +9,23 @@ from hybridrt.engine.request.outputs import Delta
 from hybridrt.server.core.token_text import TokenText
 
 Entry = Any  # as TokenText.entry makes it
-Piece = tuple[str, Sequence[int], Any]  # text, the tokens that it ends, the finish reason behind it
+Piece = tuple[str, Sequence[int], Any]  # text, the tokens that it ends, the finish reason after it
 
 
 class TextTokens:
-    """Cuts deltas into the texts of single tokens. A parser that reads these gives the same events however tokens were
-    joined to deltas, and `take` finds the tokens of each.
+    """Cuts deltas into texts of single tokens. A parser that reads these gives the same events as
+    with joined deltas, and `tokens_of_text` finds the tokens of each.
 
-    A token without text of its own, such as a special one that is left out, belongs to no event.
+    A token without text, such as a special one that is left out, belongs to no event.
 
     Args:
-        most: how many of the likeliest tokens stand beside each.
+        most: how many of the likeliest tokens each entry has.
     """
 
     def __init__(self, token_text: TokenText, most: int) -> None:
         self._token_text, self._most = token_text, most
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self._text, self._place = "", 0  # what has come; from this place on it is of no token yet
+        self._text, self._place = "", 0  # the text so far; from this place on it is of no token yet
         self._waiting = deque[tuple[str, int, Entry]]()  # tokens whose text has not come: it may be held back
         self._read: list[tuple[str, Entry]] = []  # tokens of no event yet
 
@@ -44,12 +43,12 @@ class TextTokens:
                 self._read.append((found, entry))
             yield found, [token], None
         rest = self._text[self._place :] if final or not self._waiting else ""
-        if final or rest:  # tokens that are not spelled as they read leave text behind
+        if final or rest:  # tokens that are not spelled as they read leave text
             self._text, self._place = "", 0
             yield rest, (), delta.finish_reason
 
-    def take(self, text: str) -> list[Entry]:
-        """The tokens that an event's text is made of. Those before them belong to no event."""
+    def tokens_of_text(self, text: str) -> list[Entry]:
+        """The tokens of an event's text. Those before them belong to no event."""
         whole = "".join(piece for piece, _ in self._read)
         start = max(whole.rfind(text), 0)
         taken, left, place = list[Entry](), list[tuple[str, Entry]](), 0
@@ -63,13 +62,13 @@ class TextTokens:
         return taken
 
     def drop(self) -> list[Entry]:
-        """A call was read, whose tokens belong to no event: gives none. The last one may yet begin the text behind."""
+        """Drops the tokens of a call. The last one may yet begin the following text."""
         del self._read[:-1]
         return []
 
     def _text_of(self, spelled: str, final: bool) -> str | None:
-        """What a token has of the text that has come; None: more must come before that is known. A tokenizer may spell
-        a token without the space before it, and a stop string may cut one."""
+        """A token's share of the text so far; None: more must come first. A tokenizer may spell a
+        token without the space before it, and a stop string may cut one."""
         if self._text.startswith(spelled, self._place):
             return spelled
         behind_space = f" {spelled}"

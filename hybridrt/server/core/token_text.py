@@ -13,18 +13,16 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that represents each byte in a byte-level vocabulary (Radford et al. 2019, GPT-2): printable ones
-    for themselves, the others, in order, for those from U+0100 on."""
+    """The character of each byte in a byte-level vocabulary (Radford et al. 2019, GPT-2): printable
+    ones themselves, others in order from U+0100 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(b): b for b in shown} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 class TokenText:
-    """Bytes of a vocabulary's tokens. A character may take several tokens, so a token may be no text by itself.
-
-    Without a tokenizer a token's text is its number.
-    """
+    """Bytes of a vocabulary's tokens. A character may take several tokens, so a token may be no
+    text. Without a tokenizer, a token's text is its number."""
 
     def __init__(self, tokenizer: HFTokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -35,7 +33,6 @@ class TokenText:
         self._alphabet = _byte_alphabet() if byte_level else {}
 
     def spelled(self, token: int) -> bytes:
-        """The bytes of a token."""
         known = self._known.get(token)
         if known is None:
             known = self._known[token] = self._bytes(token)
@@ -46,14 +43,13 @@ class TokenText:
         return self.spelled(token).decode(errors="replace")
 
     def entry(self, token: int, found: Mapping[int, float], most: int) -> msgspec.Raw:
-        """A token in OpenAI's form, with its log-probability and those of the `most` likeliest tokens, best first: JSON
-        text, a tenth of the memory and the time of a dictionary for each token."""
+        """A token in OpenAI's form, with its log-probability and those of the `most` likeliest,
+        best first. It is JSON text: a tenth of a dictionary's memory and time."""
         best = sorted(found.items(), key=lambda each: -each[1])[:most]
         top = b"},".join([self._head(each) + encode(logprob) for each, logprob in best]) + b"}" * bool(best)
         return msgspec.Raw(b'%b%b,"top_logprobs":[%b]}' % (self._head(token), encode(found[token]), top))
 
     def _head(self, token: int) -> bytes:
-        """An entry without its end."""
         head = self._heads.get(token)
         if head is None:
             text, spelled = encode(self.text(token)), encode(list(self.spelled(token)))
@@ -75,7 +71,7 @@ class TokenText:
 
 
 class TokenNumbers(TokenText):
-    """A token's text is its number, in vLLM's form: unlike text, it is another one for each token."""
+    """A token's text is its number, in vLLM's form, so that each token has another text."""
 
     def text(self, token: int) -> str:
         """Such as token_id:5."""

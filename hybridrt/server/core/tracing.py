@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span a request, with what it cost. Needs the extra `otlp`."""
+"""OpenTelemetry: a span for each request, with its cost. Needs the extra `otlp`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,8 +21,8 @@ _ATTRIBUTES = {
 
 
 class Tracing:
-    """An ASGI application around the guard: requests below /v1/ become spans, as children of what their `traceparent`
-    header names. Those that have failed on the server, their deadline included, have the status ERROR.
+    """An ASGI application around the guard. Requests below /v1/ become spans, children of their
+    `traceparent` header. Failures of the server, deadlines included, have the status ERROR.
 
     Raises:
         ProviderNotInstalledError: the extra is missing.

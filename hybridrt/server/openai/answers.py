@@ -18,7 +18,7 @@ LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON does not have
 
 
 class Answer(Reply):
-    """A list of choices; sample k of prompt i is choice i * n + k. A subclass says what a choice is."""
+    """A list of choices; sample k of prompt i is choice i * n + k. Subclasses say what a choice is."""
 
     whole_kind: str
     chunk_kind: str
@@ -37,12 +37,11 @@ class Answer(Reply):
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = self._usage_at_end and options is not None and bool(options.continuous_usage_stats)
         self._wants_tokens = bool(body.return_token_ids)
-        # What all chunks of a stream have in common is encoded once.
+        # The common part of all chunks is encoded once.
         self._before = b'data: %b,"choices":' % encode(self._head(self.chunk_kind))[:-1]
         self._behind = b',"usage":null}\n\n' if self._usage_at_end else b"}\n\n"
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.output_tokens,
@@ -51,19 +50,18 @@ class Answer(Reply):
         }
 
     def opening(self) -> Iterator[bytes]:
-        """As Reply.opening."""
         for index in range(len(self._places)):
             if (choice := self._first_choice(index)) is not None:
                 yield from self._event(choice)
 
     def gain(self, delta: Delta) -> Iterator[bytes]:
-        """As Reply.gain."""
         choice = self._gained(delta)
         if choice is not None:
             yield from self._event(choice, large=self.weight(delta) > SLICE)
 
     def _gained(self, delta: Delta) -> dict[str, Any] | None:
-        """What a delta adds to a choice; None while its text is held back and nothing else was asked for."""
+        """A choice's gain from a delta; None while its text is held back and nothing else was asked
+        for."""
         self.count(delta)
         choice = self._chunk_choice(self._place(delta), delta)
         asked = self._wants_tokens or delta.logprobs is not None or delta.prompt_scores is not None
@@ -71,7 +69,6 @@ class Answer(Reply):
         return None if silent else self._with_facts(choice, delta)
 
     def closing(self) -> Iterator[bytes]:
-        """As Reply.closing."""
         if self._usage_at_end:
             yield from self._event(None, {"usage": self.usage()})
         yield DONE
@@ -85,13 +82,12 @@ class Answer(Reply):
         return {**self._head(self.whole_kind), "choices": Parts(choices), "usage": self.usage}
 
     def _prompt_logprobs(self, request_id: str) -> dict[str, Any]:
-        """A prompt's log-probabilities in vLLM's form; empty if the request did not ask for them."""
         found = self._scores.get(request_id)
         return {"prompt_logprobs": Slices(self._ranked(found))} if self._wants_scores and found is not None else {}
 
     def _ranked(self, found: Iterable[TokenScores]) -> Iterator[list[Any]]:
-        """Only the likeliest tokens have a rank: their place, as they come best first. The prompt's first token has no
-        log-probability."""
+        """Only the likeliest tokens have a rank, their place in the list. The prompt's first token
+        has no log-probability."""
         yield [None]
         for part in sliced(found):
             rows = zip(*(column.tolist() for column in (part.tokens, part.own, part.ids, part.best)), strict=True)
@@ -105,26 +101,21 @@ class Answer(Reply):
         return {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": self._token_text.text(token)}
 
     @abstractmethod
-    def _first_choice(self, index: int) -> dict[str, Any] | None:
-        """The choice that opens a stream; None if a stream begins with its first text."""
+    def _first_choice(self, index: int) -> dict[str, Any] | None: ...
 
     @abstractmethod
-    def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        """What a delta adds to a choice."""
+    def _chunk_choice(self, index: int, delta: Delta) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The choice of an answer that is no stream."""
+    def _whole_choice(self, index: int, delta: Delta) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _has_gain(self, choice: dict[str, Any]) -> bool:
-        """Whether a delta has added anything to a choice."""
+    def _has_gain(self, choice: dict[str, Any]) -> bool: ...
 
     def _place(self, delta: Delta) -> int:
         return self._places[delta.request_id, delta.index]
 
     def count(self, delta: Delta) -> None:
-        """As Reply.count."""
         super().count(delta)
         if delta.prompt_scores is not None:
             self._scores[delta.request_id] = delta.prompt_scores
@@ -135,7 +126,7 @@ class Answer(Reply):
     def _event(
         self, choice: dict[str, Any] | None, facts: Mapping[str, Any] = MappingProxyType({}), large: bool = False
     ) -> Iterator[bytes]:
-        """A chunk with a choice, or with none, and what is next to it, as a server-sent event.
+        """A chunk with at most one choice as a server-sent event.
 
         Args:
             large: the choice is encoded in pieces.
@@ -152,7 +143,7 @@ class Answer(Reply):
             yield b"".join((self._before, encode(choices), *behind))
 
     def _with_facts(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        """A choice with what vLLM adds to OpenAI's: what has stopped it, and its tokens if the request wants them."""
+        """A choice with vLLM's additions: what stopped it, and its tokens if wanted."""
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
         if self._wants_tokens:
@@ -168,7 +159,8 @@ def sliced(found: Iterable[TokenScores]) -> Iterator[TokenScores]:
 
 
 def in_slices(make: Callable[[int, int], list[Any]], count: int) -> Any:
-    """A JSON list of `count` entries, of which make(start, end) makes a part. A long one is made as it is written."""
+    """A JSON list of `count` entries; make(start, end) makes a part. A long one is made while it is
+    written."""
     if count <= SLICE:
         return make(0, count)
     return Slices(make(start, min(start + SLICE, count)) for start in range(0, count, SLICE))

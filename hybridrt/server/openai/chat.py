@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation in, its next message out."""
+"""/v1/chat/completions: the next message of a conversation."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -43,13 +43,12 @@ class ChatAnswer(Answer):
         return super().usage() | {"completion_tokens_details": {"reasoning_tokens": self._reasoning}}
 
     def weight(self, delta: Delta) -> int:
-        """As Reply.weight."""
         uncounted = self._reader.answers[delta.index].uncounted if delta.finish_reason is not None else 0
         return super().weight(delta) + uncounted // 4
 
     def gain(self, delta: Delta) -> Iterator[bytes]:
-        """As Reply.gain. The finish reason comes in a chunk of its own behind the last call: OpenAI's client reads a
-        chunk's finish reason before its calls, and would not end a call of the same chunk."""
+        """As Reply.gain. The finish reason has a chunk of its own after the last call: OpenAI's
+        client reads it before the calls of the same chunk, and would not end them."""
         choice = self._gained(delta)
         if choice is None:
             return
@@ -95,7 +94,8 @@ class ChatAnswer(Answer):
         return self._choice(index, delta, reason) | {"message": message}
 
     def _read(self, delta: Delta) -> ChatDelta:
-        """Reads a delta. Counts its reasoning: a sum over all samples for each chunk would take long."""
+        """Reads a delta. Counts its reasoning here: a sum over all samples for each chunk would
+        take long."""
         answer = self._reader.answers[delta.index]
         before = answer.reasoning_tokens
         gain = self._reader.read(delta)
@@ -136,7 +136,6 @@ def function_tool(
 
 
 def _message_delta(events: Iterable[Event]) -> dict[str, Any]:
-    """Events as one delta of a message: each field, and each call, occurs once."""
     delta: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -157,7 +156,7 @@ async def start_chat(service: Service, body: ChatRequest, scope: Scope) -> ChatA
     """Starts the request of a body.
 
     Raises:
-        APIError, HybridrtError: the request is refused. Nothing has started.
+        APIError, HybridrtError: it is refused. Nothing has started.
     """
     prepared = await prepare_chat(service, body, scope)
     name, deltas = service.submit([prepared.prompt], "chatcmpl-", body, scope)
@@ -168,7 +167,7 @@ def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
     """The chat request for the body of another endpoint.
 
     Args:
-        fields: of ChatRequest, beside those of Sampling that the body sets. None: not set.
+        fields: of ChatRequest, in addition to those of Sampling that the body sets. None: not set.
 
     Raises:
         APIError: the body has an option whose result cannot be part of its answer.
@@ -194,7 +193,7 @@ async def prepare_chat(service: Service, body: ChatRequest, scope: Scope) -> Pre
     """Checks and tokenises the conversation of a body, for every endpoint of conversations.
 
     Raises:
-        APIError, HybridrtError: the request is refused.
+        APIError, HybridrtError: it is refused.
     """
     service.check_model(body.model)
     refuse_unsupported(body)

@@ -1,4 +1,4 @@
-"""/v1/completions: text or token ids in, their continuation out."""
+"""/v1/completions: continues text or token ids."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,20 +28,18 @@ class CompletionAnswer(Answer):
     whole_kind = chunk_kind = "text_completion"
 
     def __init__(self, *arguments: Any, echoes: list[str] | None, scored: bool, echo_alone: bool) -> None:
-        """
-        Args:
-            echoes: the prompts' texts, for each choice one, which come before its own text; None: they do not.
-            scored: log-probabilities are asked for: those of echoed prompts, too.
-            echo_alone: no output is wanted. The one token that the engine gives is left out.
+        """Args:
+        echoes: for each choice the prompt's text that comes before its own; None: none.
+        scored: log-probabilities are asked for: those of echoed prompts, too.
+        echo_alone: no output is wanted. The one token that the engine gives is left out.
         """
         super().__init__(*arguments)
         self._echoes, self._scored, self._echo_alone = echoes, scored, echo_alone
         self._offsets: dict[int, int] = {}
         self._opened = set[int]()  # choices whose prompt's tokens were told
-        self._waiting: dict[str, list[Delta]] = {}  # by request: deltas that came before the prompt's log-probabilities
+        self._waiting: dict[str, list[Delta]] = {}  # by request: deltas before the prompt's log-probabilities
 
     def count(self, delta: Delta) -> None:
-        """As Reply.count."""
         if self._echo_alone:
             delta.token_ids, delta.text, delta.stop_reason = [], "", None
             delta.logprobs = None if delta.logprobs is None else []
@@ -57,7 +55,8 @@ class CompletionAnswer(Answer):
         return super().weight(delta) + more + echo // 64
 
     def gain(self, delta: Delta) -> Iterator[bytes]:
-        """As Reply.gain. Every sample of a scored prompt waits for its log-probabilities, which come with sample 0."""
+        """As Reply.gain. Every sample of a scored prompt waits for its log-probabilities, which
+        come with sample 0."""
         request = delta.request_id
         if self._scored and delta.prompt_scores is None and request not in self._scores:
             self._waiting.setdefault(request, []).append(delta)
@@ -84,7 +83,6 @@ class CompletionAnswer(Answer):
         return choice | self._prompt_logprobs(delta.request_id) | self._prompt_tokens(index, delta)
 
     def _prompt_tokens(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The prompt's tokens, once for each choice, if they are wanted."""
         if not self._wants_tokens or index in self._opened:
             return {}
         self._opened.add(index)
@@ -98,7 +96,8 @@ class CompletionAnswer(Answer):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, index: int, delta: Delta) -> dict[str, Any] | None:
-        """Four lists with an entry a token, echoed ones first. Offsets count characters of the tokens' own texts."""
+        """Four lists with an entry a token, echoed ones first. Offsets count characters of the
+        tokens' own texts."""
         if delta.logprobs is None:
             return None
         tokens, scores, prompt = delta.token_ids, delta.logprobs, list[TokenScores]()
@@ -122,7 +121,6 @@ class CompletionAnswer(Answer):
     def _top(
         self, prompt: list[TokenScores], scores: list[dict[int, float]], begins: bool
     ) -> Iterator[list[dict[str, float] | None]]:
-        """The likeliest tokens at each place, a part at a time; none at the prompt's beginning."""
         parts = (part.entries() for part in sliced(prompt))
         later = (scores[start : start + SLICE] for start in range(0, len(scores), SLICE))
         yield [None] * begins
@@ -131,10 +129,10 @@ class CompletionAnswer(Answer):
 
 
 async def start_completions(service: Service, body: CompletionRequest, scope: Scope) -> CompletionAnswer:
-    """Starts what a body asks for.
+    """Starts the requests of a body.
 
     Raises:
-        APIError, HybridrtError: it cannot be done. Nothing has started.
+        APIError, HybridrtError: refused. Nothing has started.
     """
     service.check_model(body.model)
     refuse_unsupported(body)
@@ -166,12 +164,12 @@ async def start_completions(service: Service, body: CompletionRequest, scope: Sc
 
 
 def _texts(service: Service, prompts: list[Prompt]) -> list[str]:
-    """The texts of prompts. Of ids every token is shown, special ones too: offsets of log-probabilities count all."""
+    """Texts of prompts. Of ids every token is shown, since offsets of log-probabilities count
+    special ones, too."""
     return [p if isinstance(p, str) else service.tokenizer.decode(list(p), False) for p in prompts]  # type: ignore[arg-type]
 
 
 async def _bare(service: Service, prompt: Prompt, params: SamplingParams) -> Prompt:
-    """The tokens of a text without the special ones that its tokenizer adds."""
     if not isinstance(prompt, str):
         return prompt
     return await service.encode(prompt, bare=True, truncated=params.truncate_prompt_tokens is not None)

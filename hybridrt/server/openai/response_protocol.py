@@ -123,5 +123,5 @@ class ResponseRequest(Sampling):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities stand beside the text."""
+        """Whether log-probabilities are added to the text."""
         return LOGPROBS in (self.include or ())

@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: a list of items, and their events."""
+"""Answers of /v1/responses: items and their events."""
 
 import uuid
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from hybridrt.server.openai.response_protocol import ResponseRequest
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import encode, named_events
 
-# Of each kind of block: the type of its item, the prefix of its id, and what its events are called.
+# For each kind of block: the type of its item, the prefix of its id, the name of its events.
 _ITEMS: dict[BlockKind, tuple[str, str, str]] = {
     "text": ("message", "msg", "output_text"),
     "reasoning": ("reasoning", "rs", "reasoning_text"),
@@ -26,10 +26,10 @@ _STATUS = {"length": "incomplete", "abort": "cancelled"}
 
 
 def repeated(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
-    """What a response repeats of its request.
+    """The fields of a request that its response repeats.
 
     Raises:
-        APIError: something in it cannot be written as JSON.
+        APIError: something in them cannot be written as JSON.
     """
     asked = _asked(body, params)
     try:
@@ -83,7 +83,6 @@ class ResponseReply(BlockReply):
         self._asked = asked
 
     def body(self) -> dict[str, Any]:
-        """As BlockReply.body."""
         reason = self.reader.finish_reason
         status = "failed" if self._error else _STATUS.get(reason, "completed") if reason else "in_progress"
         return {
@@ -104,7 +103,6 @@ class ResponseReply(BlockReply):
         }
 
     def failure(self, error: APIError, path: str) -> bytes:
-        """As Reply.failure."""
         self._error = {"code": "server_error", "message": error.message}
         return b"".join(named_events([self._event("response.failed", response=self.body())]))
 
@@ -141,7 +139,8 @@ class ResponseReply(BlockReply):
 
     def _add(self, kind: BlockKind, text: str) -> Iterator[dict[str, Any]]:
         self._written += text
-        found = [] if self._tokens is None else self._tokens.take(text) if kind != "call" else self._tokens.drop()
+        tokens = self._tokens
+        found = [] if tokens is None else tokens.tokens_of_text(text) if kind != "call" else tokens.drop()
         if kind != "text":
             yield self._of_text(kind, "delta", delta=text)
             return

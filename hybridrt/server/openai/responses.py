@@ -40,7 +40,7 @@ async def start_response(service: Service, body: ResponseRequest, scope: Scope) 
     """Starts the request of a body.
 
     Raises:
-        APIError, HybridrtError: the request is refused. Nothing has started.
+        APIError, HybridrtError: it is refused. Nothing has started.
     """
     _refuse(body)
     chat = await service.off_loop(scope, partial(_as_chat, body))
@@ -87,7 +87,6 @@ def _response_format(body: ResponseRequest) -> dict[str, Any] | None:
 
 
 def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
-    """The messages of a conversation. The items of one answer become one message."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -110,7 +109,8 @@ def _messages(body: ResponseRequest) -> list[dict[str, Any]]:
 
 
 def _assistant(messages: list[dict[str, Any]], without: tuple[str, ...]) -> dict[str, Any]:
-    """The assistant's message that an item belongs to: the last one if it has none of these fields, or a new one."""
+    """The assistant's message of an item: the last one if it has none of these fields, or a new
+    one."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(field in last for field in without):
         messages.append({"role": "assistant"})
@@ -118,7 +118,7 @@ def _assistant(messages: list[dict[str, Any]], without: tuple[str, ...]) -> dict
 
 
 def _content(texts: Texts) -> str | list[dict[str, str]]:
-    """Text, or the parts of a message in OpenAI's form: the chat template says how parts are joined."""
+    """Text, or parts in OpenAI's form: the chat template joins parts."""
     return texts if isinstance(texts, str) else [{"type": "text", "text": part.text} for part in texts]
 
 

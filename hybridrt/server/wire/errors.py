@@ -1,4 +1,4 @@
-"""Errors as clients read them: OpenAI's and, below ANTHROPIC_PATH, Anthropic's."""
+"""Errors for clients: OpenAI's and, below ANTHROPIC_PATH, Anthropic's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,9 +35,10 @@ class APIError(Exception):
 
     Args:
         status: the HTTP status.
-        field: of the body, as a path such as "stream_options.include_usage"; None: no single one is wrong.
+        field: of the body, as a path such as "stream_options.include_usage"; None: no single one is
+            wrong.
         code: a word for programs.
-        headers: of the answer, beside those that `error_response` sets.
+        headers: of the answer, in addition to those of `error_response`.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class APIError(Exception):
 
 
 def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> APIError:
-    """What an error says to the client. One that was not raised on purpose says nothing of its cause.
+    """An error for the client. One that was not raised on purpose says nothing of its cause.
 
     Args:
-        names: what the endpoint calls fields of SamplingParams that have another name there.
+        names: the endpoint's other names for fields of SamplingParams.
     """
     match error:
         case APIError():
@@ -86,7 +87,7 @@ def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> A
             return APIError(400, str(error), (names or {}).get("structured_outputs", "structured_outputs"))
         case RequestValidationError():
             return _as_field_error(error)
-        case HTTPException(status_code=400):  # FastAPI could not read the body, and does not say why
+        case HTTPException(status_code=400):  # FastAPI could not read the body
             text = "the body is no JSON: send UTF-8 that is not compressed, with numbers of up to 4,300 digits"
             return APIError(400, text)
         case HTTPException():
@@ -105,7 +106,6 @@ def stream_end(error: APIError, path: str) -> bytes:
 
 
 def error_response(error: APIError, path: str) -> Response:
-    """The whole answer."""
     headers = dict(error.headers)
     if error.status in (429, 503):
         headers["Retry-After"] = str(RETRY_SECONDS)
@@ -115,9 +115,8 @@ def error_response(error: APIError, path: str) -> Response:
 
 
 def _as_field_error(error: RequestValidationError) -> APIError:
-    """The first thing that is wrong about a body. Where a field may have one of several types, there is a complaint
-    for each; the one that is most deeply inside the body, or that is not about a type, belongs to the type that was
-    meant."""
+    """The first wrong field of a body. A field of several types has a complaint for each: the
+    deepest one, or one that is not about a type, belongs to the type that was meant."""
     found = max(error.errors(), key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")), default=None)
     if found is None:
         return APIError(400, "the body cannot be used")
@@ -130,8 +129,7 @@ def _as_field_error(error: RequestValidationError) -> APIError:
 
 
 def _path(place: tuple[str | int, ...]) -> str:
-    """("body", "messages", 0, "content") as messages.0.content. The names of types, which stand in the place where a
-    field may have several, are left out."""
+    """("body", "messages", 0, "content") as messages.0.content, without the names of types."""
     is_type = ("list[", "dict[", "function-", "constrained-", "tagged-", "union")
     kept = [str(part) for part in place[1:] if not str(part).startswith(is_type)]
     while len(kept) > 1 and kept[-1] in ("str", "int", "float", "bool", "dict"):

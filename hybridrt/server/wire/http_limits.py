@@ -1,4 +1,5 @@
-"""HTTP/1.1 as uvicorn reads it with httptools, one request of a connection at a time, and writes without a wait."""
+"""HTTP/1.1 as uvicorn reads it with httptools, one request of a connection at a time, written
+without a wait."""
 
 import asyncio
 import re
@@ -12,20 +13,20 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256  # each takes more memory than its bytes
 # Clients send a head at once. uvicorn itself would wait for the rest of one, or for the first byte, without an end.
 HEAD_SECONDS = 30.0
-MAX_HELD_BYTES = 64 * 1024  # read and not parsed; more are left to the system, whose buffers slow the sender
+MAX_HELD_BYTES = 64 * 1024  # read and not parsed; more stay in the system's buffers, which slow the sender
 # What one connection may parse before others have their turn: bytes, and pieces, headers and chunks.
 TURN_BYTES, TURN_PARTS = 16 * 1024, 256
 LINE_BYTES = 1024  # at once, where it is not known how many parts they are
 # Between two turns that many small parts have ended, and between an answer and the next request that came before it.
-# Clients that wait for answers never meet this; one that does not cannot fill the event loop.
+# For clients that do not wait for answers: they cannot fill the event loop.
 GAP_SECONDS = 0.005
 BODY_WRITER = "hybridrt.body_writer"  # the ASGI extension: where a request's scope keeps a BodyWriter
 _BLANK_LINE = re.compile(rb"(?:\A|\n)\r?\n")  # at the beginning, too: a line's end may have come before
 
 
 class BodyWriter:
-    """Adds to the body of an answer that has begun and whose length is not known. ASGI's `send` does the same, but is a
-    coroutine within one of each layer of the application, which takes longer than to write."""
+    """Adds to the body of an answer without known length. ASGI's `send` is a coroutine in each
+    layer of the application, which takes longer than the write."""
 
     __slots__ = ("_cycle",)
 
@@ -38,25 +39,24 @@ class BodyWriter:
         return not self._cycle.flow.write_paused
 
     def write(self, data: bytes) -> None:
-        """Writes a part of the body. Nothing is written to a client that has gone."""
+        """Writes a part of the body, unless the client has gone."""
         if data and not self._cycle.disconnected:
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class Flow(FlowControl):
-    """Reading stops while uvicorn wants it to (`read_paused`), and while too much is held that is not parsed."""
+    """Stops reading while uvicorn wants it (`read_paused`), and while too much is held that is not
+    parsed."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
         self._reader, self._full, self._stopped = transport, False, False
 
     def pause_reading(self) -> None:
-        """The application has to take its body first."""
         self.read_paused = True
         self._apply()
 
     def resume_reading(self) -> None:
-        """The application wants more."""
         self.read_paused = False
         self._apply()
 
@@ -73,19 +73,21 @@ class Flow(FlowControl):
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """Limits what one connection costs.
+    """Limits the cost of one connection.
 
-    - A request is parsed when the one before it has been answered, and GAP_SECONDS later. What has come of it
-      waits as bytes: MAX_HELD_BYTES and one read at most, then the connection is not read.
+    - A request is parsed GAP_SECONDS after the one before was answered. Until then it waits as
+    bytes: MAX_HELD_BYTES and one
+      read at most, then the connection is not read.
     - The parser gets TURN_BYTES and TURN_PARTS at a time, then other connections have their turn.
-    - A connection ends that sends more than MAX_HEAD_BYTES without a byte of a body (a head, trailers, extensions of
+    - A connection ends that sends more than MAX_HEAD_BYTES without a byte of a body (a head,
+    trailers, extensions of
       chunks) or more than MAX_HEADERS: httptools would keep all of it.
-    - One ends that has not sent its head after HEAD_SECONDS, counted from the connection's beginning or from the first
-      byte after an answer. The rest of a body whose request was refused has the same time.
+    - One ends whose head takes more than HEAD_SECONDS from the connection's beginning or from the
+    first byte after an
+      answer. The rest of a body whose request was refused has the same time.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
         super().connection_made(transport)
         self.flow: Flow = Flow(transport)
         self._held = bytearray()
@@ -98,7 +100,6 @@ class LimitedHttp(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
         self._stop_timer()
         if self._next is not None:
             self._next.cancel()
@@ -106,21 +107,19 @@ class LimitedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
         self._held += data
         if self._next is None:
             self._parse()
         self.flow.hold(len(self._held) > MAX_HELD_BYTES)
 
     def on_message_begin(self) -> None:
-        """A request begins."""
         if self._waits:  # pieces are cut so that this does not happen
             raise ValueError("a request begins before the one before it is answered")
         self._in_head, self._is_whole = True, False
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header. Trailers are dropped: the application has checked the headers when they come."""
+        """Drops trailers: the application has checked the headers when they come."""
         self._parts += 1
         if not self._in_head:
             return
@@ -132,7 +131,6 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The body begins."""
         self._stop_timer()
         self._in_head, self._bare_bytes = False, 0
         if not self.url.startswith(b"/"):
@@ -141,25 +139,21 @@ class LimitedHttp(HttpToolsProtocol):
         self.scope["extensions"] = {BODY_WRITER: BodyWriter(self.cycle)}  # type: ignore[dict-item]
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
         self._parts += 1
         self._bare_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request has come as a whole."""
         self._is_whole, self._bare_bytes, self._body_left = True, 0, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer has been written."""
         super().on_response_complete()
         if self._held and self._next is None:
             self._next = self.loop.call_later(GAP_SECONDS, self._parse_on)
 
     @property
     def _waits(self) -> bool:
-        """A request has come as a whole and is not answered."""
         return self._is_whole and not self.cycle.response_complete
 
     def _parse_on(self) -> None:
@@ -168,7 +162,6 @@ class LimitedHttp(HttpToolsProtocol):
         self.flow.hold(len(self._held) > MAX_HELD_BYTES)
 
     def _parse(self) -> None:
-        """Parses what is held: at most to the end of a request, and for one turn."""
         size = self._parts = 0
         while self._held and not self._waits:
             if self.transport.is_closing():
@@ -192,8 +185,8 @@ class LimitedHttp(HttpToolsProtocol):
             self.send_400_response(f"More than {MAX_HEAD_BYTES} bytes of headers.")
 
     def _take_piece(self) -> bytes:
-        """The rest of a body, or the bytes up to the next blank line, where heads end and bodies in chunks: so no piece
-        ends one request and begins another."""
+        """The rest of a body, or the bytes up to the next blank line, where heads and chunked
+        bodies end: so no piece ends one request and begins another."""
         if self._body_left and not self._in_head:
             size = min(self._body_left, TURN_BYTES)
             self._body_left -= min(size, len(self._held))

@@ -1,4 +1,4 @@
-"""Server-sent events, and JSON as the server writes it: large answers in pieces of bounded work."""
+"""Server-sent events, and JSON in pieces of bounded work."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,9 +10,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Slices:
-    """A JSON list that is made while it is written: `slices` gives parts of it, lists of plain data.
+    """A JSON list that is made while it is written: `slices` gives lists of plain data.
 
-    The list of an answer's log-probabilities takes many times the memory and the time of what it is made of.
+    A whole list of log-probabilities takes many times the memory and time of its source.
     """
 
     def __init__(self, slices: Iterable[list[Any]]) -> None:
@@ -20,15 +20,16 @@ class Slices:
 
 
 class Parts:
-    """A JSON list of few large values, which may hold Slices. Each is made after the one before is written."""
+    """A JSON list of few large values, which may hold Slices. Each is made after the one before is
+    written."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self.values = values
 
 
 def pieces(value: Any) -> Iterator[bytes]:
-    """JSON text of a value, piece by piece. A value of an object may be a function that makes it: it is called when
-    all before it is written."""
+    """JSON text of a value in pieces. A function in an object is called when all before it is
+    written."""
     match value:
         case Slices():
             yield b"["
@@ -72,11 +73,11 @@ encode = msgspec.json.Encoder(enc_hook=_spelled).encode
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """An event without a name."""
     return b"data: %b\n\n" % encode(data)
 
 
 def named_events(events: Iterable[dict[str, Any]]) -> Iterator[bytes]:
-    """Events whose names are their `type`. Each is encoded before the next one is made, which may change its data."""
+    """Events named by their `type`. Each is encoded before the next one is made, which may change
+    its data."""
     for data in events:
         yield b"event: %b\ndata: %b\n\n" % (data["type"].encode(), encode(data))
