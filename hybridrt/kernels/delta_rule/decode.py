@@ -50,12 +50,12 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
             state ring has gates of heads and the step of channels, or the other way round.
     """
     # The separate operations one after the other
-    conv_weights, conv_state, state, ring, _ = step
-    conved = causal_conv1d_update.reference(qkv, conv_weights, conv_state, step.conv_nodes)
+    state = step.state
+    conved = causal_conv1d_update.reference(qkv, step.conv_weights, step.conv_state, step.conv_nodes)
     inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates(a, b, weights))
-    if ring is None:
+    if step.ring is None:
         return recurrent_gated_delta_rule.reference(inputs, state)
-    return gdn_replay(inputs, state, ring)
+    return gdn_replay(inputs, state, step.ring)
 
 
 def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -129,7 +129,7 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
 
 def decode_classic(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
     """`gdn_decode` of one token without a ring."""
-    (weight, bias, _), (conv, read_slots, write_slots, start_positions), (states, *_), *_ = step
+    conv, states = step.conv_state.conv, step.state.states
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
@@ -137,12 +137,12 @@ def decode_classic(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
     # Decays for each channel are a vector more; beside tiles of twice as many rows it would not fit into 64 registers.
     registers = 80 if by_channel and states.element_size() < 4 else 64
     _classic_kernel[triton.cdiv(value_dim, tile["BLOCK_V"] * tile["TILES"]), value_heads, batch](
-        qkv, a, b, weight, bias, weights.A_log, weights.dt_bias, out, conv, states,
-        read_slots, write_slots, start_positions,
+        qkv, a, b, step.conv_weights.weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, out, conv, states,
+        step.conv_state.read_state_slots, step.conv_state.write_state_slots, step.conv_state.start_positions,
         strides(qkv), strides(a), strides(b), conv.stride(0), states.stride(0),
         HK=(channels - value_heads * value_dim) // (2 * key_dim), HV=value_heads, K=key_dim, V=value_dim,
-        TAPS=weight.shape[1], WC=conv.shape[2], BETA_SCALE=weights.beta_scale, LOWER_BOUND=weights.lower_bound,
-        CHANNELS=by_channel, num_warps=4, maxnreg=registers, **tile, **pdl(qkv.device),
+        TAPS=step.conv_weights.weight.shape[1], WC=conv.shape[2], BETA_SCALE=weights.beta_scale,
+        LOWER_BOUND=weights.lower_bound, CHANNELS=by_channel, num_warps=4, maxnreg=registers, **tile, **pdl(qkv.device),
     )  # fmt: skip
     return out
 

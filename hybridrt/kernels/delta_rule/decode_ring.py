@@ -51,19 +51,18 @@ def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tenso
     `state` holds the checkpoints; it is read alone. The cursors are not moved (`advance_ring` does that). Returns
     `[B, T, Hv, V]` in v's dtype.
     """
-    (q, k, v, g, beta), (states, slots, _, _) = inputs, state
-    values, keys, gates, rows, start, length = ring
+    q, g, slots, values, keys = inputs.q, inputs.g, state.read_state_slots, ring.values, ring.keys
     tokens, width = q.shape[1], values.shape[2]
     history = _read_history(ring)
-    new_keys = l2_normalize(k).to(keys.dtype).float().transpose(1, 2)
+    new_keys = l2_normalize(inputs.k).to(keys.dtype).float().transpose(1, 2)
     queries = (l2_normalize(q) * q.shape[-1] ** -0.5).transpose(1, 2)
-    sums = decay_sums(g if g.ndim == v.ndim else g.unsqueeze(-1), 1).transpose(1, 2)
-    checkpoint = read_rows(states, slots).float()
+    sums = decay_sums(g if g.ndim == inputs.v.ndim else g.unsqueeze(-1), 1).transpose(1, 2)
+    checkpoint = read_rows(state.states, slots).float()
     base = _read_past(checkpoint, history, torch.cat((new_keys, queries), 2), torch.cat((sums, sums), 2))
-    out, corrected = _new_tokens(base, new_keys, queries, v, sums, beta.float(), values.dtype)
-    column = ((start + length).unsqueeze(1) + torch.arange(tokens, device=start.device)) % width
-    for tensor, entries in ((values, corrected.transpose(1, 2)), (keys, new_keys.transpose(1, 2)), (gates, g)):
-        write_columns(tensor, slots, column, entries, rows)
+    out, corrected = _new_tokens(base, new_keys, queries, inputs.v, sums, inputs.beta.float(), values.dtype)
+    column = ((ring.start + ring.length).unsqueeze(1) + torch.arange(tokens, device=ring.start.device)) % width
+    for tensor, entries in ((values, corrected.transpose(1, 2)), (keys, new_keys.transpose(1, 2)), (ring.gates, g)):
+        write_columns(tensor, slots, column, entries, ring.rows)
     return out.transpose(1, 2).masked_fill(pad_mask(slots, 4), 0).to(q.dtype)
 
 

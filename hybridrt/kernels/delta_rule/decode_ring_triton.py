@@ -228,7 +228,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
 
 def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
     """`gdn_decode` with a state ring."""
-    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring, _ = step
+    weight, conv, states, ring = step.conv_weights.weight, step.conv_state.conv, step.state.states, step.ring
     assert ring is not None
     batch, tokens, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
@@ -244,11 +244,11 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
     sizes = {"T": tokens, "HK": key_heads, "HV": value_heads, "K": key_dim, "W": width}
     sizes["BLOCK_W"] = max(16, triton.next_power_of_2(width))
     sizes |= {"TAPS": weight.shape[1], "WC": conv.shape[2]}
-    rows = slots, start_positions, ring.rows, ring.start, ring.length
+    rows = step.conv_state.read_state_slots, step.conv_state.start_positions, ring.rows, ring.start, ring.length
     own = {"BLOCK_H": triton.next_power_of_2(value_heads // key_heads), "PRECISION": dot_precision(ring.keys.dtype)}
     prepare = prepare_channels if by_channel else _prepare_kernel
     prepare[batch, key_heads](
-        qkv, a, b, weight, bias, weights.A_log, weights.dt_bias, conv, ring.keys, ring.gates,
+        qkv, a, b, weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, conv, ring.keys, ring.gates,
         vectors, scores, decays, betas,
         *rows, strides(qkv), strides(a), strides(b), conv.stride(0), ring.keys.stride(0), ring.gates.stride(0),
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BETA_SCALE=weights.beta_scale,
@@ -258,7 +258,7 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
     )  # fmt: skip
     tile = stream_tile(batch, tokens, states, by_channel)
     _stream_kernel[batch, value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](
-        qkv, weight, bias, out, conv, states, ring.values, vectors, scores, decays, betas, *rows,
+        qkv, weight, step.conv_weights.bias, out, conv, states, ring.values, vectors, scores, decays, betas, *rows,
         strides(qkv), conv.stride(0), states.stride(0), ring.values.stride(0), V=value_dim, **tile, **sizes,
         **pdl(device),
     )  # fmt: skip

@@ -31,12 +31,11 @@ def gdn_gates(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, Tenso
 
     g = lower_bound sigmoid(exp(A_log) (a + dt_bias)).
     """
-    A_log, dt_bias, scale, lower_bound = weights
-    rate, beta = A_log.float().exp(), scale * torch.sigmoid(b.float())
+    rate, beta = weights.A_log.float().exp(), weights.beta_scale * torch.sigmoid(b.float())
     if a.ndim > b.ndim:
         rate = rate.unsqueeze(-1)
-    a = a.float() + dt_bias.float()
-    return -rate * F.softplus(a) if lower_bound is None else lower_bound * torch.sigmoid(rate * a), beta
+    a = a.float() + weights.dt_bias.float()
+    return -rate * F.softplus(a) if weights.lower_bound is None else weights.lower_bound * torch.sigmoid(rate * a), beta
 
 
 def with_gates(inputs: DeltaInputs, weights: GateWeights | None) -> DeltaInputs:
@@ -53,16 +52,17 @@ def chunk_gated_delta_rule(
 ) -> Tensor:
     """Prefill of several requests, packed along one axis. Returns `[T, Hv, V]` in v's dtype."""
     # The WY form (Yang et al. 2024, section 3.3): within a chunk the corrected values solve a triangular system
-    (q, k, v, g, beta), (states, read_slots, write_slots, _) = with_gates(inputs, weights), state
-    _, has_initial_state, plan, _ = prompts
+    inputs, plan = with_gates(inputs, weights), prompts.plan
+    q, v = inputs.q, inputs.v
     tokens = v.shape[0]
     index, valid = chunk_tokens(plan, torch.arange(len(plan.seq_idx), device=v.device))
-    initial = initial_states(states, read_slots, has_initial_state)
+    initial = initial_states(state.states, state.read_state_slots, prompts.has_initial_state)
     scaled_q = l2_normalize(q) * q.shape[-1] ** -0.5
-    chunks = _wy_chunks(*(_to_chunks(x, index, valid) for x in (scaled_q, l2_normalize(k), v, g, beta)))
+    normed = inputs._replace(q=scaled_q, k=l2_normalize(inputs.k))
+    chunks = _wy_chunks(*(_to_chunks(x, index, valid) for x in normed))
     out, final = _scan_chunks(chunks, initial, plan)
-    write_rows(states, write_slots, final)
-    out = out.masked_fill(pad_mask(write_slots, 4)[plan.seq_idx], 0)
+    write_rows(state.states, state.write_state_slots, final)
+    out = out.masked_fill(pad_mask(state.write_state_slots, 4)[plan.seq_idx], 0)
     packed = v.new_zeros(tokens + 1, *v.shape[1:])  # the last row takes the places of chunks that hold no token
     packed[torch.where(valid, index, tokens)] = out.transpose(1, 2).to(v.dtype)
     return packed[:tokens]
@@ -74,12 +74,13 @@ def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, weights: 
 
     The state is rounded to its dtype after every token, as T single steps would. Returns `[B, T, Hv, V]` in v's dtype.
     """
-    q, k, v, g, beta = with_gates(inputs, weights)
+    inputs = with_gates(inputs, weights)
+    q, k, v = inputs.q, inputs.k, inputs.v
     heads_per_key = v.shape[2] // k.shape[2]
     # k and q side by side: one pass over the state serves both products.
     pairs = torch.stack((l2_normalize(k), l2_normalize(q) * q.shape[-1] ** -0.5), -2)
     pairs = pairs.repeat_interleave(heads_per_key, 2)
-    decay, v, beta = g.float().exp(), v.float(), beta.float().unsqueeze(-1)
+    decay, v, beta = inputs.g.float().exp(), v.float(), inputs.beta.float().unsqueeze(-1)
     decay = (decay if decay.ndim == v.ndim else decay.unsqueeze(-1)).unsqueeze(-2)
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
 

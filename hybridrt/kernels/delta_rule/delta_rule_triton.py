@@ -171,12 +171,12 @@ def chunk_gated_delta_rule_triton(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:
     """`chunk_gated_delta_rule` in two launches. Raises ConfigError for chunks of more than 64 tokens."""
-    v, (states, read_slots, write_slots, _), (_, has_initial_state, plan, _) = inputs.v, state, prompts
+    v, plan = inputs.v, prompts.plan
     if plan.chunk_size > MAX_CHUNK:
         raise ConfigError(
             f"chunks of {plan.chunk_size} tokens; the gated delta rule's kernels take {MAX_CHUNK} at most"
         )
-    rows, (value_heads, value_dim), (key_heads, key_dim) = len(read_slots), v.shape[1:], inputs.k.shape[1:]
+    rows, (value_heads, value_dim), (key_heads, key_dim) = len(state.read_state_slots), v.shape[1:], inputs.k.shape[1:]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     out[plan.num_tokens :].zero_()
     size, block_k = max(16, triton.next_power_of_2(plan.chunk_size)), max(16, triton.next_power_of_2(key_dim))
@@ -188,8 +188,8 @@ def chunk_gated_delta_rule_triton(
     tile = pass_tile(rows * value_heads, value_dim, size, widths, v)
     _pass_kernel[triton.cdiv(value_dim, tile["BLOCK_V"]), value_heads, rows](
         *chunks, out, plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
-        states, read_slots, write_slots, has_initial_state,
-        strides(chunks.q), strides(chunks.k), strides(v), states.stride(0),
+        state.states, state.read_state_slots, state.write_state_slots, prompts.has_initial_state,
+        strides(chunks.q), strides(chunks.k), strides(v), state.states.stride(0),
         HK=key_heads, HV=value_heads, K=key_dim, V=value_dim, CHUNK=plan.chunk_size, Q=size, BLOCK_K=block_k,
         PRECISION=dot_precision(v.dtype), **tile,
     )  # fmt: skip
@@ -200,18 +200,18 @@ def _prepare(
     inputs: DeltaInputs, weights: GateWeights | None, plan: ChunkPlan, size: int, block_k: int
 ) -> PreparedChunks:
     """The first launch, for one gate a head."""
-    q, k, v, g, beta = inputs
-    A_log, dt_bias, beta_scale, _ = weights or (None, None, 1.0, None)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    A_log, dt_bias = (None, None) if weights is None else (weights.A_log, weights.dt_bias)
     chunks, (key_heads, key_dim), value_heads, device = len(plan.seq_idx), k.shape[1:], v.shape[1], v.device
     solved = torch.empty(chunks, value_heads, size, size, dtype=v.dtype, device=device)
     scores = torch.empty_like(solved)
     factors = torch.empty(chunks, value_heads, 3, size, dtype=torch.float32, device=device)
     decay = torch.empty(chunks, value_heads, dtype=torch.float32, device=device)
     _prepare_kernel[value_heads, chunks](
-        q, k, g, beta, A_log, dt_bias, plan.cu_chunk_seqlens, solved, scores, factors, decay,
-        strides(q), strides(k), g.stride(0), beta.stride(0), HK=key_heads, HV=value_heads, K=key_dim, Q=size,
-        LEVELS=size.bit_length() - 1, BLOCK_K=block_k, BETA_SCALE=beta_scale, PRECISION=dot_precision(v.dtype),
-        num_warps=4,
+        q, k, inputs.g, inputs.beta, A_log, dt_bias, plan.cu_chunk_seqlens, solved, scores, factors, decay,
+        strides(q), strides(k), inputs.g.stride(0), inputs.beta.stride(0), HK=key_heads, HV=value_heads, K=key_dim,
+        Q=size, LEVELS=size.bit_length() - 1, BLOCK_K=block_k,
+        BETA_SCALE=1.0 if weights is None else weights.beta_scale, PRECISION=dot_precision(v.dtype), num_warps=4,
     )  # fmt: skip
     return PreparedChunks(q, k, None, v, solved, scores, factors, decay)
 

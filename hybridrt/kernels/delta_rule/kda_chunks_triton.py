@@ -195,18 +195,19 @@ def _channels_kernel(  # type: ignore[no-untyped-def]
 
 def prepare_channels(inputs: DeltaInputs, weights: GateWeights | None, plan: ChunkPlan, size: int) -> PreparedChunks:
     """The first launch, of chunks of up to `size` tokens, for gates of channels; with `weights` from raw ones."""
-    q, k, v, g, beta = inputs
+    k, v = inputs.k, inputs.v
     chunks, (heads, key_dim), device = len(plan.seq_idx), k.shape[1:], v.device
     q_in, k_in, k_left = (torch.empty(k.shape, dtype=v.dtype, device=device) for _ in range(3))
     solved, scores = (torch.empty(chunks, heads, size, size, dtype=v.dtype, device=device) for _ in range(2))
     decay = torch.empty(chunks, heads, key_dim, dtype=torch.float32, device=device)
-    A_log, dt_bias, beta_scale, lower_bound = weights or (None, None, 1.0, None)
+    A_log, dt_bias = (None, None) if weights is None else (weights.A_log, weights.dt_bias)
+    beta_scale, lower_bound = (1.0, None) if weights is None else (weights.beta_scale, weights.lower_bound)
     if chunks:
         # 4 warps: with 8, Triton 3.6 lets warps read an operand of 64 rows past its end.
         _channels_kernel[heads, chunks](
-            q, k, g, beta, A_log, dt_bias, plan.cu_chunk_seqlens, sum_matrices(size, device),
+            inputs.q, k, inputs.g, inputs.beta, A_log, dt_bias, plan.cu_chunk_seqlens, sum_matrices(size, device),
             q_in, k_in, k_left, solved, scores, decay,
-            strides(q), strides(k), strides(g), beta.stride(0), H=heads, K=key_dim, Q=size,
+            strides(inputs.q), strides(k), strides(inputs.g), inputs.beta.stride(0), H=heads, K=key_dim, Q=size,
             LEVELS=size.bit_length() - 1, BLOCK_K=min(COLUMNS, max(16, triton.next_power_of_2(key_dim))),
             FAR=FAR_IN_FLOAT32 if v.dtype == torch.float32 else FAR, BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound,
             PRECISION=dot_precision(v.dtype), num_warps=4,

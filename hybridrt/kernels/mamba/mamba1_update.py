@@ -30,8 +30,8 @@ def mamba1_update(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, nor
         [B, T, I] in x's dtype.
     """
     # A loop over T alone
-    (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
-    step = time_step(dt, dt_bias, NO_LIMIT)
+    x, B, C, z = inputs.x, inputs.B, inputs.C, inputs.z
+    step = time_step(inputs.dt, weights.dt_bias, NO_LIMIT)
     added = x.float() * step
     if norms is not None:
         B, C = rms_norm.reference(B, norms.B_weight, norms.eps), rms_norm.reference(C, norms.C_weight, norms.eps)
@@ -39,12 +39,12 @@ def mamba1_update(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, nor
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
     def token(t: int, before: Tensor) -> Tensor:
-        after = (step[:, t, :, None] * A).exp_().mul_(before)
+        after = (step[:, t, :, None] * weights.A).exp_().mul_(before)
         after.addcmul_(added[:, t, :, None], keys[:, t, None])
         y[:, t] = torch.einsum("bin,bn->bi", after, queries[:, t])
         return after
 
     advance_states(state, x.shape[1], token)
     # A channel is a head of one.
-    y = skip_and_gate(y[..., None], x[..., None], D, None if z is None else z[..., None]).squeeze(3)
+    y = skip_and_gate(y[..., None], x[..., None], weights.D, None if z is None else z[..., None]).squeeze(3)
     return y.masked_fill_(pad_mask(state.read_state_slots, 3), 0.0).to(x.dtype)

@@ -29,7 +29,7 @@ def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> T
 
 def split_conv_channels(xBC: Tensor, state_shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Views x [..., H, P], B and C [..., G, N] of the conv's channels [..., C] for a pool of states [S+1, H, P, N]."""
-    _, heads, dim, state_dim = state_shape
+    heads, dim, state_dim = state_shape[1:]
     width = (xBC.shape[-1] - heads * dim) // 2
     x, B, C = xBC.split_with_sizes((heads * dim, width, width), -1)
     groups = (width // state_dim, state_dim)
@@ -51,12 +51,10 @@ def scan_prompts(
     Returns:
         [T, H, P] in x's dtype, gated if there is a z.
     """
-    (x, dt, B, C, z), (_, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots, _ = state
-    query_start_loc, has_initial_state, plan, saves = prompts
+    x, dt, B, C, states, plan = inputs.x, inputs.dt, inputs.B, inputs.C, state.states, prompts.plan
     num_tokens = x.shape[0]
-    dt = time_step(dt, dt_bias, dt_limit)
-    current = initial_states(states, read_slots, has_initial_state)
+    dt = time_step(dt, weights.dt_bias, weights.dt_limit)
+    current = initial_states(states, state.read_state_slots, prompts.has_initial_state)
     # One spare token at the end takes the output of positions that pad a chunk.
     y = torch.empty(num_tokens + 1, *x.shape[1:], dtype=torch.float32, device=x.device)
     for i in range(plan.max_chunks_per_seq):
@@ -65,9 +63,9 @@ def scan_prompts(
         step = torch.where(inside[:, :, None], dt[token], 0.0)
         part, current[rows] = scan_chunks(x[token].float(), step, B[token].float(), C[token].float(), current[rows])
         y[torch.where(inside, token, num_tokens)] = part
-        if saves is not None:
-            kept = saves.chunk_slots[chunk]
+        if prompts.saves is not None:
+            kept = prompts.saves.chunk_slots[chunk]
             write_rows(states, torch.where(kept > 0, kept, -1), current[rows])
-    write_rows(states, write_slots, current)
-    dead = ~live_tokens(read_slots, query_start_loc, num_tokens)
-    return skip_and_gate(y[:-1], x, D, z).masked_fill_(dead[:, None, None], 0.0).to(x.dtype)
+    write_rows(states, state.write_state_slots, current)
+    dead = ~live_tokens(state.read_state_slots, prompts.query_start_loc, num_tokens)
+    return skip_and_gate(y[:-1], x, weights.D, inputs.z).masked_fill_(dead[:, None, None], 0.0).to(x.dtype)

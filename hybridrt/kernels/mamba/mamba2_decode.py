@@ -46,12 +46,14 @@ def mamba2_decode(
         ConfigError: the conv ring or the state ring is too narrow for T tokens, or the conv does not end in SiLU.
     """
     # The separate operations one after the other
-    conv_weights, conv_state, state, ring, _ = step
+    conv_weights, state = step.conv_weights, step.state
     taps = conv_weights.weight.shape[1]
-    conved = causal_conv1d_update.reference(xBC, conv_weights, conv_state, step.conv_nodes) if taps else F.silu(xBC)
+    conved = (
+        causal_conv1d_update.reference(xBC, conv_weights, step.conv_state, step.conv_nodes) if taps else F.silu(xBC)
+    )
     x, B, C = split_conv_channels(conved, state.states.shape)
     tokens = SSMInputs(x, dt, B, C, z)
-    if ring is None:
+    if step.ring is None:
         return selective_state_update.reference(tokens, weights, state, out)
-    y = mamba2_replay(tokens, weights, state, ring)
+    y = mamba2_replay(tokens, weights, state, step.ring)
     return y if out is None else out.copy_(y)

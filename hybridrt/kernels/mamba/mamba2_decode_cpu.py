@@ -83,23 +83,22 @@ def _step(
     xBC: Tensor, dt: Tensor, z: Tensor | None, conv_weights: ConvWeights, weights: SSMWeights, rings: Tensor,
     states: Tensor, rows: PoolRows, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    A, D, dt_bias, dt_limit = weights
     batch, heads, dim, columns = states.shape
     width, keys = heads * dim, (xBC.shape[1] - heads * dim) // 2
     conved = F.silu(_conv(xBC, conv_weights, rings, rows) if conv_weights.weight.shape[1] else xBC)
     channels, B, C = conved.split_with_sizes((width, keys, keys), 1)
     x = channels.view(batch, heads, dim)
-    step = F.softplus(dt if dt_bias is None else dt + dt_bias)
-    if dt_limit != NO_LIMIT:
-        step = step.clamp_(*dt_limit)
+    step = F.softplus(dt if weights.dt_bias is None else dt + weights.dt_bias)
+    if weights.dt_limit != NO_LIMIT:
+        step = step.clamp_(*weights.dt_limit)
     groups = batch * keys // columns
-    states.mul_((step * A).exp_().view(batch, heads, 1, 1))
+    states.mul_((step * weights.A).exp_().view(batch, heads, 1, 1))
     state = states.view(groups, -1, columns)
     state.addcmul_((x * step.unsqueeze(-1)).view(groups, -1, 1), B.reshape(groups, 1, columns))
     # C x state^T: state x C takes nine times as long for several rows.
     y = torch.bmm(C.reshape(groups, 1, columns), state.transpose(1, 2)).view(batch, heads, dim)
-    if D is not None:
-        y.addcmul_(x, D.unsqueeze(-1))
+    if weights.D is not None:
+        y.addcmul_(x, weights.D.unsqueeze(-1))
     y = y.view(batch, width)
     if z is None:
         return y if out is None else out.copy_(y)
@@ -108,8 +107,7 @@ def _step(
 
 def _conv(xBC: Tensor, weights: ConvWeights, rings: Tensor, rows: PoolRows) -> Tensor:
     """The conv [B, C] of the new tokens xBC [B, C], which enter the rings [B, C, Wc]."""
-    weight, bias, _ = weights
-    columns = rows.columns(rings.shape[2])[..., -weight.shape[1] :].expand(-1, xBC.shape[1], -1)
+    columns = rows.columns(rings.shape[2])[..., -weights.weight.shape[1] :].expand(-1, xBC.shape[1], -1)
     rings.scatter_(2, columns[..., -1:], xBC.unsqueeze(2))
-    conved = rings.gather(2, columns).mul_(weight).sum(-1)
-    return conved if bias is None else conved.add_(bias)
+    conved = rings.gather(2, columns).mul_(weights.weight).sum(-1)
+    return conved if weights.bias is None else conved.add_(weights.bias)

@@ -20,16 +20,15 @@ def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, rin
 
     `state` holds the checkpoints; it is read alone. Returns [B, T, H, P] in x's dtype.
     """
-    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, slots, _, _ = state
-    values, keys, gates, rows, start, length = ring
+    x, slots, gates, length = inputs.x, state.read_state_slots, ring.gates, ring.length
     new = torch.arange(x.shape[1], device=x.device)
-    column = (start[:, None] + length[:, None] + new) % gates.shape[2]
-    for tensor, entries in ((values, x), (keys, B), (gates, time_step(dt, dt_bias, dt_limit))):
-        write_columns(tensor, slots, column, entries, rows)
-    v, k, g = ring_entries(values, keys, gates, rows, start, length + x.shape[1])
-    y = _read(read_rows(states, slots).float(), v, k, g, A, C.float(), length[:, None] + new)
-    return skip_and_gate(y, x, D, z).masked_fill_(pad_mask(slots, 4), 0.0).to(x.dtype)
+    column = (ring.start[:, None] + length[:, None] + new) % gates.shape[2]
+    step = time_step(inputs.dt, weights.dt_bias, weights.dt_limit)
+    for tensor, entries in ((ring.values, x), (ring.keys, inputs.B), (gates, step)):
+        write_columns(tensor, slots, column, entries, ring.rows)
+    v, k, g = ring_entries(ring.values, ring.keys, gates, ring.rows, ring.start, length + x.shape[1])
+    y = _read(read_rows(state.states, slots).float(), v, k, g, weights.A, inputs.C.float(), length[:, None] + new)
+    return skip_and_gate(y, x, weights.D, inputs.z).masked_fill_(pad_mask(slots, 4), 0.0).to(x.dtype)
 
 
 def _read(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor, C: Tensor, end: Tensor) -> Tensor:

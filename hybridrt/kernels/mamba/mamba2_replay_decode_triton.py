@@ -218,10 +218,10 @@ def replay_decode_triton(
     xBC: Tensor, dt: Tensor, z: Tensor | None, weights: SSMWeights, step: FusedStep, out: Tensor | None = None
 ) -> Tensor:
     """`mamba2_decode` with a state ring."""
-    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring, _ = step
-    A, D, dt_bias, dt_limit = weights
+    weight, conv, states, ring = step.conv_weights.weight, step.conv_state.conv, step.state.states, step.ring
     assert ring is not None
-    values, keys, gates, rows, start, length = ring
+    values, keys, gates = ring.values, ring.keys, ring.gates
+    slots, cursors = step.conv_state.read_state_slots, (ring.rows, ring.start, ring.length)
     batch, tokens, _ = xBC.shape
     _, heads, dim, state_dim = states.shape
     groups, width = keys.shape[1], gates.shape[2]
@@ -240,16 +240,16 @@ def replay_decode_triton(
     sections = {"all": groups + x_blocks} if tokens == 1 else {"values": x_blocks, "groups": groups}
     for section, programs in sections.items():
         _prepare_kernel[batch, programs](
-            xBC, dt, weight, bias, A, dt_bias, conv, values, keys, gates, queries, scores, decays,
-            slots, start_positions, rows, start, length,
-            strides(xBC), strides(dt), conv.stride(0), values.stride(0), keys.stride(0), gates.stride(0), *dt_limit,
+            xBC, dt, weight, step.conv_weights.bias, weights.A, weights.dt_bias, conv, values, keys, gates, queries,
+            scores, decays, slots, step.conv_state.start_positions, *cursors, strides(xBC), strides(dt),
+            conv.stride(0), values.stride(0), keys.stride(0), gates.stride(0), *weights.dt_limit,
             TAPS=weight.shape[1], WC=conv.shape[2], BLOCK_X=block_x, BLOCK_N=block_n, SECTION=section,
             BLOCK_H=triton.next_power_of_2(heads // groups), PRECISION=dot_precision(xBC.dtype),
             num_warps=4 if section == "values" else warps, **common, **pdl(xBC.device),
         )  # fmt: skip
     tile = stream_tile(batch, tokens, states)
     _stream_kernel[batch, heads, triton.cdiv(dim, tile["BLOCK_P"])](
-        z, D, out, states, values, queries, scores, decays, slots, rows, start, length,
+        z, weights.D, out, states, values, queries, scores, decays, slots, *cursors,
         strides(z), strides(out), states.stride(0), values.stride(0), **tile, **common, **pdl(xBC.device),
     )  # fmt: skip
     return out

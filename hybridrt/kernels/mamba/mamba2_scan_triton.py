@@ -287,23 +287,24 @@ def _scores(B: Tensor, C: Tensor, plan: ChunkPlan) -> Tensor:
 
 def _gain_and_pass(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, work: ScanWork) -> None:
     """The same in three launches, all chunks at once in the first two."""
-    (x, dt, B, *_), (A, _, dt_bias, dt_limit), (step, cum, rest, heads, shape) = inputs, weights, work
-    (states, read_slots, write_slots, _), (_, has_initial, plan, saves) = state, prompts
+    x, cum, rest, heads, plan = inputs.x, work.cum, work.rest, work.heads, prompts.plan
     (chunks, count, dim, state_dim), num_tokens = heads.shape, x.shape[0]
     launch, cu_chunks = pdl(x.device), plan.cu_chunk_seqlens
     gains = torch.empty(heads.shape, dtype=torch.float32, device=x.device)
     _time_step_kernel[chunks, triton.cdiv(count, 4)](
-        dt, A, dt_bias, step, cum, rest, cu_chunks, dt.stride(0), num_tokens, *dt_limit,
-        H=count, BLOCK_Q=triton.next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
+        inputs.dt, weights.A, weights.dt_bias, work.step, cum, rest, cu_chunks, inputs.dt.stride(0), num_tokens,
+        *weights.dt_limit, H=count, BLOCK_Q=triton.next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
     )  # fmt: skip
     tile = gains_tile(dim, state_dim)
     _gains_kernel[triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
-        x, B, step, cum, rest, gains, cu_chunks, strides(x), strides(B), num_tokens, **shape, **tile, **launch,
+        x, inputs.B, work.step, cum, rest, gains, cu_chunks, strides(x), strides(inputs.B), num_tokens, **work.shape,
+        **tile, **launch,
     )  # fmt: skip
-    _pass_kernel[triton.cdiv(dim * state_dim, 1024), count, len(read_slots)](
-        gains, cum, rest, states, heads, read_slots, write_slots, has_initial, cu_chunks, plan.first_chunk,
-        plan.last_chunk, None if saves is None else saves.chunk_slots, states.stride(0), num_tokens,
-        H=count, SIZE=dim * state_dim, BLOCK=1024, **launch,
+    _pass_kernel[triton.cdiv(dim * state_dim, 1024), count, len(state.read_state_slots)](
+        gains, cum, rest, state.states, heads, state.read_state_slots, state.write_state_slots,
+        prompts.has_initial_state, cu_chunks, plan.first_chunk,
+        plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots, state.states.stride(0),
+        num_tokens, H=count, SIZE=dim * state_dim, BLOCK=1024, **launch,
     )  # fmt: skip
 
 

@@ -39,14 +39,13 @@ def prefix_sum_varlen(x: Tensor, state: StateSlots, query_start_loc: Tensor) -> 
     Raises:
         ConfigError: states and x do not hold as many numbers, or states are not float32.
     """
-    states, read_slots, write_slots, _ = state
     out = torch.zeros_like(x)
     lens = query_start_loc.diff().tolist()
     first = 0
-    for row, (count, slot) in enumerate(zip(lens, read_slots.tolist(), strict=True)):
+    for row, (count, slot) in enumerate(zip(lens, state.read_state_slots.tolist(), strict=True)):
         if count and slot >= 0:
-            sums = states[slot] + x[first : first + count].float().cumsum(0)
-            states[write_slots[row]] = sums[-1]
+            sums = state.states[slot] + x[first : first + count].float().cumsum(0)
+            state.states[state.write_state_slots[row]] = sums[-1]
             out[first : first + count] = sums
         first += count
     return out

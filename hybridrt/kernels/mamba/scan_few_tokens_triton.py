@@ -107,15 +107,16 @@ class ScanWork(NamedTuple):
 
 def walk_states(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, work: ScanWork) -> None:
     """Fills `work` and the states in one launch."""
-    (x, dt, B, *_), (A, _, dt_bias, dt_limit), (step, cum, rest, heads, shape) = inputs, weights, work
-    (states, read_slots, write_slots, _), (_, has_initial, plan, saves) = state, prompts
+    x, shape, read_slots, plan = inputs.x, work.shape, state.read_state_slots, prompts.plan
     tile = states_tile(plan.chunk_size, shape["P"], shape["N"])
     blocks = triton.cdiv(shape["P"], tile["BLOCK_P"]) * triton.cdiv(shape["N"], tile["BLOCK_N"])
     _states_kernel[blocks, shape["H"], min(len(read_slots), ROWS_AT_ONCE)](
-        x, dt, B, A, dt_bias, step, cum, rest, states, heads, read_slots, write_slots, has_initial,
-        plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk, None if saves is None else saves.chunk_slots,
-        strides(x), dt.stride(0), strides(B), states.stride(0), x.shape[0], len(read_slots), *dt_limit, **shape,
-        CHUNK=triton.next_power_of_2(plan.chunk_size), **tile, **pdl(x.device),
+        x, inputs.dt, inputs.B, weights.A, weights.dt_bias, work.step, work.cum, work.rest, state.states, work.heads,
+        read_slots, state.write_state_slots, prompts.has_initial_state,
+        plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
+        None if prompts.saves is None else prompts.saves.chunk_slots,
+        strides(x), inputs.dt.stride(0), strides(inputs.B), state.states.stride(0), x.shape[0], len(read_slots),
+        *weights.dt_limit, **shape, CHUNK=triton.next_power_of_2(plan.chunk_size), **tile, **pdl(x.device),
     )  # fmt: skip
 
 

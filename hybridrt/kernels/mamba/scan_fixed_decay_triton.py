@@ -109,14 +109,15 @@ def decays_are_fixed(inputs: SSMInputs, weights: SSMWeights) -> bool:
 
 def fixed_decay_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor) -> None:
     """`mamba2_chunk_scan` of tokens whose `decays_are_fixed`; `out` [T, H, P] gets the outputs of the rows' tokens."""
-    (x, _, B, C, _), (states, read_slots, write_slots, _), (starts, has_initial, plan, saves) = inputs, state, prompts
+    x, B, saves = inputs.x, inputs.B, prompts.saves
     (heads, dim), state_dim = x.shape[1:], B.shape[2]
-    tile = walk_tile(plan.chunk_size, heads, dim, state_dim, x)
-    _walk_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, len(read_slots)](
-        x, B, C, out, weights.A, states, read_slots, write_slots, has_initial, starts,
-        *((None, None) if saves is None else (saves.row_slots, saves.row_lengths)), strides(x), strides(B), strides(C),
-        strides(out), states.stride(0), weights.dt_limit[0], P=dim, N=state_dim, HEADS_PER_GROUP=heads // B.shape[1],
-        PRECISION=dot_precision(x.dtype), **tile, **pdl(x.device),
+    tile = walk_tile(prompts.plan.chunk_size, heads, dim, state_dim, x)
+    _walk_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, len(state.read_state_slots)](
+        x, B, inputs.C, out, weights.A, state.states, state.read_state_slots, state.write_state_slots,
+        prompts.has_initial_state, prompts.query_start_loc,
+        *((None, None) if saves is None else (saves.row_slots, saves.row_lengths)), strides(x), strides(B),
+        strides(inputs.C), strides(out), state.states.stride(0), weights.dt_limit[0], P=dim, N=state_dim,
+        HEADS_PER_GROUP=heads // B.shape[1], PRECISION=dot_precision(x.dtype), **tile, **pdl(x.device),
     )  # fmt: skip
 
 

@@ -147,9 +147,8 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
 
 def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts) -> Tensor:
     """`selective_scan` in three launches."""
-    (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
-    states, read_slots, write_slots, _ = state
-    _, has_initial_state, plan, saves = prompts
+    x, dt, B, z = inputs.x, inputs.dt, inputs.B, inputs.z
+    states, read_slots, plan = state.states, state.read_state_slots, prompts.plan
     assert z is not None
     (tokens, channels), state_dim, chunks = x.shape, states.shape[2], len(plan.seq_idx)
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
@@ -157,20 +156,20 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     heads = torch.empty((chunks, state_dim, channels), dtype=torch.float32, device=x.device)
     times = torch.empty((chunks, channels), dtype=torch.float32, device=x.device)
     rates = torch.empty((state_dim, channels), dtype=torch.float32, device=x.device)
-    torch.mul(A.t(), math.log2(math.e), out=rates)
+    torch.mul(weights.A.t(), math.log2(math.e), out=rates)
     sizes = {"CHANNELS": channels, "N": state_dim, "BLOCK_N": triton.next_power_of_2(state_dim), "BLOCK_I": 64}
     launch = {**sizes, "num_warps": 1, **pdl(x.device)}
     grid = (triton.cdiv(channels, 64), chunks)
     _chunks_kernel[grid](
-        x, dt, rates, B, dt_bias, heads, times, plan.cu_chunk_seqlens,
+        x, dt, rates, B, weights.dt_bias, heads, times, plan.cu_chunk_seqlens,
         x.stride(0), dt.stride(0), B.stride(0), **launch,
     )  # fmt: skip
     _heads_kernel[triton.cdiv(channels, 64), len(read_slots)](
-        rates, heads, times, states, read_slots, write_slots, has_initial_state, plan.first_chunk, plan.last_chunk,
-        None if saves is None else saves.chunk_slots, states.stride(0), **launch,
+        rates, heads, times, states, read_slots, state.write_state_slots, prompts.has_initial_state, plan.first_chunk,
+        plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots, states.stride(0), **launch,
     )  # fmt: skip
     _outputs_kernel[grid](
-        x, dt, rates, B, C, z, D, dt_bias, heads, out, read_slots, plan.cu_chunk_seqlens, plan.seq_idx,
-        x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0), **launch,
+        x, dt, rates, B, inputs.C, z, weights.D, weights.dt_bias, heads, out, read_slots, plan.cu_chunk_seqlens,
+        plan.seq_idx, x.stride(0), dt.stride(0), B.stride(0), inputs.C.stride(0), z.stride(0), **launch,
     )  # fmt: skip
     return out

@@ -30,10 +30,10 @@ def selective_state_update(
         [B, T, H, P] in x's dtype.
     """
     # A loop over T alone
-    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    step = time_step(dt, dt_bias, dt_limit)
-    decay = (step * A).exp_()[..., None, None]
-    added, keys, queries = x.float() * step[..., None], B.float(), C.float()
+    x = inputs.x
+    step = time_step(inputs.dt, weights.dt_bias, weights.dt_limit)
+    decay = (step * weights.A).exp_()[..., None, None]
+    added, keys, queries = x.float() * step[..., None], inputs.B.float(), inputs.C.float()
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
     def token(t: int, current: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def selective_state_update(
         return current
 
     advance_states(state, x.shape[1], token)
-    y = skip_and_gate(y, x, D, z).masked_fill_(pad_mask(state.read_state_slots, 4), 0.0).to(x.dtype)
+    y = skip_and_gate(y, x, weights.D, inputs.z).masked_fill_(pad_mask(state.read_state_slots, 4), 0.0).to(x.dtype)
     return y if out is None else out.copy_(y)
 
 
