@@ -1,13 +1,13 @@
 """Triton `gdn_decode` of one token without a state ring, in one launch.
 
-A program advances a few tiles, [BLOCK_V, K] each, of one value head's state S. With S the state that is read,
+A program advances a few tiles [BLOCK_V, K] of one value head's state S. With S as it is read,
 
     u = beta (v - decay S k),    S' = decay S + u k^T,    S' q = decay S q + (k . q) u,
 
-so that a tile is read once and written once. In Kimi Delta Attention each column of S has a decay of its own, and k and
-q take it before they meet S. Before its tiles a program computes the conv, the norms and the gates that
-they need. All programs of a key head compute its q and k, and one of them writes their raw inputs to the conv ring.
-While a program computes these, the tiles of others keep the memory busy.
+so a tile is read once and written once. In Kimi Delta Attention each column of S has its own decay,
+and k and q are multiplied by it first. Every program of a key head computes the head's q and k, and
+one of them writes their raw inputs to the conv ring. Meanwhile tiles of other programs keep the
+memory busy.
 """
 
 import torch
@@ -37,8 +37,9 @@ def _add(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _left(read, decay, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a vector reads of the decayed state, from what it `read` of the state. Where channels have decays of their
-    own, the vector has taken them already."""
+    """Product of a vector and the decayed state, from its product with the state. Where channels
+    have their own decays, they are in the vector already.
+    """
     return read if CHANNELS else decay * read
 
 
@@ -148,10 +149,11 @@ def decode_classic(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
 
 
 def classic_tile(batch: int, states: Tensor) -> dict[str, int]:
-    """How a program cuts the states [S+1, Hv, V, K], as measured on an H200.
+    """Tiles of the states [S+1, Hv, V, K], as measured on an H200.
 
-    Three tiles are under way while one is computed; they wait in shared memory, so that registers leave room for eight
-    programs on a multiprocessor. A small batch ends before a pipeline is full; more programs are faster there.
+    Three tiles are loaded into shared memory while one is computed, so that registers leave room
+    for eight programs on a multiprocessor. A small batch ends before such a pipeline is full: it
+    gets more programs instead.
     """
     heads, columns = states.shape[1], triton.next_power_of_2(states.shape[3])
     tile = {"BLOCK_V": tile_rows(states), "BLOCK_K": columns}

@@ -1,8 +1,8 @@
 """Triton `gdn_decode` of one token of few rows with a state ring, in one launch.
 
-The formulas are those of `decode_ring_triton.py`. Each program works out the scores of its head by itself, for one tile
-of the head's state. With few rows that takes less time than the start of a second launch. What earlier steps left is on
-its way before the wait for the kernel in front.
+The formulas are in `decode_ring_triton.py`. Each program computes the scores of its head for one
+tile of the head's state: for few rows that takes less time than a second launch. Loads of what
+earlier steps wrote start before the wait for the kernel in front.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Triton kernel of the recurrent gated delta rule; and `gdn_decode`, of which it does steps of several tokens without a
-state ring, chains and draft trees.
+"""Triton kernel of the recurrent gated delta rule, and the choice of kernels for `gdn_decode`.
 
-A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T tokens.
+A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T
+tokens. `gdn_decode` uses it for several tokens without a state ring, chains and draft trees.
 """
 
 import torch

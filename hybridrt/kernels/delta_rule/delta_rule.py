@@ -1,13 +1,13 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024): gates, the chunked prefill and the recurrent step.
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024): gates, chunked prefill, recurrent step.
 
     S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t
 
-In Kimi Delta Attention (Moonshot AI 2025) each channel of a key has a gate of its own, S_{t-1} diag(exp(g_t)) takes
-the place of exp(g_t) S_{t-1}, and there are as many key heads as value heads.
+In Kimi Delta Attention (Moonshot AI 2025) each channel of a key has its own gate: S_{t-1}
+diag(exp(g_t)) replaces exp(g_t) S_{t-1}, and there are as many key heads as value heads.
 
-Shapes: T tokens, B rows, Hk key heads of dim K, Hv value heads of dim V; value head h uses key head h // (Hv // Hk).
-States are `[S+1, Hv, V, K]`. q and k are l2-normalised here, and q is scaled by K^-0.5. Arguments are records of
-`records.py`.
+Shapes: T tokens, B rows, Hk key heads of dim K, Hv value heads of dim V; value head h uses key head
+h // (Hv // Hk). States are `[S+1, Hv, V, K]`. q and k are l2-normalised here, and q is scaled by
+K^-0.5.
 """
 
 from dataclasses import dataclass
@@ -24,12 +24,11 @@ from hybridrt.kernels.core.slots import advance_states, initial_states, pad_mask
 
 
 def gdn_gates(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, Tensor]:
-    """g = -exp(A_log) softplus(a + dt_bias) (the log of the decay) and beta = beta_scale sigmoid(b), float32.
+    """(g, beta) in float32: g = -exp(A_log) softplus(a + dt_bias), the log of the decay, of a's
+    shape, and beta = beta_scale sigmoid(b).
 
-    a, b `[..., Hv]` any float dtype. Returns (g, beta) of a's shape. It also takes a `[..., Hv, K]` of Kimi Delta
-    Attention, whose safe gate is
-
-    g = lower_bound sigmoid(exp(A_log) (a + dt_bias)).
+    a, b: `[..., Hv]` of any float dtype; a `[..., Hv, K]` in Kimi Delta Attention, whose safe gate
+    is g = lower_bound sigmoid(exp(A_log) (a + dt_bias)).
     """
     rate, beta = weights.A_log.float().exp(), weights.beta_scale * torch.sigmoid(b.float())
     if a.ndim > b.ndim:
@@ -167,8 +166,9 @@ def _scan_chunks(chunks: _Chunks, state: Tensor, plan: ChunkPlan) -> tuple[Tenso
 
 
 def _delta_rule_step(state: Tensor, pairs: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: state `[B, Hv, V, K]` (overwritten), pairs `[B, Hv, 2, K]` of (k, q), decay `[B, Hv, 1, 1 or K]`.
-    Returns output and state."""
+    """Output and state of one token: state `[B, Hv, V, K]` (overwritten), pairs `[B, Hv, 2, K]` of
+    (k, q), decay `[B, Hv, 1, 1 or K]`.
+    """
     key, query = pairs.unbind(-2)
     read_key, read_query = ((pairs * decay) @ state.transpose(-1, -2)).unbind(-2)
     value = (v - read_key).mul_(beta)

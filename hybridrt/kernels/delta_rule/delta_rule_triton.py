@@ -1,17 +1,20 @@
 """Triton kernels of the chunked gated delta rule (Yang et al. 2024, section 3.3), two launches.
 
-1. `_prepare_kernel`: what depends on one chunk's tokens alone: gates, the solved triangular system, scores, decays.
-2. `_pass_kernel`: walks each row's chunks with a block of the state's columns on the chip; outputs come on the way.
+1. `_prepare_kernel`: what depends on a chunk's tokens alone: gates, solved system, scores, decays.
+2. `_pass_kernel`: walks each row's chunks with a block of the state's columns on the chip.
 
-With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q_i|, and S the state before the chunk:
+With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q_i|, and S the state
+before the chunk (A for i > j, P for i >= j):
 
-    u = (I + A)^-1 beta (v - exp(G) kappa k S^T),    A_ij = beta_i kappa_i kappa_j exp(G_i - G_j) k_i k_j for i > j
-    out = exp(G) rho q S^T + P u,                    P_ij = rho_i kappa_j exp(G_i - G_j) q_i k_j for i >= j
+    u = (I + A)^-1 beta (v - exp(G) kappa k S^T)
+    A_ij = beta_i kappa_i kappa_j exp(G_i - G_j) k_i k_j
+    out = exp(G) rho q S^T + P u
+    P_ij = rho_i kappa_j exp(G_i - G_j) q_i k_j
     S <- exp(G_end) S + u^T exp(G_end - G) kappa k
 
-k, q and v are not scaled; all factors are applied to products. So asynchronous copies can move tiles from memory to the
-tensor cores. In Kimi Delta Attention factors differ from channel to channel: there the first launch is of
-`kda_chunks_triton.py`, and leaves scaled q and k for the second.
+Factors are applied to products, not to k, q and v: asynchronous copies can then move tiles from
+memory to the tensor cores. In Kimi Delta Attention factors differ by channel: there
+`kda_chunks_triton.py` is the first launch and passes scaled q and k on.
 """
 
 import torch
@@ -217,9 +220,10 @@ def _prepare(
 
 
 def pass_tile(states: int, value_dim: int, size: int, widths: int, v: Tensor) -> dict[str, int]:
-    """Columns of the state to a program, and how many chunks of `size` tokens it has on the way, which have `widths`
-    columns beside those of v. On an H200 a chunk takes 1.5 us with 32
-    columns and 2.0 us with 64: the latter where 32 would make programs wait for others to end."""
+    """Columns of the state in a program, and how many chunks of `size` tokens it prefetches, with
+    `widths` columns next to those of v. On an H200 a chunk takes 1.5 us with 32 columns and 2.0
+    us with 64: the latter where 32 would make programs wait for others to end.
+    """
     narrow = v.itemsize > 2 or states * value_dim <= 32 * multiprocessors(v.device)
     block_v = min(32 if narrow else 64, max(16, triton.next_power_of_2(value_dim)))
     chunk_bytes = size * (widths + block_v) * v.itemsize

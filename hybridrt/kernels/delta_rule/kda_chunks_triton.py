@@ -50,7 +50,7 @@ _kept_matrices: dict[tuple[int, torch.device], Tensor] = {}
 
 @triton.jit
 def _softplus(x):  # type: ignore[no-untyped-def]
-    """log(1 + e^x) in a third of the instructions of the decode kernels' one, of which a step has few."""
+    """log(1 + e^x) in a third of the instructions of the decode kernels' softplus."""
     z = tl.exp2(-tl.abs(x) * LOG2_E)
     ratio = tl.full(x.shape, LOG1P[0], tl.float32)
     for n in tl.static_range(1, 8):
@@ -62,9 +62,9 @@ def _softplus(x):  # type: ignore[no-untyped-def]
 def _gates(  # type: ignore[no-untyped-def]
     a_ptr, A_log_ptr, dt_bias_ptr, h, i, mask, K: tl.constexpr, LOWER_BOUND: tl.constexpr
 ):
-    """SCALE / log(2) times g of a tile [Q, columns i], 0 where masked: from raw a, or g loaded where there is no A_log.
-
-    Exponentials are taken to the base 2: tl.exp would multiply and look for small results first.
+    """SCALE / log(2) times g of a tile [Q, columns i], 0 where masked: from raw a, or from g if
+    there is no A_log. Exponentials have base 2: tl.exp would multiply and look for small results
+    first.
     """
     UNIT: tl.constexpr = SCALE * LOG2_E
     g = tl.load(a_ptr, mask=mask, other=0.0).to(tl.float32)
@@ -216,11 +216,11 @@ def prepare_channels(inputs: DeltaInputs, weights: GateWeights | None, plan: Chu
 
 
 def sum_matrices(size: int, device: torch.device) -> Tensor:
-    """float16 [levels + 3, size, size], to multiply gates with. Row r of matrix l sums from the middle of its block of
-    2^l tokens to r, with a minus where r is in the lower half (nothing where l is 0); of the last ones up to r, and
-    behind r.
+    """float16 [levels + 3, size, size], to multiply gates with.
 
-    They are kept, but for those that are made within a graph's capture, which hold nothing before a replay.
+    Row r of matrix l sums from the middle of its block of 2^l tokens to r, negative if r is in the
+    lower half (nothing for l = 0). The last two sum up to r, and after r. Kept between calls, but
+    not from within a graph's capture: those hold nothing before a replay.
     """
     if (kept := _kept_matrices.get((size, device))) is not None:
         return kept

@@ -15,7 +15,7 @@ _TILE = 1024
 
 @triton.jit
 def _normed(source, weight, eps, mask, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`source` [N] in float32, RMS-normed with these weights and rounded to its dtype if there are weights."""
+    """`source` [N] in float32; with weights, RMS-normed and rounded to its dtype."""
     raw = tl.load(source, mask=mask, other=0.0)
     out = raw.to(tl.float32)
     if weight is not None:

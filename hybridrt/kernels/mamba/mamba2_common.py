@@ -1,5 +1,4 @@
-"""What the Mamba operations share: the time step, the output terms that do not pass through the state, and the loop of
-the plain-torch scans over chunks."""
+"""Shared by the Mamba operations: time step, skip and gate, and the reference loop over chunks."""
 
 from collections.abc import Callable, Sequence
 
@@ -40,13 +39,15 @@ def scan_prompts(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts,
     scan_chunks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> Tensor:  # fmt: skip
-    """Scans packed prompts, the i-th chunks of all of them at once, for each i. The states after them, and those that
-    `prompts.saves` names, are left in the pool.
+    """Scans packed prompts in plain torch; step i takes the i-th chunk of every prompt.
+
+    The states after the prompts, and those that `prompts.saves` names, are written to the pool.
 
     Args:
         inputs: x and z [T, H, P], dt [T, H].
-        scan_chunks: one chunk of each of b prompts, in float32: x [b, Q, H, P], time steps [b, Q, H], B, C [b, Q, ...]
-            and the states before it [b, *state], to y [b, Q, H, P] and the states after it.
+        scan_chunks: one chunk of each of b prompts, in float32. From x [b, Q, H, P], time steps
+            [b, Q, H], B, C [b, Q, ...] and the states before it [b, *state] to y [b, Q, H, P] and
+            the states after it.
 
     Returns:
         [T, H, P] in x's dtype, gated if there is a z.

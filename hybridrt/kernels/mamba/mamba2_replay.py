@@ -1,8 +1,10 @@
-"""Plain-torch `mamba2_decode` behind the conv, with a state ring: outputs read from a checkpoint and the inputs since.
+"""Plain-torch `mamba2_decode` after the conv, in replay mode: reads the checkpoint and the ring.
 
-With s_j the sum of A dt over the ring up to entry j, S the checkpoint and token t's own entry among the j <= t:
+With s_j the sum of A dt over the ring up to entry j, and S the checkpoint:
 
     y_t = exp(s_t) S C_t + sum_{j <= t} exp(s_t - s_j) dt_j (B_j . C_t) x_j
+
+The entry of token t itself is among the j.
 """
 
 import torch
@@ -16,9 +18,10 @@ from hybridrt.kernels.state.state_ring import ring_entries
 
 
 def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, ring: StateRing) -> Tensor:
-    """Outputs of T new tokens of each of B rows; their inputs enter the ring at (start + length + t) mod W.
+    """Outputs of T new tokens of each of B rows, [B, T, H, P] in x's dtype.
 
-    `state` holds the checkpoints; it is read alone. Returns [B, T, H, P] in x's dtype.
+    Their inputs enter the ring at (start + length + t) mod W. The checkpoints in `state` are only
+    read.
     """
     x, slots, gates, length = inputs.x, state.read_state_slots, ring.gates, ring.length
     new = torch.arange(x.shape[1], device=x.device)

@@ -1,12 +1,13 @@
 """Triton `mamba2_decode` in replay mode, in two launches.
 
-Everything that a step computes per row or per group is small; only the checkpoint is large. So the first kernel runs
-the conv, enters the new tokens into the ring and reduces the ring to scores,
+Of a step's data only the checkpoint is large. So the first kernel runs the conv, enters the new
+tokens into the ring and reduces the ring to scores,
 
-    y_t = exp(s_t) S C_t + sum_c scores[t, c] x_c,      scores[t, c] = dt_c exp(s_t - s_c) (B_c . C_t)
+    y_t = exp(s_t) S C_t + sum_c scores[t, c] x_c,      scores[t, c] = dt_c exp(s_t - s_c) (B_c .
+    C_t)
 
-with c over the ring's columns, and the second one streams the checkpoint S through one matrix-vector product a token.
-Heads that share a group share the products B_c . C_t, which one program computes for all of them.
+with c over the ring's columns. The second multiplies the checkpoint S with all C_t in one pass. The
+heads of a group have the same products B_c . C_t; one program computes them.
 """
 
 import torch
@@ -149,8 +150,11 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, heads, tiles of P]: BLOCK_P rows of a checkpoint [P, N] are read once for T tokens, BLOCK_N columns
-    at a time. BLOCK_T is 1 where the product with the queries is taken element by element, else at least 16."""
+    """Grid [rows, heads, tiles of P]: BLOCK_P rows of a checkpoint [P, N] are read once for T
+    tokens.
+
+    BLOCK_T is 1 if the product with the queries is taken element by element, else at least 16.
+    """
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, n, w = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
     p = part * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -256,11 +260,12 @@ def replay_decode_triton(
 
 
 def stream_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
-    """How a program of the stream cuts the states [S+1, H, P, N], as measured on an H200.
+    """Tiles of the states [S+1, H, P, N] in the second kernel, as measured on an H200.
 
-    Few programs take 16 rows of P each and all of N before they wait for the kernel in front; many take whole heads and
-    64 columns at a time, three such pieces under way. One token against a float32 state is multiplied element by
-    element: three tensor-core products would cost more than the bytes.
+    Few programs load 16 rows of P with all of N before they wait for the kernel in front. Many
+    programs have whole heads, 64 columns at a time, with three loads in flight. One token and a
+    float32 state are multiplied element by element: three tensor-core products would cost more than
+    the bytes.
     """
     _, heads, dim, state_dim = states.shape
     wide = states.element_size() == 4

@@ -1,17 +1,16 @@
-"""Triton kernels of `mamba2_chunk_scan`: five launches over the chunks of a plan (Dao & Gu 2024, section 6).
+"""Triton kernels of `mamba2_chunk_scan`: five launches over a plan's chunks (Dao & Gu 2024, section
+6).
 
-1. `_time_step_kernel`: dt after softplus, and the running sums of A dt within each chunk (`decay_sums_triton.py`), as
-   [H, T].
+1. `_time_step_kernel`: time steps, and running sums of A dt within each chunk, as [H, T].
 2. `_scores_kernel`: C B^T of each chunk and group, on and below the diagonal.
-3. `_gains_kernel`: what each chunk by itself adds to the state, float32.
-4. `_pass_kernel`: walks each request's chunks; leaves the state at the head of each chunk in `heads` and the last one
-   in the pool.
-5. `_outputs_kernel`: what the state at the chunk's head and the chunk's own tokens give each token.
+3. `_gains_kernel`: what each chunk alone adds to the state, float32.
+4. `_pass_kernel`: walks each request's chunks; writes the state before each chunk to `heads`, and
+   the last one to the pool.
+5. `_outputs_kernel`: each token's output from the state before its chunk and the chunk's tokens.
 
-Where decays are fixed, one launch does everything (`scan_fixed_decay_triton.py`).
-
-With few tokens a launch takes longer than its work. Then there are two: `walk_states` (scan_few_tokens_triton.py)
-does what 1, 3 and 4 do, and `_outputs_kernel` computes the scores itself, for each head anew.
+With few tokens a launch takes longer than its work. Then there are two: `walk_states`
+(`scan_few_tokens_triton.py`) does 1, 3 and 4, and `_outputs_kernel` computes scores for each head.
+Fixed decays need one launch (`scan_fixed_decay_triton.py`).
 """
 
 import torch
@@ -32,7 +31,7 @@ FEW_TOKENS = 512  # of a step: up to so many, launches take longer than what the
 
 @triton.jit
 def _load(pointers, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile. Where it is known to be whole the mask is left out: masks and zeros for what they hide take registers."""
+    """A tile. Whole tiles are loaded without a mask: masks and their zeros take registers."""
     if WHOLE:
         tile = tl.load(pointers)
     else:
@@ -270,7 +269,7 @@ def mamba2_chunk_scan_triton(
 
 
 def _width(size: int) -> int:
-    """Columns of a chunk's scores. Whole blocks: the outputs' kernel reads them without a mask."""
+    """Columns of a chunk's scores, in whole blocks: `_outputs_kernel` reads them without a mask."""
     return triton.cdiv(size, 64) * 64
 
 
@@ -314,8 +313,9 @@ def gains_tile(dim: int, state_dim: int) -> dict[str, int]:
 
 
 def outputs_tile(size: int, dim: int, state_dim: int) -> dict[str, int]:
-    """Tile of a chunk's outputs [Q, P]. All of P: the weights of earlier tokens are computed once for it. With these
-    sizes three programs fit on a multiprocessor."""
+    """Tile of a chunk's outputs [Q, P]: all of P, so that weights of earlier tokens are computed
+    once. With these sizes three programs fit on a multiprocessor.
+    """
     return {
         "BLOCK_M": block(size, 64), "BLOCK_P": block(dim, 128), "BLOCK_K": 32, "BLOCK_N": block(state_dim, 64),
         "num_warps": 4, "num_stages": 3,
@@ -323,10 +323,13 @@ def outputs_tile(size: int, dim: int, state_dim: int) -> dict[str, int]:
 
 
 def few_outputs_tile(size: int, x: Tensor, state_dim: int) -> dict[str, int]:
-    """The same in a step of few tokens, whose scores a program computes: all state columns. Measured on an H200, both
-    launches, with 128 / 512 tokens: Falcon-H1-7B takes 12.5 / 31.4 us (14.9 / 36.4 with 32 earlier tokens at a time),
-    and Falcon-H1-0.5B, whose few heads leave multiprocessors idle, 10.4 / 20.6 (11.2 / 26.6 with Nemotron-H's tile).
-    Larger tiles of float32, which tensor cores do not take, would not fit into registers."""
+    """Tile of outputs in a step of few tokens, with all state columns; a program computes the
+    scores.
+
+    H200, both launches, 128 / 512 tokens: Falcon-H1-7B 12.5 / 31.4 us (14.9 / 36.4 with 32 earlier
+    tokens at a time); Falcon-H1-0.5B with its few heads 10.4 / 20.6 (11.2 / 26.6 with Nemotron-H's
+    tile). Larger float32 tiles, which tensor cores do not take, would not fit into registers.
+    """
     num_tokens, heads, dim = x.shape
     fewest = num_tokens <= 256
     if x.itemsize > 2:

@@ -1,7 +1,7 @@
 """Running sums within each request: y_t = S + x_1 + ... + x_t, and S becomes the last y.
 
-The simplest recurrence, for the history branch's mode "prefix_sum". Its results are easy to predict, so tests notice a
-wrong slot, a lost state or a sum that continues into the next row of a batch. Sums are float32 throughout.
+The recurrence of the history branch's mode "prefix_sum". Its results are easy to predict, so tests
+notice a wrong slot, a lost state or a sum that runs into the next row. Sums are float32.
 """
 
 from typing import Any

@@ -50,7 +50,7 @@ def prefix_sum_varlen_triton(x: Tensor, state: StateSlots, query_start_loc: Tens
 
 
 def prefix_sum_update_triton(x: Tensor, state: StateSlots) -> Tensor:
-    """Triton `prefix_sum_update` of chains. A tree is rare and small: the reference's few loops over nodes serve it."""
+    """Triton `prefix_sum_update` of chains. Trees are rare and small: the reference serves them."""
     if state.intermediate is not None and state.intermediate.parents is not None:
         return prefix_sum_update.reference(x, state)
     return _launch(x.flatten(0, 1), state, None, x.shape[1]).view(x.shape)

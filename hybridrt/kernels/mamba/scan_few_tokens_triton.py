@@ -1,7 +1,7 @@
-"""Triton kernel of `mamba2_chunk_scan` for few tokens: time steps and states of all chunks of a request in one launch.
+"""Triton kernel for scans of few tokens: time steps and states of a request's chunks in one launch.
 
-A program takes a tile of a head's state through the request's chunks, one after the other. Few tokens have few chunks,
-and launches that compute them at once would take longer.
+A program takes a tile of a head's state through the request's chunks. With few chunks this is
+faster than launches that compute all chunks at once.
 """
 
 from typing import NamedTuple
@@ -89,12 +89,13 @@ def _states_kernel(  # type: ignore[no-untyped-def]
 
 
 class ScanWork(NamedTuple):
-    """What the kernels of a scan leave for each other.
+    """Results that the kernels of a scan pass to each other.
 
     Attributes:
-        step, cum, rest: [H, T] float32. cum and rest are the running sums of A times the time steps within each
-            chunk, of multiples and of rests (`decay_sums_triton.py`); step is the time steps over exp(rest).
-        heads: [n, H, P, N] in x's dtype, the states at the heads of n chunks.
+        step, cum, rest: [H, T] float32. cum and rest are the running sums of A dt within each
+        chunk, of
+            multiples and of rests (`decay_sums_triton.py`); step is dt over exp(rest).
+        heads: [n, H, P, N] in x's dtype, the states before n chunks.
         shape: of a head, as the kernels' constants.
     """
 

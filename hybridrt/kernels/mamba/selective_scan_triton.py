@@ -1,14 +1,14 @@
 """Triton kernels of `selective_scan`: three launches over the chunks of a plan.
 
-1. `_chunks_kernel`: the state that each chunk would end with if it started from zero, and the chunk's summed time.
-2. `_heads_kernel`: walks each request's chunks: every chunk's local state is replaced by the true state at its head,
-   and the state after the last goes to the pool.
-3. `_outputs_kernel`: runs each chunk again from its head and leaves the outputs.
+1. `_chunks_kernel`: each chunk's final state if it started from zero, and its summed time.
+2. `_heads_kernel`: walks each request's chunks; replaces each local state by the true state before
+   the chunk, and writes the last one to the pool.
+3. `_outputs_kernel`: runs each chunk again from that state and writes the outputs.
 
-Chunks run side by side at the price of computing each decay twice. A thread holds all states of two channels, so that
-no sum over states needs another thread and the loops over tokens no shared memory: tiles are [N, channels], everything
-that a loop needs is stored in that order (A is transposed first), and the hint in `_tile` keeps the compiler from
-giving a thread four channels and a quarter of their states for the sake of wider loads.
+Chunks run in parallel; each decay is computed twice for it. A thread holds all states of two
+channels, so that sums over states need no other thread and loops no shared memory. For that, tiles
+are [N, channels], A is transposed first, and the hint in `_tile` keeps the compiler from giving a
+thread four channels and a quarter of their states.
 """
 
 import math
@@ -27,8 +27,9 @@ from hybridrt.kernels.state.conv_and_gates_triton import silu, softplus
 def _tile(  # type: ignore[no-untyped-def]
     rates_ptr, CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):
-    """This program's channels i, two a thread, and the numbers n of their states; which of them exist: i_mask, n_mask,
-    and mask [n, i]; A of these in powers of two, which the launcher has just computed."""
+    """This program's channels i (two a thread), state numbers n, masks of both, and A in powers of
+    two, which the launcher has just computed.
+    """
     i = tl.max_contiguous(tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), 2)
     n = tl.arange(0, BLOCK_N)
     i_mask, n_mask = i < CHANNELS, n < N

@@ -1,10 +1,10 @@
-"""Recurrent Mamba-2 step for T new tokens of each row: decode (T = 1) and verify of a chain or a tree (T > 1).
+"""Recurrent Mamba-2 step of T new tokens a row: decode (T = 1), verify of a chain or tree (T > 1).
 
     dt = clamp(softplus(dt + dt_bias), *dt_limit)
     h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T          [P, N] per head
     y_t = (h_t C_t + D x_t) * silu(z_t)                 (Dao & Gu 2024)
 
-B rows, T tokens a row, H heads of P channels, G groups of B and C, N state columns, R running requests, S slots.
+B rows, T tokens a row, H heads of P channels, G groups of B and C, N state columns.
 """
 
 import torch
@@ -20,11 +20,11 @@ from hybridrt.kernels.mamba.mamba2_common import skip_and_gate, time_step
 def selective_state_update(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
 ) -> Tensor:
-    """Advances each row's state by its T tokens. T tokens at once equal T calls of one token, rounding included.
+    """Advances each row's state by T tokens. The result equals T calls of one token, bit for bit.
 
     Args:
         inputs: of B rows with T tokens each.
-        out: [B, T, H, P] of any row and token stride, where the result is to be left.
+        out: [B, T, H, P] of any row and token stride, for the result.
 
     Returns:
         [B, T, H, P] in x's dtype.

@@ -1,7 +1,4 @@
-"""Triton kernel of `selective_state_update`.
-
-One program keeps BLOCK_P channels of one head of one row, [BLOCK_P, N] of the state, in registers over the T tokens.
-"""
+"""Triton kernel of `selective_state_update`: a program keeps rows of a head's state in registers."""
 
 import torch
 import triton
@@ -95,8 +92,9 @@ def selective_state_update_triton(
 
 
 def update_tile(tokens: int, states: Tensor) -> dict[str, int]:
-    """Rows of a head's state [P, N] that one program holds, all of N: 4 KiB of it, as measured on an H200; with many
-    tokens as much as the registers bear beside the loop."""
+    """Rows of a head's state [P, N] in one program: 4 KiB of them, as measured on an H200; with
+    several tokens as many as registers hold during the loop.
+    """
     _, _, dim, state_dim = states.shape
     block_n = max(16, triton.next_power_of_2(state_dim))
     numbers = 4096 if tokens > 1 else 4096 // states.element_size()

@@ -1,10 +1,10 @@
-"""Depthwise causal convolution over a ring of raw inputs: y[p] = act(bias + sum_k weight[:, k] * x[p - (K-1) + k]).
+"""Depthwise causal convolution over a ring of raw inputs: prefill, decode and verify.
 
-The conv state of a request is a ring: the raw input of absolute position p is in column p mod Wc of
-conv[slot], Wc a power of two >= K - 1 + T for steps of T tokens. A step of T tokens is rolled back by position
-alone: the columns that a rejected token wrote are overwritten before anything reads them.
+    y[p] = act(bias + sum_k weight[:, k] * x[p - (K-1) + k])
 
-The arguments are records of `records.py`.
+The raw input of absolute position p is in column p mod Wc of conv[slot]; Wc is a power of two, at
+least K - 1 + T for steps of T tokens. A step is rolled back by position alone: columns of rejected
+tokens are overwritten before they are read.
 """
 
 from typing import Any
@@ -77,7 +77,9 @@ def check_update(
 
 
 def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor, saves: SavedStates) -> None:
-    """What `causal_conv1d_varlen` leaves in the rings of `saves`, before it changes those that are read."""
+    """Fills the rings of `saves`, as `causal_conv1d_varlen` does before it changes those that are
+    read.
+    """
     window = _window(state.conv, state.read_state_slots, state.start_positions, taps)
     slots = torch.where(saves.row_slots > 0, saves.row_slots, -1)
     first, length = query_start_loc[:-1, None], saves.row_lengths[:, None]
@@ -85,8 +87,9 @@ def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor
 
 
 def _write_window(x: Tensor, window: Tensor, state: ConvState, first: Tensor, length: Tensor) -> None:
-    """Leaves the K - 1 inputs that end behind `length` tokens of each row, [B, 1], in the rings that are written. The
-    rows begin at `first` [B, 1] of x, and before them stand the inputs `window` [B, K - 1, C]."""
+    """Writes the K - 1 inputs before position `length` [B, 1] of each row to the rings. Rows begin
+    at `first` [B, 1] of x, after the inputs `window` [B, K - 1, C].
+    """
     before = window.shape[1]
     last = length - before + torch.arange(before, device=x.device)
     carried = window.gather(1, (last + before).clamp(0, before - 1).long()[:, :, None].expand(window.shape))

@@ -82,10 +82,10 @@ def _close_row(  # type: ignore[no-untyped-def]
     x, read_ring, write_ring, position, length, mask,
     x_st: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
-    """Leaves the K - 1 inputs that end a row in its ring. Only the row's first program touches the ring at all.
+    """Writes the K - 1 inputs that end a row to its ring, by the row's first program alone.
 
-    Every thread has read its taps, and the old columns that a short row keeps, before one column is written. Columns
-    of positions before 0 carry what they hold; no kernel reads them.
+    Every thread has read its taps and the old columns before one is written. No kernel reads
+    columns of positions before 0.
     """
     column = tl.arange(0, WC)
     age = (position + length - 1 - column) & (WC - 1)

@@ -1,4 +1,4 @@
-"""The head of a decode graph: page-table entries, input tokens, positions and KV slots of all rows, in one launch."""
+"""Inputs of a decode graph: page-table entries, tokens, positions and KV slots, in one launch."""
 
 import torch
 from torch import Tensor
@@ -13,14 +13,16 @@ def decode_inputs(
 ) -> None:
     """Fills `out` with the tokens of a step's decode rows.
 
-    Padding drafts get KV slot 0, which is never written, and the last sampled token once more, which computes nothing
-    that the request itself does not.
+    Padding drafts get KV slot 0, which is never written, and repeat the last sampled token, which
+    computes nothing new.
 
     Args:
-        last_tokens: [R + 1] int32, last sampled token of each request row; -1, of logits that were not finite, is read
-            as 0.
-        req_to_token: [R + 1, max_context] int32, into which the slots of new pages are entered first. A table of
-            max_context 0 belongs to a model without KV: every slot is 0 then.
+        last_tokens: [R + 1] int32, last sampled token of each request row; -1, of logits that were
+        not
+            finite, is read as 0.
+        req_to_token: [R + 1, max_context] int32; the slots of new pages are entered first.
+        max_context
+            is 0 for a model without KV: every slot is 0 then.
     """
     rows, num_drafts = step.rows, step.num_drafts
     batch = rows.shape[0]

@@ -1,4 +1,4 @@
-"""The small per-step preparation of recurrent decode, one launch on a GPU: which slot, which position, which cursor."""
+"""Per-step inputs of recurrent decode: slots, positions and ring cursors, one launch on a GPU."""
 
 from typing import NamedTuple
 

@@ -1,6 +1,6 @@
-"""What stays of a verify step becomes the state: recurrent states, conv inputs and KV of accepted tokens.
+"""Commits a verify step: recurrent states, conv inputs and KV of accepted tokens, in place.
 
-Slots of -1 and rows that accepted nothing are padding: they touch nothing, scratch entries apart.
+Slots of -1 and rows that accepted nothing are padding: only scratch entries may change.
 """
 
 import torch

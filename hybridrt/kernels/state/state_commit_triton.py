@@ -1,4 +1,4 @@
-"""Triton kernels of `commit_intermediate` and `commit_conv_window`: one launch for all layers, nothing gathered."""
+"""Triton kernels of `commit_intermediate` and `commit_conv_window`: one launch for all layers."""
 
 import triton
 import triton.language as tl
