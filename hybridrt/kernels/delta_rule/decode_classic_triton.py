@@ -62,7 +62,7 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     slot, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
     position, read = tl.load(positions_ptr + row), tl.maximum(slot, 0)
 
-    # All loads before the first use of one, and before the wait those of what earlier steps left.
+    # All loads come before the first use; loads of what earlier steps left, before the wait.
     i = tl.arange(0, BLOCK_V)
     tile = states_ptr + h * (V * K) + (part * ROWS + i)[:, None] * K + k[None, :]
     read_tile, write_tile = tile + read * states_ss, tile + write * states_ss
@@ -135,7 +135,7 @@ def decode_classic(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     tile, by_channel = classic_tile(batch, states), a.ndim == 4
-    # Decays for each channel are a vector more; beside tiles of twice as many rows it would not fit into 64 registers.
+    # Decays of channels are one more vector: too much for 64 registers with tiles of twice as many rows.
     registers = 80 if by_channel and states.element_size() < 4 else 64
     _classic_kernel[triton.cdiv(value_dim, tile["BLOCK_V"] * tile["TILES"]), value_heads, batch](
         qkv, a, b, step.conv_weights.weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, out, conv, states,

@@ -108,7 +108,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
             tl.store(out_ptr + token * (HV * V) + out_tile, zeros, mask=tile_mask(token + t < row_end, j, V, BLOCK_V))
         return
 
-    # 64 bits for where a chunk begins, 32 for the way from there: fewer registers and instructions for addresses.
+    # Starts have 64 bits and offsets 32: fewer registers and instructions for addresses.
     q_ptr += h // (HV // HK) * q_strides[1]
     k_ptr += h // (HV // HK) * k_strides[1]
     if CHANNELS:
@@ -202,7 +202,6 @@ def chunk_gated_delta_rule_triton(
 def _prepare(
     inputs: DeltaInputs, weights: GateWeights | None, plan: ChunkPlan, size: int, block_k: int
 ) -> PreparedChunks:
-    """The first launch, for one gate a head."""
     q, k, v = inputs.q, inputs.k, inputs.v
     A_log, dt_bias = (None, None) if weights is None else (weights.A_log, weights.dt_bias)
     chunks, (key_heads, key_dim), value_heads, device = len(plan.seq_idx), k.shape[1:], v.shape[1], v.device

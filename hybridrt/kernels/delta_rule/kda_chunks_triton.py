@@ -37,7 +37,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-255.0 * 256.0)  # of a gate: in float16's range, and its exponential is 0
 FAR = 100.0  # as a power of 2: 2^-FAR of a key is in float32's range, and so is 2^-26 of that
 FAR_IN_FLOAT32 = 16.0  # differences of larger sums lose more than float32 products do
-# log(1 + z) / z for 0 <= z <= 1, highest power first, to 2e-7 of it: least squares, weighted until no error stands out.
+# log(1 + z) / z for 0 <= z <= 1, highest power first, to 2e-7: weighted least squares.
 LOG1P = tl.constexpr(
     (
         -0.008539208211004734, 0.044089630246162415, -0.10768171399831772, 0.17745241522789001,
@@ -83,7 +83,6 @@ def _gates(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _halves(g):  # type: ignore[no-untyped-def]
-    """Two numbers of float16 whose sum is g."""
     high = g.to(tl.float16)
     return high, (g - high.to(tl.float32)).to(tl.float16)
 
@@ -130,7 +129,7 @@ def _channels_kernel(  # type: ignore[no-untyped-def]
     t, columns = tl.arange(0, Q), tl.arange(0, BLOCK_K)
     first, end = tl.load(ends_ptr + chunk).to(tl.int64), tl.load(ends_ptr + chunk + 1)
     live = first + t < end  # none in the spare chunks of a graph
-    # Where a chunk begins has 64 bits, offsets within it 32: addresses then take fewer registers.
+    # Starts have 64 bits and offsets 32: addresses then take fewer registers.
     q_ptr += first * q_strides[0] + h * q_strides[1]
     k_ptr += first * k_strides[0] + h * k_strides[1]
     a_ptr += first * a_strides[0] + h * a_strides[1]
@@ -152,8 +151,8 @@ def _channels_kernel(  # type: ignore[no-untyped-def]
     # Factors of at most 1 go with float16, as fine as TF32, whose products take twice as long but have float32's range.
     dtype: tl.constexpr = tl.float32 if k_ptr.dtype.element_ty == tl.float32 else tl.float16
     r, c = t[:, None], t[None, :]
-    both = tl.zeros([Q, Q], tl.float32)  # in one tile, as registers are what this kernel is short of: see _products
-    # disable_licm: values that are the same in all iterations are computed again. To keep them would spill others.
+    both = tl.zeros([Q, Q], tl.float32)  # one tile for both saves registers: see _products
+    # disable_licm: to keep values that all iterations share would spill others.
     for start in tl.range(0, K, BLOCK_K, num_stages=1, disable_licm=True):
         i = start + columns
         mask = live[:, None] & (i < K)[None, :]

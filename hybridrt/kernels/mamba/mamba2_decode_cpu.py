@@ -110,7 +110,6 @@ def _step(
 
 
 def _conv(xBC: Tensor, weights: ConvWeights, rings: Tensor, rows: PoolRows) -> Tensor:
-    """The conv [B, C] of xBC [B, C], which is entered into the rings [B, C, Wc]."""
     columns = rows.columns(rings.shape[2])[..., -weights.weight.shape[1] :].expand(-1, xBC.shape[1], -1)
     rings.scatter_(2, columns[..., -1:], xBC.unsqueeze(2))
     conved = rings.gather(2, columns).mul_(weights.weight).sum(-1)

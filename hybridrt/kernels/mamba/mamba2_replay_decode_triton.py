@@ -56,7 +56,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     source = xBC_ptr + b.to(tl.int64) * xBC_strides[0]
     st: tl.constexpr = xBC_strides[1]
     if SECTION != "groups" and part >= G:
-        # The T new x of a block of channels: to the conv ring as they are, to the state ring behind the conv.
+        # The T new x of a block of channels: raw to the conv ring, after the conv to the state ring.
         values_row, block, first = values_ptr + row * values_sr, part - G, start + length
         c = block * BLOCK_X + tl.arange(0, BLOCK_X)
         mask = c < tl.where(slot < 0, 0, H * P)  # of padding nothing is read or written
@@ -235,12 +235,12 @@ def replay_decode_triton(
     scores = torch.empty((batch, tokens, heads, width), dtype=torch.float32, device=xBC.device)
     decays = torch.empty((batch, tokens, heads), dtype=torch.float32, device=xBC.device)
     block_n, block_w = max(16, triton.next_power_of_2(state_dim)), max(16, triton.next_power_of_2(width))
-    # Wide states on four warps would take 214 registers a thread, and attention would find no room beside them.
+    # Wide states on four warps would take 214 registers a thread and leave attention no room.
     warps = 8 if state_dim > 128 else 4
     block_x = 256 if batch >= 16 or warps == 8 else 128
     common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width, "BLOCK_W": block_w}
     x_blocks = triton.cdiv(heads * dim, block_x)
-    # With several tokens a group's programs need so many registers that those of x wait for room beside them.
+    # With several tokens a group's programs need so many registers that those of x would wait.
     sections = {"all": groups + x_blocks} if tokens == 1 else {"values": x_blocks, "groups": groups}
     for section, programs in sections.items():
         _prepare_kernel[batch, programs](

@@ -73,7 +73,7 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
     p = block // tl.cdiv(N, BLOCK_N) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = block % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # 64 bits for where the chunk begins, 32 for the way from there: half the registers of addresses.
+    # Starts have 64 bits and offsets 32: half the registers of addresses.
     start, size = chunk_span(cu_chunks_ptr, chunk)
     if size == 0:  # a graph has as many chunks as any step of its size
         return

@@ -33,7 +33,6 @@ def _states_kernel(  # type: ignore[no-untyped-def]
     dt_min, dt_max, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a head's state over all chunks of a request, BLOCK_K tokens at a time."""
     begin(PDL)
     block, h = tl.program_id(0), tl.program_id(1)
     p = block // tl.cdiv(N, BLOCK_N) * BLOCK_P + tl.arange(0, BLOCK_P)

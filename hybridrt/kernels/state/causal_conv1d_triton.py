@@ -49,7 +49,7 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
     bias = bias_of(bias_ptr, channel, c_mask)
     y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32) + bias[None, :]
     if block == 0:
-        # The row's first tokens get the terms of inputs that stand in the ring. They are a sum's first terms, so sums
+        # The row's first tokens get the terms of inputs in the ring. They are a sum's first terms, so sums
         # are the same bits however a prompt was cut.
         for t in tl.static_range(TAPS - 1):
             head = bias

@@ -63,7 +63,6 @@ def state_of_parent(parents, stored, stored_st, t, initial, mask):  # type: igno
 
 @triton.jit
 def bias_of(bias_ptr, channel, mask):  # type: ignore[no-untyped-def]
-    """The conv's bias in float32; zeros without one."""
     out = tl.zeros(channel.shape, tl.float32)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)

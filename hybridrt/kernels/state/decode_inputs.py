@@ -45,7 +45,6 @@ def decode_inputs(
 
 
 def _enter_pages(req_to_token: Tensor, rows: Tensor, page_index: Tensor, new_pages: Tensor, page_size: int) -> None:
-    """Page `page_index` of each row becomes `new_pages`, where that is not -1."""
     table = req_to_token.view(req_to_token.shape[0], -1, page_size)
     offsets = torch.arange(page_size, dtype=torch.int32, device=rows.device)
     fresh = new_pages[:, None] * page_size + offsets
