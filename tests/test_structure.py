@@ -170,6 +170,64 @@ def test_bare_imports_of_models_are_a_lint_error(tmp_path: Path) -> None:
     assert found.count("TID251") == 2, found
 
 
+# Tuples with a name: shapes and widths, which are no records.
+SHAPES = ("shape", "shapes", "sizes", "temporal")
+# No records either: arrays, lists, and the arguments that the contract's hooks pass on.
+BY_POSITION = {
+    "hybridrt/attention/base.py (q, k, v, save, rope)",
+    "hybridrt/base/files_safetensors.py (dtype, shape, offsets)",
+    "hybridrt/engine/request/row_columns.py "
+    "(self.computed, self.output_index, self.prefill_end, self.max_output, self.capacity)",
+    "hybridrt/recurrent/mamba1.py (_, b, c)",
+    "hybridrt/runtime/replay/cpu_decode.py (*inputs, rows, seq_lens, output_indices)",
+    "hybridrt/runtime/replay/cpu_decode.py (ids, _, slots, _, lens, _)",
+}
+
+
+def test_records_are_read_by_attribute() -> None:
+    """No name or attribute is unpacked into more than two targets: fields that are added later would shift the rest."""
+    found = {
+        f"{file.relative_to(ROOT)} {ast.unparse(target)}"
+        for file in SOURCES.values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Assign)
+        for target, value in unpacked(node)
+        if unpacks_a_record(target, value)
+    }
+    assert found <= BY_POSITION, found - BY_POSITION
+
+
+def unpacked(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Each target of an assignment with its value: `(a, b, c), d = x, y` gives (a, b, c) with x, and d with y."""
+    pairs = [(target, node.value) for target in node.targets]
+    for target, value in pairs:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            pairs.extend(zip(target.elts, value.elts, strict=True))
+        else:
+            yield target, value
+
+
+def unpacks_a_record(target: ast.expr, value: ast.expr) -> bool:
+    if not isinstance(target, ast.Tuple | ast.List):
+        return False
+    if isinstance(value, ast.BoolOp):
+        value = value.values[0]
+    name = re.fullmatch(r"(?:\w+\.)*(\w+)", ast.unparse(value))
+    nested = any(isinstance(part, ast.Tuple) for part in target.elts)
+    return name is not None and name[1] not in SHAPES and (len(target.elts) > 2 or nested)
+
+
+def test_the_walk_finds_every_unpacking() -> None:
+    def found(text: str) -> bool:
+        node = ast.parse(text).body[0]
+        assert isinstance(node, ast.Assign)
+        return any(unpacks_a_record(*pair) for pair in unpacked(node))
+
+    assert all(map(found, ("a, b, c = x", "a, *_, c = x.y", "(a, b, c), d = x, 1", "a, b, c = x or (1, 2, 3)")))
+    assert found("(a, b), c = x")
+    assert not any(map(found, ("a, b = x", "a, b, c = x.shape", "a, b, c = f(x)", "a, b, c = x.a, x.b, x.c")))
+
+
 def test_file_table_is_up_to_date() -> None:
     text = file_table.DOCUMENT.read_text()
     assert file_table.document() == text, "run python scripts/file_table.py"

@@ -177,7 +177,8 @@ class MambaPool:
         self.num_rows = num_rows
         self.width = ring_width(spec.tokens_per_step)
         self.tables = RowTables(*torch.zeros((3, num_rows + 1), dtype=torch.int32, device=device))
-        self.req_to_state_slot, self.ring_start, self.ring_length = self.tables
+        self.req_to_state_slot = self.tables.req_to_state_slot
+        self.ring_start, self.ring_length = self.tables.ring_start, self.tables.ring_length
         self.stacks: list[tuple[Sequence[int], LayerCache]] = []
         self._caches: dict[int, LayerCache] = {}
         self.layer_cache: Callable[[int], LayerCache] = self._caches.__getitem__

@@ -51,9 +51,9 @@ def latent_extend(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
     q `[T, H, nope + rope]`. Returns `[T, H, value]` in q's dtype; tokens past the last row are
     zeros.
     """
-    up_k, up_v, *_ = weights
+    up_k = weights.up_k
     rank = up_k.shape[2]
-    out = q.new_zeros(*q.shape[:2], up_v.shape[2])
+    out = q.new_zeros(*q.shape[:2], weights.up_v.shape[2])
     cells, start = kv.k_cache.flatten(0, 2), 0
     for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens_host, strict=True)):
         end, before = start + query_len, seq_len - query_len
@@ -67,7 +67,7 @@ def latent_extend(q: Tensor, kv: PagedKV, weights: LatentWeights, batch: Attenti
             if kv.sliding_window is not None:
                 mask.triu_(before - first - kv.sliding_window + 1)
             query = q[start:end].transpose(0, 1)
-            result = F.scaled_dot_product_attention(query, keys, latents @ up_v, attn_mask=mask, scale=kv.scale)
+            result = F.scaled_dot_product_attention(query, keys, latents @ weights.up_v, attn_mask=mask, scale=kv.scale)
             out[start:end] = result.transpose(0, 1)
         start = end
     return out

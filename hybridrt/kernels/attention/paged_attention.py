@@ -84,18 +84,17 @@ def attention_extend(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tenso
     q `[T, Hq, D]`: row b's last token is at position seq_lens[b] - 1. Returns `[T, Hq, Dv]` in q's
     dtype, in `out` (any token stride) if given; tokens past the last row are zeros.
     """
-    k_cache, v_cache, req_to_token, scale, sliding_window = kv
-    rows, _, _, query_lens, seq_lens_host = batch
-    out = q.new_zeros(*q.shape[:2], v_cache.shape[3]) if out is None else out.zero_()
+    sliding_window = kv.sliding_window
+    out = q.new_zeros(*q.shape[:2], kv.v_cache.shape[3]) if out is None else out.zero_()
     start = 0
-    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens_host, strict=True)):
+    for row, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens_host, strict=True)):
         end = start + query_len
         if query_len > 0:
             first = 0 if sliding_window is None else max(seq_len - query_len - sliding_window + 1, 0)
-            slots = req_to_token[:, first:seq_len].index_select(0, rows[row : row + 1]).view(-1)
-            keys, values = _by_head((k_cache, v_cache), slots, 1, q.dtype)
+            slots = kv.req_to_token[:, first:seq_len].index_select(0, batch.rows[row : row + 1]).view(-1)
+            keys, values = _by_head((kv.k_cache, kv.v_cache), slots, 1, q.dtype)
             query = q[start:end].transpose(0, 1).unsqueeze(0)
-            out[start:end] = _causal_attention(query, keys, values, scale, sliding_window)[0].transpose(0, 1)
+            out[start:end] = _causal_attention(query, keys, values, kv.scale, sliding_window)[0].transpose(0, 1)
         start = end
     return out
 
@@ -115,11 +114,11 @@ class RowContext(NamedTuple):
 
 
 def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding_window: int | None) -> RowContext:
-    rows, seq_lens, tree_mask, num_drafts, max_len = batch
-    slots, position = _last_slots(req_to_token, rows, seq_lens, tokens, sliding_window, max_len)
+    seq_lens = batch.seq_lens
+    slots, position = _last_slots(req_to_token, batch.rows, seq_lens, tokens, sliding_window, batch.max_len)
     if tokens == 1 and sliding_window is None and _all_reach(seq_lens, slots.shape[1]):
         return RowContext(_run(slots), None, seq_lens)
-    last = seq_lens - 1 if num_drafts is None else seq_lens - tokens + num_drafts
+    last = seq_lens - 1 if batch.num_drafts is None else seq_lens - tokens + batch.num_drafts
     in_context = (position >= 0) & (position <= last.unsqueeze(1))
     # Other slots may be stale or another request's. Masked values are still multiplied by zero, and
     # 0 * NaN is NaN: the row's own last key replaces them.
@@ -128,7 +127,7 @@ def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding
     if tokens == 1:
         return RowContext(slots, in_context.unsqueeze(1), seq_lens)
     node = position - (seq_lens.unsqueeze(1) - tokens)
-    return RowContext(slots, _visible(in_context, node, tokens, sliding_window, tree_mask), seq_lens)
+    return RowContext(slots, _visible(in_context, node, tokens, sliding_window, batch.tree_mask), seq_lens)
 
 
 def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = None) -> Tensor:
@@ -137,7 +136,7 @@ def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = Non
     num_rows, tokens, query_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     groups = query_heads // kv_heads
-    slots, visible, seq_lens = context
+    slots, visible = context.slots, context.visible
     if visible is not None:
         visible = visible.unsqueeze(1)
         if tokens > 1:
@@ -150,7 +149,7 @@ def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = Non
         query = q.view(num_rows, tokens, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
     result = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
     if visible is not None:
-        result.masked_fill_((seq_lens == 0).view(-1, 1, 1, 1), 0)
+        result.masked_fill_((context.seq_lens == 0).view(-1, 1, 1, 1), 0)
     if out is None:
         out = q.new_empty(num_rows, tokens, query_heads, v_cache.shape[3])
     if tokens == 1:

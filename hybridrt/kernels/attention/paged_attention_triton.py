@@ -247,15 +247,14 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
     The split depends on shapes alone, not on max_len: a graph's replay and an eager call of the
     same batch size give the same bits.
     """
-    k_cache, v_cache, req_to_token, scale, sliding_window = kv
-    rows, seq_lens, tree_mask, num_drafts, _ = batch
-    (num_rows, tokens, query_heads, key_dim), (kv_heads, head_dim) = q.shape, v_cache.shape[2:]
+    req_to_token, tree_mask = kv.req_to_token, batch.tree_mask
+    (num_rows, tokens, query_heads, key_dim), (kv_heads, head_dim) = q.shape, kv.v_cache.shape[2:]
     rope, rows_per_head = key_dim - head_dim, tokens * query_heads // kv_heads
     tile = _tile(rows_per_head, head_dim, q)
     head_blocks = kv_heads * triton.cdiv(rows_per_head, tile["BLOCK_M"])
     walk, joined = _walk(max(num_rows * head_blocks, 1), req_to_token.shape[1], tile, q)
     tile |= walk
-    splits, window = tile["SPLITS"], sliding_window or 0
+    splits, window = tile["SPLITS"], kv.sliding_window or 0
     if out is None:
         out = q.new_empty(*q.shape[:3], head_dim)
     token_stride = _token_stride(out)
@@ -265,10 +264,10 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
         arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if joined else None
     _decode_kernel[(num_rows, head_blocks, splits)](
-        q, k_cache, v_cache, req_to_token, rows, seq_lens, tree_mask, num_drafts, out, partial, lse, arrivals,
-        q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
+        q, kv.k_cache, kv.v_cache, req_to_token, batch.rows, batch.seq_lens, tree_mask, batch.num_drafts, out, partial,
+        lse, arrivals, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
-        token_stride, scale * math.log2(math.e),
+        token_stride, kv.scale * math.log2(math.e),
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=window,
         BLOCK_R=rope_block(rope), BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
         **pdl(q.device),
@@ -279,8 +278,7 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         # At most one program per SM: a parallel branch (Mamba-2 in Falcon-H1) needs the rest.
         early = wide or num_rows * tokens * query_heads <= multiprocessors(q.device)
         _combine_kernel[(num_rows, tokens * query_heads)](
-            partial, lse, seq_lens, out, token_stride,
-            T=tokens, HQ=query_heads, D=head_dim, WINDOW=window,
+            partial, lse, batch.seq_lens, out, token_stride, T=tokens, HQ=query_heads, D=head_dim, WINDOW=window,
             **{name: tile[name] for name in ("SPLITS", "FEW", "LEAST", "BLOCK_N", "BLOCK_D")},
             BLOCK_S=block_s, PARTS=parts, EARLY=early, num_warps=8 if wide and parts > 8 else 4, **pdl(q.device),
         )  # fmt: skip

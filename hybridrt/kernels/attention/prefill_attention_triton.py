@@ -202,7 +202,7 @@ class KeySources(NamedTuple):
 
 def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out: Tensor | None = None) -> Tensor:
     """One launch, or two if keys and values are gathered first."""
-    k_cache, v_cache, _, _, sliding_window = kv
+    k_cache, v_cache = kv.k_cache, kv.v_cache
     query_lens, (kv_heads, dim) = batch.query_lens, v_cache.shape[2:]
     rope, groups = k_cache.shape[3] - dim, q.shape[1] // kv_heads
     out = q.new_empty(*q.shape[:2], dim) if out is None else out
@@ -210,8 +210,8 @@ def attention_extend_triton(q: Tensor, kv: PagedKV, batch: AttentionPrompts, out
     if not any(query_lens):
         return out
     many = sum(query_lens) * groups >= GATHER_FROM * len(query_lens)
-    # A graph does not know the lengths that bound the copy's size.
-    blocks = key_blocks(query_lens, batch.seq_lens_host, sliding_window) if many and batch.seq_lens_host else []
+    # A graph knows no lengths that the copy could be as large as.
+    blocks = key_blocks(query_lens, batch.seq_lens_host, kv.sliding_window) if many and batch.seq_lens_host else []
     copied = 2 * BLOCK_N * sum(blocks) * kv_heads * width_of(dim) * q.element_size()
     gathered = bool(blocks) and not rope and ample(q) and copied <= MAX_GATHERED
     tile = tile_of(q, dim, kv_heads, query_lens, gathered)

@@ -98,15 +98,14 @@ def rotary_write_kv_triton(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, r
 def _launch(
     q: Tensor, k: Tensor, v: Tensor | None, positions: Tensor, rope: Rope, places: KVPlaces | None = None
 ) -> None:
-    k_cache, v_cache, out_cache_loc = places or (None, None, None)
-    cos_sin, q_weight, k_weight, eps = rope
-    (tokens, query_heads, head_dim), half = q.shape, cos_sin.shape[1] // 2
+    k_cache, v_cache = (None, None) if places is None else (places.k_cache, places.v_cache)
+    (tokens, query_heads, head_dim), half = q.shape, rope.cos_sin.shape[1] // 2
     kv_heads = k.shape[1]
     rows, warps = rotary_tile(tokens * query_heads, head_dim)
     kv_blocks = triton.cdiv(tokens * kv_heads, rows)
     _rotary_kernel[(triton.cdiv(tokens * query_heads, rows) + (1 if v is None else 2) * kv_blocks,)](
-        q, k, v, positions, cos_sin, q_weight, k_weight, k_cache, v_cache, out_cache_loc,
-        tokens, eps, strides(q), strides(k), strides(v),
+        q, k, v, positions, rope.cos_sin, rope.q_weight, rope.k_weight, k_cache, v_cache,
+        None if places is None else places.out_cache_loc, tokens, rope.eps, strides(q), strides(k), strides(v),
         HQ=query_heads, HKV=kv_heads, D=head_dim, HALF=half, PAGE=0 if k_cache is None else k_cache.shape[1],
         BLOCK_R=rows, BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)), BLOCK_D=triton.next_power_of_2(head_dim),

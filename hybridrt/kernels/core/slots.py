@@ -62,15 +62,16 @@ def advance_states(state: StateSlots, tokens: int, step: Callable[[int, Tensor],
         step: (token number, state before it [B, *state] float32, may be overwritten) to the state
             after it.
     """
-    states, read_slots, write_slots, intermediate = state
-    current = read_rows(states, read_slots).float()
-    if intermediate is None:
+    states = state.states
+    current = read_rows(states, state.read_state_slots).float()
+    if state.intermediate is None:
         for t in range(tokens):
             current = step(t, current).to(states.dtype).float()
-        write_rows(states, write_slots, current)
+        write_rows(states, state.write_state_slots, current)
         return
-    (stored, rows, parents), initial = intermediate, current
-    kept = torch.where(read_slots < 0, -1, rows)
+    stored, rows, parents = state.intermediate.stored, state.intermediate.rows, state.intermediate.parents
+    initial = current
+    kept = torch.where(state.read_state_slots < 0, -1, rows)
     for t in range(tokens):
         if parents is not None:
             found = stored[rows.clamp(min=0), parents[:, t].clamp(min=0)].float()

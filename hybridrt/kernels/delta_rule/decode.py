@@ -1,13 +1,13 @@
-"""A whole decode or verify step of the gated delta rule in one operation: conv, SiLU, l2 norms, gates, delta rule.
+"""A whole decode or verify step of the gated delta rule: conv, SiLU, norms, gates, delta rule.
 
-It serves Gated Delta Nets and Kimi Delta Attention, whose raw gate inputs have one dimension more. It reads the
-merged projection and ends at the input of the gated norm, in one of three state modes:
+It serves Gated Delta Nets and Kimi Delta Attention, whose raw gates have one dimension more. It
+starts from the merged projection. There are three state modes:
 
 - classic: the state is read and written each step;
-- replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`decode_ring.py`);
-- intermediate: with `state.intermediate`; the state is read only, and the state after each token stored.
-
-Tokens of a row form a chain; in the mode intermediate they may be the nodes of a draft tree.
+- replay, with a `ring`: the state is a checkpoint, the ring holds the inputs since
+  (`decode_ring.py`);
+- intermediate, with `state.intermediate`: the state after each token is stored there, and the pool
+  is only read. Tokens of a row may be the nodes of a draft tree in this mode alone.
 """
 
 from typing import Any
@@ -38,24 +38,25 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
     """Advances each of B rows by T tokens.
 
     Args:
-        qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V) side by side; a, b: `[B, T, Hv]` raw gate inputs,
-            or a `[B, T, Hv, K]` in Kimi Delta Attention. Any row and token stride: they may be column slices of one
-            projection.
+        qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V). a, b: `[B, T, Hv]` raw
+        gates, or
+            a `[B, T, Hv, K]` in Kimi Delta Attention. Any row and token stride.
 
     Returns:
         `[B, T, Hv, V]` in qkv's dtype.
 
     Raises:
-        ConfigError: the conv ring or the state ring is too narrow for T tokens, the conv does not end in SiLU, or the
-            state ring has gates of heads and the step of channels, or the other way round.
+        ConfigError: the conv ring or the state ring is too narrow for T tokens, the conv does not
+        end
+            in SiLU, or one of ring and step has gates of heads and the other of channels.
     """
     # The separate operations one after the other
-    conv_weights, conv_state, state, ring, _ = step
-    conved = causal_conv1d_update.reference(qkv, conv_weights, conv_state, step.conv_nodes)
+    state = step.state
+    conved = causal_conv1d_update.reference(qkv, step.conv_weights, step.conv_state, step.conv_nodes)
     inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates(a, b, weights))
-    if ring is None:
+    if step.ring is None:
         return recurrent_gated_delta_rule.reference(inputs, state)
-    return gdn_replay(inputs, state, ring)
+    return gdn_replay(inputs, state, step.ring)
 
 
 def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,13 +1,13 @@
 """Triton `gdn_decode` of one token without a state ring, in one launch.
 
-A program advances a few tiles, [BLOCK_V, K] each, of one value head's state S. With S the state that is read,
+A program advances a few tiles [BLOCK_V, K] of one value head's state S. With S as it is read,
 
     u = beta (v - decay S k),    S' = decay S + u k^T,    S' q = decay S q + (k . q) u,
 
-so that a tile is read once and written once. In Kimi Delta Attention each column of S has a decay of its own, and k and
-q take it before they meet S. Before its tiles a program computes the conv, the norms and the gates that
-they need. All programs of a key head compute its q and k, and one of them writes their raw inputs to the conv ring.
-While a program computes these, the tiles of others keep the memory busy.
+so a tile is read once and written once. In Kimi Delta Attention each column of S has its own decay,
+and k and q are multiplied by it first. Every program of a key head computes the head's q and k, and
+one of them writes their raw inputs to the conv ring. Meanwhile tiles of other programs keep the
+memory busy.
 """
 
 import torch
@@ -37,8 +37,9 @@ def _add(a0, a1, a2, b0, b1, b2):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _left(read, decay, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What a vector reads of the decayed state, from what it `read` of the state. Where channels have decays of their
-    own, the vector has taken them already."""
+    """Product of a vector and the decayed state, from its product with the state. Where channels
+    have their own decays, they are in the vector already.
+    """
     return read if CHANNELS else decay * read
 
 
@@ -61,7 +62,7 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
     slot, write = tl.load(read_slots_ptr + row).to(tl.int64), tl.load(write_slots_ptr + row).to(tl.int64)
     position, read = tl.load(positions_ptr + row), tl.maximum(slot, 0)
 
-    # All loads before the first use of one, and before the wait those of what earlier steps left.
+    # All loads come before the first use; loads of what earlier steps left, before the wait.
     i = tl.arange(0, BLOCK_V)
     tile = states_ptr + h * (V * K) + (part * ROWS + i)[:, None] * K + k[None, :]
     read_tile, write_tile = tile + read * states_ss, tile + write * states_ss
@@ -129,29 +130,30 @@ def _classic_kernel(  # type: ignore[no-untyped-def]
 
 def decode_classic(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
     """`gdn_decode` of one token without a ring."""
-    (weight, bias, _), (conv, read_slots, write_slots, start_positions), (states, *_), *_ = step
+    conv, states = step.conv_state.conv, step.state.states
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     tile, by_channel = classic_tile(batch, states), a.ndim == 4
-    # Decays for each channel are a vector more; beside tiles of twice as many rows it would not fit into 64 registers.
+    # Decays of channels are one more vector: too much for 64 registers with tiles of twice as many rows.
     registers = 80 if by_channel and states.element_size() < 4 else 64
     _classic_kernel[triton.cdiv(value_dim, tile["BLOCK_V"] * tile["TILES"]), value_heads, batch](
-        qkv, a, b, weight, bias, weights.A_log, weights.dt_bias, out, conv, states,
-        read_slots, write_slots, start_positions,
+        qkv, a, b, step.conv_weights.weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, out, conv, states,
+        step.conv_state.read_state_slots, step.conv_state.write_state_slots, step.conv_state.start_positions,
         strides(qkv), strides(a), strides(b), conv.stride(0), states.stride(0),
         HK=(channels - value_heads * value_dim) // (2 * key_dim), HV=value_heads, K=key_dim, V=value_dim,
-        TAPS=weight.shape[1], WC=conv.shape[2], BETA_SCALE=weights.beta_scale, LOWER_BOUND=weights.lower_bound,
-        CHANNELS=by_channel, num_warps=4, maxnreg=registers, **tile, **pdl(qkv.device),
+        TAPS=step.conv_weights.weight.shape[1], WC=conv.shape[2], BETA_SCALE=weights.beta_scale,
+        LOWER_BOUND=weights.lower_bound, CHANNELS=by_channel, num_warps=4, maxnreg=registers, **tile, **pdl(qkv.device),
     )  # fmt: skip
     return out
 
 
 def classic_tile(batch: int, states: Tensor) -> dict[str, int]:
-    """How a program cuts the states [S+1, Hv, V, K], as measured on an H200.
+    """Tiles of the states [S+1, Hv, V, K], as measured on an H200.
 
-    Three tiles are under way while one is computed; they wait in shared memory, so that registers leave room for eight
-    programs on a multiprocessor. A small batch ends before a pipeline is full; more programs are faster there.
+    Three tiles are loaded into shared memory while one is computed, so that registers leave room
+    for eight programs on a multiprocessor. A small batch ends before such a pipeline is full: it
+    gets more programs instead.
     """
     heads, columns = states.shape[1], triton.next_power_of_2(states.shape[3])
     tile = {"BLOCK_V": tile_rows(states), "BLOCK_K": columns}

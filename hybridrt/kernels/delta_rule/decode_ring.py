@@ -1,20 +1,20 @@
-"""Plain-torch `gdn_decode` behind the conv, with a state ring: outputs are read from a checkpoint and recent inputs.
+"""Plain-torch `gdn_decode` after the conv, in replay mode: reads the checkpoint and the ring.
 
-The state in the pool is a checkpoint. Since then, the ring of a running row keeps per token the corrected value
-u = beta (v - S k) (S: the state after this token's decay), the normalised key and the log decay g, so that the state
-after n entries is
+The state in the pool is a checkpoint. For each token since, the ring holds the corrected value
+u = beta (v - S k) (S: the state after this token's decay), the normalised key and the log decay g.
+The state after n entries is
 
     exp(G_n) S_0 + sum_i exp(G_n - G_i) u_i k_i^T,    G_i = g_1 + ... + g_i
 
-and is only written once the ring is full. Every term is computed from the entries as the ring stores them (its
-dtype), so that a token's output does not depend on how tokens were grouped into steps.
+Terms are computed from the entries as the ring stores them (its dtype). So a token's output does
+not depend on how tokens were grouped into steps.
 
-In Kimi Delta Attention each channel of a key has such a sum: S_0 diag(exp(G_n)), and k_i exp(G_n - G_i) channel by
-channel. The ring then keeps K log decays a token. A decay is the product of that from an entry to the end of the ring
-and that from there to a token of the step. The logs of both are sums of negative numbers: nothing overflows.
+In Kimi Delta Attention each channel of a key has such a sum, and the ring holds K log decays a
+token. A decay is split at the end of the ring: the logs of both factors are negative sums, so
+nothing overflows.
 
-Shapes: B rows, T new tokens, W ring columns, Hk key heads of dim K, Hv value heads of dim V. The T new entries go to
-columns (start + length + t) mod W. D stands for the channels that decay apart: 1, or K in Kimi Delta Attention.
+Shapes: B rows, T new tokens, W ring columns, Hk key heads of dim K, Hv value heads of dim V, D
+channels with decays of their own: 1, or K in Kimi Delta Attention.
 """
 
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ from hybridrt.kernels.state.state_ring import ring_entries
 
 @dataclass(frozen=True)
 class _History:
-    """A row's first W ring entries in order of time, float32, zero where not visible.
+    """A row's first W ring entries by time, float32, zero where not visible.
 
     Attributes:
         values: `[B, Hv, W, V]`.
-        keys: `[B, Hv, W, K]`, with what is left of them at the end.
-        log_decay: `[B, Hv, 1, D]`, log of what is left of the checkpoint at the end.
+        keys: `[B, Hv, W, K]`, decayed to the end of the ring.
+        log_decay: `[B, Hv, 1, D]`, of the checkpoint until the end of the ring.
     """
 
     values: Tensor
@@ -46,24 +46,23 @@ class _History:
 
 
 def gdn_replay(inputs: DeltaInputs, state: StateSlots, ring: StateRing) -> Tensor:
-    """Outputs of T new tokens per row (decode: T = 1, verification of a chain: T > 1); their entries join the ring.
+    """Outputs `[B, T, Hv, V]` of T new tokens per row, in v's dtype; their entries join the ring at
+    columns (start + length + t) mod W.
 
-    `state` holds the checkpoints; it is read alone. The cursors are not moved (`advance_ring` does that). Returns
-    `[B, T, Hv, V]` in v's dtype.
+    The checkpoints in `state` are only read, and the cursors stay (`advance_ring` moves them).
     """
-    (q, k, v, g, beta), (states, slots, _, _) = inputs, state
-    values, keys, gates, rows, start, length = ring
+    q, g, slots, values, keys = inputs.q, inputs.g, state.read_state_slots, ring.values, ring.keys
     tokens, width = q.shape[1], values.shape[2]
     history = _read_history(ring)
-    new_keys = l2_normalize(k).to(keys.dtype).float().transpose(1, 2)
+    new_keys = l2_normalize(inputs.k).to(keys.dtype).float().transpose(1, 2)
     queries = (l2_normalize(q) * q.shape[-1] ** -0.5).transpose(1, 2)
-    sums = decay_sums(g if g.ndim == v.ndim else g.unsqueeze(-1), 1).transpose(1, 2)
-    checkpoint = read_rows(states, slots).float()
+    sums = decay_sums(g if g.ndim == inputs.v.ndim else g.unsqueeze(-1), 1).transpose(1, 2)
+    checkpoint = read_rows(state.states, slots).float()
     base = _read_past(checkpoint, history, torch.cat((new_keys, queries), 2), torch.cat((sums, sums), 2))
-    out, corrected = _new_tokens(base, new_keys, queries, v, sums, beta.float(), values.dtype)
-    column = ((start + length).unsqueeze(1) + torch.arange(tokens, device=start.device)) % width
-    for tensor, entries in ((values, corrected.transpose(1, 2)), (keys, new_keys.transpose(1, 2)), (gates, g)):
-        write_columns(tensor, slots, column, entries, rows)
+    out, corrected = _new_tokens(base, new_keys, queries, inputs.v, sums, inputs.beta.float(), values.dtype)
+    column = ((ring.start + ring.length).unsqueeze(1) + torch.arange(tokens, device=ring.start.device)) % width
+    for tensor, entries in ((values, corrected.transpose(1, 2)), (keys, new_keys.transpose(1, 2)), (ring.gates, g)):
+        write_columns(tensor, slots, column, entries, ring.rows)
     return out.transpose(1, 2).masked_fill(pad_mask(slots, 4), 0).to(q.dtype)
 
 
@@ -87,9 +86,10 @@ def _read_past(checkpoint: Tensor, history: _History, vectors: Tensor, sums: Ten
 def _new_tokens(
     base: Tensor, keys: Tensor, queries: Tensor, v: Tensor, sums: Tensor, beta: Tensor, ring_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and corrected values, both `[B, Hv, T, V]`: each token corrects for the entries of those before it.
+    """Outputs and corrected values, both `[B, Hv, T, V]`.
 
-    base `[B, Hv, 2T, V]`: what the T keys, then the T queries read from the past; keys, queries `[B, Hk, T, K]`.
+    base `[B, Hv, 2T, V]`: products of the T keys, then the T queries, with the past; keys, queries
+    `[B, Hk, T, K]`.
     """
     tokens = keys.shape[2]
     by_key, by_query = (decayed_products(x, keys, sums) for x in (keys, queries))

@@ -1,8 +1,8 @@
 """Triton `gdn_decode` of one token of few rows with a state ring, in one launch.
 
-The formulas are those of `decode_ring_triton.py`. Each program works out the scores of its head by itself, for one tile
-of the head's state. With few rows that takes less time than the start of a second launch. What earlier steps left is on
-its way before the wait for the kernel in front.
+The formulas are in `decode_ring_triton.py`. Each program computes the scores of its head for one
+tile of the head's state: for few rows that takes less time than a second launch. Loads of what
+earlier steps wrote start before the wait for the kernel in front.
 """
 
 import torch
@@ -120,18 +120,20 @@ def is_few(qkv: Tensor, a: Tensor, conv_weight: Tensor, states: Tensor) -> bool:
 
 def gdn_few_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
     """`gdn_decode` of one token of few rows with a ring."""
-    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring, _ = step
+    conv, states, ring = step.conv_state.conv, step.state.states, step.ring
     assert ring is not None
     batch, _, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
     out = torch.empty((batch, 1, value_heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     block_v = tile_rows(states)
     _few_kernel[triton.cdiv(value_dim, block_v), value_heads, batch](
-        qkv, a, b, weight, bias, weights.A_log, weights.dt_bias, out, conv, states, ring.values, ring.keys, ring.gates,
-        slots, start_positions, ring.rows, ring.start, ring.length, strides(qkv), strides(a), strides(b),
+        qkv, a, b, step.conv_weights.weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, out, conv, states,
+        ring.values, ring.keys, ring.gates,
+        step.conv_state.read_state_slots, step.conv_state.start_positions, ring.rows, ring.start, ring.length,
+        strides(qkv), strides(a), strides(b),
         conv.stride(0), states.stride(0), ring.values.stride(0), ring.keys.stride(0), ring.gates.stride(0),
         HK=(channels - value_heads * value_dim) // (2 * key_dim), HV=value_heads, K=key_dim, V=value_dim,
-        W=ring.gates.shape[2], TAPS=weight.shape[1], WC=conv.shape[2], BLOCK_V=block_v,
+        W=ring.gates.shape[2], TAPS=step.conv_weights.weight.shape[1], WC=conv.shape[2], BLOCK_V=block_v,
         BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_W=triton.next_power_of_2(ring.gates.shape[2]),
         BETA_SCALE=weights.beta_scale, num_warps=4, **pdl(qkv.device),
     )  # fmt: skip

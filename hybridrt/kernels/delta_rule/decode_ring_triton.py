@@ -1,15 +1,15 @@
 """Triton `gdn_decode` with a state ring, in two launches.
 
-A step multiplies the state with 2 T vectors x_n, the keys of its T tokens and then their queries. Everything that it
-computes per row or per key head is small; only the state is large. So the first kernel runs the conv of keys and
-queries, enters gates and keys into the ring and reduces the ring's keys to scores,
+A step multiplies the state with 2 T vectors x_n: the keys of its T tokens, then their queries. Only
+the state is large. So the first kernel runs the conv of keys and queries, enters gates and keys
+into the ring and reduces the ring's keys to scores,
 
     S x_n = decay_n C x_n + sum_i scores[n, i] u_i,      scores[n, i] = exp(G_n - G_i) (k_i . x_n)
 
-with C the state in the pool, S that state decayed to the vector's token, and i over the ring's entries, those of the
-step's own tokens included. The second kernel runs the conv of v, streams C through one product with all vectors, and
-then finds the corrected values u = beta (v - S k) of the tokens one after the other, each from the scores of those
-before it. Queries stay as the conv left them: their norm and scale stand in decay_n and scores.
+with C the state in the pool, S that state at the vector's token, and i over the ring's entries and
+the step's tokens. The second kernel runs the conv of v, multiplies C with all vectors in one pass,
+and computes the corrected values u = beta (v - S k) token by token. decay_n and scores include the
+norm and scale of queries.
 """
 
 import torch
@@ -138,8 +138,11 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, value heads, tiles of V]: BLOCK_V rows of a state [V, K] are read once for 2 T vectors, BLOCK_K
-    columns at a time. BLOCK_N is 2 where the products are taken element by element, else at least 16."""
+    """Grid [rows, value heads, tiles of V]: BLOCK_V rows of a state [V, K] are read once for 2 T
+    vectors.
+
+    BLOCK_N is 2 if products are taken element by element, else at least 16.
+    """
     b, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     n, k, w = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_W)
     v = part * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -228,7 +231,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
 
 def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, step: FusedStep) -> Tensor:
     """`gdn_decode` with a state ring."""
-    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring, _ = step
+    weight, conv, states, ring = step.conv_weights.weight, step.conv_state.conv, step.state.states, step.ring
     assert ring is not None
     batch, tokens, channels = qkv.shape
     _, value_heads, value_dim, key_dim = states.shape
@@ -244,11 +247,11 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
     sizes = {"T": tokens, "HK": key_heads, "HV": value_heads, "K": key_dim, "W": width}
     sizes["BLOCK_W"] = max(16, triton.next_power_of_2(width))
     sizes |= {"TAPS": weight.shape[1], "WC": conv.shape[2]}
-    rows = slots, start_positions, ring.rows, ring.start, ring.length
+    rows = step.conv_state.read_state_slots, step.conv_state.start_positions, ring.rows, ring.start, ring.length
     own = {"BLOCK_H": triton.next_power_of_2(value_heads // key_heads), "PRECISION": dot_precision(ring.keys.dtype)}
     prepare = prepare_channels if by_channel else _prepare_kernel
     prepare[batch, key_heads](
-        qkv, a, b, weight, bias, weights.A_log, weights.dt_bias, conv, ring.keys, ring.gates,
+        qkv, a, b, weight, step.conv_weights.bias, weights.A_log, weights.dt_bias, conv, ring.keys, ring.gates,
         vectors, scores, decays, betas,
         *rows, strides(qkv), strides(a), strides(b), conv.stride(0), ring.keys.stride(0), ring.gates.stride(0),
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), BETA_SCALE=weights.beta_scale,
@@ -258,7 +261,7 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
     )  # fmt: skip
     tile = stream_tile(batch, tokens, states, by_channel)
     _stream_kernel[batch, value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](
-        qkv, weight, bias, out, conv, states, ring.values, vectors, scores, decays, betas, *rows,
+        qkv, weight, step.conv_weights.bias, out, conv, states, ring.values, vectors, scores, decays, betas, *rows,
         strides(qkv), conv.stride(0), states.stride(0), ring.values.stride(0), V=value_dim, **tile, **sizes,
         **pdl(device),
     )  # fmt: skip
@@ -266,10 +269,11 @@ def gdn_stream_triton(qkv: Tensor, a: Tensor, b: Tensor, weights: GateWeights, s
 
 
 def stream_tile(batch: int, tokens: int, states: Tensor, by_channel: bool = False) -> dict[str, int]:
-    """How a program of the stream cuts the states [S+1, Hv, V, K], as measured on an H200.
+    """Tiles of the states [S+1, Hv, V, K] in the second kernel, as measured on an H200.
 
-    One token is multiplied element by element where state or vectors are float32: three tensor-core products would cost
-    more than the bytes. Tiles that are whole in K are on their way before the wait for the kernel in front.
+    One token is multiplied element by element if state or vectors are float32: three tensor-core
+    products would cost more than the bytes. Tiles with all of K are loaded before the wait for the
+    kernel in front.
     """
     _, heads, value_dim, key_dim = states.shape
     wide = states.element_size() == 4

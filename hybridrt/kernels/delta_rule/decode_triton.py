@@ -1,7 +1,7 @@
-"""Triton kernel of the recurrent gated delta rule; and `gdn_decode`, of which it does steps of several tokens without a
-state ring, chains and draft trees.
+"""Triton kernel of the recurrent gated delta rule, and the choice of kernels for `gdn_decode`.
 
-A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T tokens.
+A program keeps BLOCK_V rows of one value head's state, [BLOCK_V, K], in registers over the T
+tokens. `gdn_decode` uses it for several tokens without a state ring, chains and draft trees.
 """
 
 import torch
@@ -99,17 +99,18 @@ def recurrent_gated_delta_rule_triton(
     inputs: DeltaInputs, state: StateSlots, weights: GateWeights | None = None
 ) -> Tensor:
     """`recurrent_gated_delta_rule` in one launch."""
-    q, _, v, g, beta = inputs
-    states, read_slots, write_slots, intermediate = state
-    stored, rows, parents = intermediate or (None, None, None)
-    A_log, dt_bias, beta_scale, lower_bound = weights or (None, None, 1.0, None)
+    v, states, kept = inputs.v, state.states, state.intermediate
+    stored, rows, parents = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.parents)
+    A_log, dt_bias = (None, None) if weights is None else (weights.A_log, weights.dt_bias)
+    beta_scale, lower_bound = (1.0, None) if weights is None else (weights.beta_scale, weights.lower_bound)
     _, value_heads, value_dim, key_dim = states.shape
     out, tile = torch.empty(v.shape, dtype=v.dtype, device=v.device), recurrent_tile(states)
     _recurrent_kernel[len(v), value_heads, triton.cdiv(value_dim, tile["BLOCK_V"])](
-        *inputs, out, A_log, dt_bias, states, stored, read_slots, write_slots, rows, parents,
+        *inputs, out, A_log, dt_bias, states, stored, state.read_state_slots, state.write_state_slots, rows, parents,
         *map(strides, inputs), states.stride(0), strides(stored), strides(parents)[0],
-        T=v.shape[1], HK=q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
-        BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound, CHANNELS=g.ndim > beta.ndim, **tile, **pdl(v.device),
+        T=v.shape[1], HK=inputs.q.shape[2], HV=value_heads, K=key_dim, V=value_dim,
+        BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound, CHANNELS=inputs.g.ndim > inputs.beta.ndim, **tile,
+        **pdl(v.device),
     )  # fmt: skip
     return out
 

@@ -1,4 +1,4 @@
-"""What the kernels of the chunked delta rules share: a record for the second launch, a triangular inverse."""
+"""Shared by the kernels of chunked delta rules: the record between launches, a triangular inverse."""
 
 from typing import NamedTuple
 

@@ -1,13 +1,13 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024): gates, the chunked prefill and the recurrent step.
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024): gates, chunked prefill, recurrent step.
 
     S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t
 
-In Kimi Delta Attention (Moonshot AI 2025) each channel of a key has a gate of its own, S_{t-1} diag(exp(g_t)) takes
-the place of exp(g_t) S_{t-1}, and there are as many key heads as value heads.
+In Kimi Delta Attention (Moonshot AI 2025) each channel of a key has its own gate: S_{t-1}
+diag(exp(g_t)) replaces exp(g_t) S_{t-1}, and there are as many key heads as value heads.
 
-Shapes: T tokens, B rows, Hk key heads of dim K, Hv value heads of dim V; value head h uses key head h // (Hv // Hk).
-States are `[S+1, Hv, V, K]`. q and k are l2-normalised here, and q is scaled by K^-0.5. Arguments are records of
-`records.py`.
+Shapes: T tokens, B rows, Hk key heads of dim K, Hv value heads of dim V; value head h uses key head
+h // (Hv // Hk). States are `[S+1, Hv, V, K]`. q and k are l2-normalised here, and q is scaled by
+K^-0.5.
 """
 
 from dataclasses import dataclass
@@ -24,19 +24,17 @@ from hybridrt.kernels.core.slots import advance_states, initial_states, pad_mask
 
 
 def gdn_gates(a: Tensor, b: Tensor, weights: GateWeights) -> tuple[Tensor, Tensor]:
-    """g = -exp(A_log) softplus(a + dt_bias) (the log of the decay) and beta = beta_scale sigmoid(b), float32.
+    """(g, beta) in float32: g = -exp(A_log) softplus(a + dt_bias), the log of the decay, of a's
+    shape, and beta = beta_scale sigmoid(b).
 
-    a, b `[..., Hv]` any float dtype. Returns (g, beta) of a's shape. It also takes a `[..., Hv, K]` of Kimi Delta
-    Attention, whose safe gate is
-
-    g = lower_bound sigmoid(exp(A_log) (a + dt_bias)).
+    a, b: `[..., Hv]` of any float dtype; a `[..., Hv, K]` in Kimi Delta Attention, whose safe gate
+    is g = lower_bound sigmoid(exp(A_log) (a + dt_bias)).
     """
-    A_log, dt_bias, scale, lower_bound = weights
-    rate, beta = A_log.float().exp(), scale * torch.sigmoid(b.float())
+    rate, beta = weights.A_log.float().exp(), weights.beta_scale * torch.sigmoid(b.float())
     if a.ndim > b.ndim:
         rate = rate.unsqueeze(-1)
-    a = a.float() + dt_bias.float()
-    return -rate * F.softplus(a) if lower_bound is None else lower_bound * torch.sigmoid(rate * a), beta
+    a = a.float() + weights.dt_bias.float()
+    return -rate * F.softplus(a) if weights.lower_bound is None else weights.lower_bound * torch.sigmoid(rate * a), beta
 
 
 def with_gates(inputs: DeltaInputs, weights: GateWeights | None) -> DeltaInputs:
@@ -53,16 +51,17 @@ def chunk_gated_delta_rule(
 ) -> Tensor:
     """Prefill of several requests, packed along one axis. Returns `[T, Hv, V]` in v's dtype."""
     # The WY form (Yang et al. 2024, section 3.3): within a chunk the corrected values solve a triangular system
-    (q, k, v, g, beta), (states, read_slots, write_slots, _) = with_gates(inputs, weights), state
-    _, has_initial_state, plan, _ = prompts
+    inputs, plan = with_gates(inputs, weights), prompts.plan
+    q, v = inputs.q, inputs.v
     tokens = v.shape[0]
     index, valid = chunk_tokens(plan, torch.arange(len(plan.seq_idx), device=v.device))
-    initial = initial_states(states, read_slots, has_initial_state)
+    initial = initial_states(state.states, state.read_state_slots, prompts.has_initial_state)
     scaled_q = l2_normalize(q) * q.shape[-1] ** -0.5
-    chunks = _wy_chunks(*(_to_chunks(x, index, valid) for x in (scaled_q, l2_normalize(k), v, g, beta)))
+    normed = inputs._replace(q=scaled_q, k=l2_normalize(inputs.k))
+    chunks = _wy_chunks(*(_to_chunks(x, index, valid) for x in normed))
     out, final = _scan_chunks(chunks, initial, plan)
-    write_rows(states, write_slots, final)
-    out = out.masked_fill(pad_mask(write_slots, 4)[plan.seq_idx], 0)
+    write_rows(state.states, state.write_state_slots, final)
+    out = out.masked_fill(pad_mask(state.write_state_slots, 4)[plan.seq_idx], 0)
     packed = v.new_zeros(tokens + 1, *v.shape[1:])  # the last row takes the places of chunks that hold no token
     packed[torch.where(valid, index, tokens)] = out.transpose(1, 2).to(v.dtype)
     return packed[:tokens]
@@ -74,12 +73,13 @@ def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, weights: 
 
     The state is rounded to its dtype after every token, as T single steps would. Returns `[B, T, Hv, V]` in v's dtype.
     """
-    q, k, v, g, beta = with_gates(inputs, weights)
+    inputs = with_gates(inputs, weights)
+    q, k, v = inputs.q, inputs.k, inputs.v
     heads_per_key = v.shape[2] // k.shape[2]
     # k and q side by side: one pass over the state serves both products.
     pairs = torch.stack((l2_normalize(k), l2_normalize(q) * q.shape[-1] ** -0.5), -2)
     pairs = pairs.repeat_interleave(heads_per_key, 2)
-    decay, v, beta = g.float().exp(), v.float(), beta.float().unsqueeze(-1)
+    decay, v, beta = inputs.g.float().exp(), v.float(), inputs.beta.float().unsqueeze(-1)
     decay = (decay if decay.ndim == v.ndim else decay.unsqueeze(-1)).unsqueeze(-2)
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
 
@@ -166,8 +166,9 @@ def _scan_chunks(chunks: _Chunks, state: Tensor, plan: ChunkPlan) -> tuple[Tenso
 
 
 def _delta_rule_step(state: Tensor, pairs: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: state `[B, Hv, V, K]` (overwritten), pairs `[B, Hv, 2, K]` of (k, q), decay `[B, Hv, 1, 1 or K]`.
-    Returns output and state."""
+    """Output and state of one token: state `[B, Hv, V, K]` (overwritten), pairs `[B, Hv, 2, K]` of
+    (k, q), decay `[B, Hv, 1, 1 or K]`.
+    """
     key, query = pairs.unbind(-2)
     read_key, read_query = ((pairs * decay) @ state.transpose(-1, -2)).unbind(-2)
     value = (v - read_key).mul_(beta)

@@ -1,17 +1,20 @@
 """Triton kernels of the chunked gated delta rule (Yang et al. 2024, section 3.3), two launches.
 
-1. `_prepare_kernel`: what depends on one chunk's tokens alone: gates, the solved triangular system, scores, decays.
-2. `_pass_kernel`: walks each row's chunks with a block of the state's columns on the chip; outputs come on the way.
+1. `_prepare_kernel`: what depends on a chunk's tokens alone: gates, solved system, scores, decays.
+2. `_pass_kernel`: walks each row's chunks with a block of the state's columns on the chip.
 
-With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q_i|, and S the state before the chunk:
+With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q_i|, and S the state
+before the chunk (A for i > j, P for i >= j):
 
-    u = (I + A)^-1 beta (v - exp(G) kappa k S^T),    A_ij = beta_i kappa_i kappa_j exp(G_i - G_j) k_i k_j for i > j
-    out = exp(G) rho q S^T + P u,                    P_ij = rho_i kappa_j exp(G_i - G_j) q_i k_j for i >= j
+    u = (I + A)^-1 beta (v - exp(G) kappa k S^T)
+    A_ij = beta_i kappa_i kappa_j exp(G_i - G_j) k_i k_j
+    out = exp(G) rho q S^T + P u
+    P_ij = rho_i kappa_j exp(G_i - G_j) q_i k_j
     S <- exp(G_end) S + u^T exp(G_end - G) kappa k
 
-k, q and v are not scaled; all factors are applied to products. So asynchronous copies can move tiles from memory to the
-tensor cores. In Kimi Delta Attention factors differ from channel to channel: there the first launch is of
-`kda_chunks_triton.py`, and leaves scaled q and k for the second.
+Factors are applied to products, not to k, q and v: asynchronous copies can then move tiles from
+memory to the tensor cores. In Kimi Delta Attention factors differ by channel: there
+`kda_chunks_triton.py` is the first launch and passes scaled q and k on.
 """
 
 import torch
@@ -105,7 +108,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
             tl.store(out_ptr + token * (HV * V) + out_tile, zeros, mask=tile_mask(token + t < row_end, j, V, BLOCK_V))
         return
 
-    # 64 bits for where a chunk begins, 32 for the way from there: fewer registers and instructions for addresses.
+    # Starts have 64 bits and offsets 32: fewer registers and instructions for addresses.
     q_ptr += h // (HV // HK) * q_strides[1]
     k_ptr += h // (HV // HK) * k_strides[1]
     if CHANNELS:
@@ -171,12 +174,12 @@ def chunk_gated_delta_rule_triton(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:
     """`chunk_gated_delta_rule` in two launches. Raises ConfigError for chunks of more than 64 tokens."""
-    v, (states, read_slots, write_slots, _), (_, has_initial_state, plan, _) = inputs.v, state, prompts
+    v, plan = inputs.v, prompts.plan
     if plan.chunk_size > MAX_CHUNK:
         raise ConfigError(
             f"chunks of {plan.chunk_size} tokens; the gated delta rule's kernels take {MAX_CHUNK} at most"
         )
-    rows, (value_heads, value_dim), (key_heads, key_dim) = len(read_slots), v.shape[1:], inputs.k.shape[1:]
+    rows, (value_heads, value_dim), (key_heads, key_dim) = len(state.read_state_slots), v.shape[1:], inputs.k.shape[1:]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     out[plan.num_tokens :].zero_()
     size, block_k = max(16, triton.next_power_of_2(plan.chunk_size)), max(16, triton.next_power_of_2(key_dim))
@@ -188,8 +191,8 @@ def chunk_gated_delta_rule_triton(
     tile = pass_tile(rows * value_heads, value_dim, size, widths, v)
     _pass_kernel[triton.cdiv(value_dim, tile["BLOCK_V"]), value_heads, rows](
         *chunks, out, plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
-        states, read_slots, write_slots, has_initial_state,
-        strides(chunks.q), strides(chunks.k), strides(v), states.stride(0),
+        state.states, state.read_state_slots, state.write_state_slots, prompts.has_initial_state,
+        strides(chunks.q), strides(chunks.k), strides(v), state.states.stride(0),
         HK=key_heads, HV=value_heads, K=key_dim, V=value_dim, CHUNK=plan.chunk_size, Q=size, BLOCK_K=block_k,
         PRECISION=dot_precision(v.dtype), **tile,
     )  # fmt: skip
@@ -199,27 +202,27 @@ def chunk_gated_delta_rule_triton(
 def _prepare(
     inputs: DeltaInputs, weights: GateWeights | None, plan: ChunkPlan, size: int, block_k: int
 ) -> PreparedChunks:
-    """The first launch, for one gate a head."""
-    q, k, v, g, beta = inputs
-    A_log, dt_bias, beta_scale, _ = weights or (None, None, 1.0, None)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    A_log, dt_bias = (None, None) if weights is None else (weights.A_log, weights.dt_bias)
     chunks, (key_heads, key_dim), value_heads, device = len(plan.seq_idx), k.shape[1:], v.shape[1], v.device
     solved = torch.empty(chunks, value_heads, size, size, dtype=v.dtype, device=device)
     scores = torch.empty_like(solved)
     factors = torch.empty(chunks, value_heads, 3, size, dtype=torch.float32, device=device)
     decay = torch.empty(chunks, value_heads, dtype=torch.float32, device=device)
     _prepare_kernel[value_heads, chunks](
-        q, k, g, beta, A_log, dt_bias, plan.cu_chunk_seqlens, solved, scores, factors, decay,
-        strides(q), strides(k), g.stride(0), beta.stride(0), HK=key_heads, HV=value_heads, K=key_dim, Q=size,
-        LEVELS=size.bit_length() - 1, BLOCK_K=block_k, BETA_SCALE=beta_scale, PRECISION=dot_precision(v.dtype),
-        num_warps=4,
+        q, k, inputs.g, inputs.beta, A_log, dt_bias, plan.cu_chunk_seqlens, solved, scores, factors, decay,
+        strides(q), strides(k), inputs.g.stride(0), inputs.beta.stride(0), HK=key_heads, HV=value_heads, K=key_dim,
+        Q=size, LEVELS=size.bit_length() - 1, BLOCK_K=block_k,
+        BETA_SCALE=1.0 if weights is None else weights.beta_scale, PRECISION=dot_precision(v.dtype), num_warps=4,
     )  # fmt: skip
     return PreparedChunks(q, k, None, v, solved, scores, factors, decay)
 
 
 def pass_tile(states: int, value_dim: int, size: int, widths: int, v: Tensor) -> dict[str, int]:
-    """Columns of the state to a program, and how many chunks of `size` tokens it has on the way, which have `widths`
-    columns beside those of v. On an H200 a chunk takes 1.5 us with 32
-    columns and 2.0 us with 64: the latter where 32 would make programs wait for others to end."""
+    """Columns of the state in a program, and how many chunks of `size` tokens it prefetches, with
+    `widths` columns next to those of v. On an H200 a chunk takes 1.5 us with 32 columns and 2.0
+    us with 64: the latter where 32 would make programs wait for others to end.
+    """
     narrow = v.itemsize > 2 or states * value_dim <= 32 * multiprocessors(v.device)
     block_v = min(32 if narrow else 64, max(16, triton.next_power_of_2(value_dim)))
     chunk_bytes = size * (widths + block_v) * v.itemsize

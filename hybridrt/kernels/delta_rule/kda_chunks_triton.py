@@ -37,7 +37,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-255.0 * 256.0)  # of a gate: in float16's range, and its exponential is 0
 FAR = 100.0  # as a power of 2: 2^-FAR of a key is in float32's range, and so is 2^-26 of that
 FAR_IN_FLOAT32 = 16.0  # differences of larger sums lose more than float32 products do
-# log(1 + z) / z for 0 <= z <= 1, highest power first, to 2e-7 of it: least squares, weighted until no error stands out.
+# log(1 + z) / z for 0 <= z <= 1, highest power first, to 2e-7: weighted least squares.
 LOG1P = tl.constexpr(
     (
         -0.008539208211004734, 0.044089630246162415, -0.10768171399831772, 0.17745241522789001,
@@ -50,7 +50,7 @@ _kept_matrices: dict[tuple[int, torch.device], Tensor] = {}
 
 @triton.jit
 def _softplus(x):  # type: ignore[no-untyped-def]
-    """log(1 + e^x) in a third of the instructions of the decode kernels' one, of which a step has few."""
+    """log(1 + e^x) in a third of the instructions of the decode kernels' softplus."""
     z = tl.exp2(-tl.abs(x) * LOG2_E)
     ratio = tl.full(x.shape, LOG1P[0], tl.float32)
     for n in tl.static_range(1, 8):
@@ -62,9 +62,9 @@ def _softplus(x):  # type: ignore[no-untyped-def]
 def _gates(  # type: ignore[no-untyped-def]
     a_ptr, A_log_ptr, dt_bias_ptr, h, i, mask, K: tl.constexpr, LOWER_BOUND: tl.constexpr
 ):
-    """SCALE / log(2) times g of a tile [Q, columns i], 0 where masked: from raw a, or g loaded where there is no A_log.
-
-    Exponentials are taken to the base 2: tl.exp would multiply and look for small results first.
+    """SCALE / log(2) times g of a tile [Q, columns i], 0 where masked: from raw a, or from g if
+    there is no A_log. Exponentials have base 2: tl.exp would multiply and look for small results
+    first.
     """
     UNIT: tl.constexpr = SCALE * LOG2_E
     g = tl.load(a_ptr, mask=mask, other=0.0).to(tl.float32)
@@ -83,7 +83,6 @@ def _gates(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _halves(g):  # type: ignore[no-untyped-def]
-    """Two numbers of float16 whose sum is g."""
     high = g.to(tl.float16)
     return high, (g - high.to(tl.float32)).to(tl.float16)
 
@@ -130,7 +129,7 @@ def _channels_kernel(  # type: ignore[no-untyped-def]
     t, columns = tl.arange(0, Q), tl.arange(0, BLOCK_K)
     first, end = tl.load(ends_ptr + chunk).to(tl.int64), tl.load(ends_ptr + chunk + 1)
     live = first + t < end  # none in the spare chunks of a graph
-    # Where a chunk begins has 64 bits, offsets within it 32: addresses then take fewer registers.
+    # Starts have 64 bits and offsets 32: addresses then take fewer registers.
     q_ptr += first * q_strides[0] + h * q_strides[1]
     k_ptr += first * k_strides[0] + h * k_strides[1]
     a_ptr += first * a_strides[0] + h * a_strides[1]
@@ -152,8 +151,8 @@ def _channels_kernel(  # type: ignore[no-untyped-def]
     # Factors of at most 1 go with float16, as fine as TF32, whose products take twice as long but have float32's range.
     dtype: tl.constexpr = tl.float32 if k_ptr.dtype.element_ty == tl.float32 else tl.float16
     r, c = t[:, None], t[None, :]
-    both = tl.zeros([Q, Q], tl.float32)  # in one tile, as registers are what this kernel is short of: see _products
-    # disable_licm: values that are the same in all iterations are computed again. To keep them would spill others.
+    both = tl.zeros([Q, Q], tl.float32)  # one tile for both saves registers: see _products
+    # disable_licm: to keep values that all iterations share would spill others.
     for start in tl.range(0, K, BLOCK_K, num_stages=1, disable_licm=True):
         i = start + columns
         mask = live[:, None] & (i < K)[None, :]
@@ -195,18 +194,19 @@ def _channels_kernel(  # type: ignore[no-untyped-def]
 
 def prepare_channels(inputs: DeltaInputs, weights: GateWeights | None, plan: ChunkPlan, size: int) -> PreparedChunks:
     """The first launch, of chunks of up to `size` tokens, for gates of channels; with `weights` from raw ones."""
-    q, k, v, g, beta = inputs
+    k, v = inputs.k, inputs.v
     chunks, (heads, key_dim), device = len(plan.seq_idx), k.shape[1:], v.device
     q_in, k_in, k_left = (torch.empty(k.shape, dtype=v.dtype, device=device) for _ in range(3))
     solved, scores = (torch.empty(chunks, heads, size, size, dtype=v.dtype, device=device) for _ in range(2))
     decay = torch.empty(chunks, heads, key_dim, dtype=torch.float32, device=device)
-    A_log, dt_bias, beta_scale, lower_bound = weights or (None, None, 1.0, None)
+    A_log, dt_bias = (None, None) if weights is None else (weights.A_log, weights.dt_bias)
+    beta_scale, lower_bound = (1.0, None) if weights is None else (weights.beta_scale, weights.lower_bound)
     if chunks:
         # 4 warps: with 8, Triton 3.6 lets warps read an operand of 64 rows past its end.
         _channels_kernel[heads, chunks](
-            q, k, g, beta, A_log, dt_bias, plan.cu_chunk_seqlens, sum_matrices(size, device),
+            inputs.q, k, inputs.g, inputs.beta, A_log, dt_bias, plan.cu_chunk_seqlens, sum_matrices(size, device),
             q_in, k_in, k_left, solved, scores, decay,
-            strides(q), strides(k), strides(g), beta.stride(0), H=heads, K=key_dim, Q=size,
+            strides(inputs.q), strides(k), strides(inputs.g), inputs.beta.stride(0), H=heads, K=key_dim, Q=size,
             LEVELS=size.bit_length() - 1, BLOCK_K=min(COLUMNS, max(16, triton.next_power_of_2(key_dim))),
             FAR=FAR_IN_FLOAT32 if v.dtype == torch.float32 else FAR, BETA_SCALE=beta_scale, LOWER_BOUND=lower_bound,
             PRECISION=dot_precision(v.dtype), num_warps=4,
@@ -215,11 +215,11 @@ def prepare_channels(inputs: DeltaInputs, weights: GateWeights | None, plan: Chu
 
 
 def sum_matrices(size: int, device: torch.device) -> Tensor:
-    """float16 [levels + 3, size, size], to multiply gates with. Row r of matrix l sums from the middle of its block of
-    2^l tokens to r, with a minus where r is in the lower half (nothing where l is 0); of the last ones up to r, and
-    behind r.
+    """float16 [levels + 3, size, size], to multiply gates with.
 
-    They are kept, but for those that are made within a graph's capture, which hold nothing before a replay.
+    Row r of matrix l sums from the middle of its block of 2^l tokens to r, negative if r is in the
+    lower half (nothing for l = 0). The last two sum up to r, and after r. Kept between calls, but
+    not from within a graph's capture: those hold nothing before a replay.
     """
     if (kept := _kept_matrices.get((size, device))) is not None:
         return kept

@@ -1,14 +1,15 @@
-"""Triton kernel in front of the stream of `gdn_decode` with a state ring, in Kimi Delta Attention.
+"""Triton kernel in front of `gdn_decode`'s second launch with a state ring, for Kimi Delta
+Attention.
 
-It gives the stream (`decode_ring_triton.py`) what the kernel for Gated Delta Nets gives it. As each channel c of a key
-has a decay of its own, decays cannot be taken out of the sums over channels: the vectors x_n, the keys of a step's
-tokens and then their queries, take what is left of the state in the pool, and scores are summed here,
+It replaces the first kernel of `decode_ring_triton.py`. Each channel c of a key has its own decay,
+so decays cannot be taken out of the sums over channels. The vectors x_n (the keys of a step's
+tokens, then their queries) are multiplied by the decays of the state, and scores are summed here:
 
     vectors[n] = exp(G_n) x_n,      scores[n, i] = sum_c exp(G_n[c] - G_i[c]) k_i[c] x_n[c]
 
-The kernel carries both factors along: the ring's keys with what is left of them, and what is left of the state. Each
-token multiplies them by its decays, which are at most 1, so that nothing overflows. The vectors are float32: rounded to
-the model's dtype they would depend on how tokens are grouped into steps.
+Both factors are carried from token to token and multiplied by decays of at most 1, so nothing
+overflows. The vectors are float32: in the model's dtype they would depend on how tokens are grouped
+into steps.
 """
 
 import triton

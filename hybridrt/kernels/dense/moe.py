@@ -70,13 +70,12 @@ def router_softmax(
     Returns:
         weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
     """
-    top_k, renormalize, shared = choice
-    (tokens, experts), ids_of_shared = logits.shape, torch.arange(shared, device=logits.device)
-    weights, ids = torch.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1)
-    if renormalize:
+    (tokens, experts), ids_of_shared = logits.shape, torch.arange(choice.shared, device=logits.device)
+    weights, ids = torch.softmax(logits, -1, dtype=torch.float32).topk(choice.top_k, -1)
+    if choice.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     if shared_gate is not None:
-        weights = torch.cat((weights, torch.sigmoid(shared_gate.float()).unsqueeze(1).expand(-1, shared)), 1)
+        weights = torch.cat((weights, torch.sigmoid(shared_gate.float()).unsqueeze(1).expand(-1, choice.shared)), 1)
         ids = torch.cat((ids, (experts + ids_of_shared).expand(tokens, -1)), 1)
     return _without_padding(weights, ids.int(), rows)
 
@@ -97,16 +96,16 @@ def router_sigmoid_grouped(
     Returns:
         weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.
     """
-    top_k, n_group, topk_group, renormalize, scaling, shared = choice
+    shared = choice.shared
     scores = torch.sigmoid(logits.float())
-    grouped = (scores + correction_bias).unflatten(1, (n_group, scores.shape[1] // n_group))
-    best_groups = grouped.topk(2, -1).values.sum(-1).topk(topk_group, -1).indices
+    grouped = (scores + correction_bias).unflatten(1, (choice.n_group, scores.shape[1] // choice.n_group))
+    best_groups = grouped.topk(2, -1).values.sum(-1).topk(choice.topk_group, -1).indices
     excluded = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best_groups, False)
-    ids = grouped.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1).topk(top_k, -1).indices
+    ids = grouped.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1).topk(choice.top_k, -1).indices
     weights = scores.gather(1, ids)
-    if renormalize:
+    if choice.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    weights *= scaling
+    weights *= choice.scaling
     if shared:
         tokens, experts = logits.shape
         weights = torch.cat((weights, weights.new_ones(tokens, shared)), 1)
@@ -132,9 +131,8 @@ def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor)
 
 def _each_expert(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
     """Reads on the host how many tokens each expert has."""
-    w_up, w_down, *_ = experts
-    # Pairs sorted by expert: one pair of matrix products for each expert with tokens
-    count, top_k = w_up.shape[0], ids.shape[1]
+    # Token-expert pairs sorted by expert, one pair of matrix products for each expert that was hit
+    count, top_k = experts.w_up.shape[0], ids.shape[1]
     flat = ids.flatten().long()
     order = torch.where(flat < 0, count, flat).argsort(stable=True)
     counts = torch.bincount(flat + 1, minlength=count + 1)[1:].tolist()
@@ -145,8 +143,8 @@ def _each_expert(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) 
         if count == 0:
             continue
         chosen = tokens[start : start + count]
-        hidden = _activate(linear(x[chosen], w_up[expert]), experts)
-        out.index_add_(0, chosen, linear(hidden, w_down[expert]) * pair_weights[start : start + count])
+        hidden = _activate(linear(x[chosen], experts.w_up[expert]), experts)
+        out.index_add_(0, chosen, linear(hidden, experts.w_down[expert]) * pair_weights[start : start + count])
         start += count
     return out.to(x.dtype)
 

@@ -229,13 +229,13 @@ def fused_experts_triton(x: Tensor, experts: ExpertStack, weights: Tensor, ids: 
 
 
 def _gathered(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
-    w_up, w_down, activation, limit = experts
-    gated = activation == "silu"
+    w_up, w_down = experts.w_up, experts.w_down
+    gated = experts.activation == "silu"
     (tokens, width), (pairs, inner), top_k = x.shape, hidden.shape, ids.shape[1]
     up, down = gathered_tiles(width, inner, top_k, gated)
     _gathered_up_kernel[(triton.cdiv(inner, up["BLOCK_I"]), pairs)](
         x, w_up, ids, hidden, x.stride(0), w_up.stride(0), w_up.stride(1),
-        TOP_K=top_k, D=width, INNER=inner, GATED=gated, LIMIT=limit, **up, **pdl(x.device),
+        TOP_K=top_k, D=width, INNER=inner, GATED=gated, LIMIT=experts.limit, **up, **pdl(x.device),
     )  # fmt: skip
     _gathered_down_kernel[(tokens, triton.cdiv(width, down["BLOCK_D"]))](
         hidden, w_down, weights, ids, out, w_down.stride(0), w_down.stride(1), TOP_K=top_k, D=width, INNER=inner,
@@ -299,12 +299,11 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks
 
 
 def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
-    w_up, w_down, activation, limit = experts
-    blocks, (tokens, width), top_k = _lay_out(ids, w_up.shape[0]), x.shape, ids.shape[1]
+    blocks, (tokens, width), top_k = _lay_out(ids, experts.w_up.shape[0]), x.shape, ids.shape[1]
     y = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
-    gated = activation == "silu"
-    _launch_grouped(x, w_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, ACTIVATE=True, GATED=gated, LIMIT=limit)
-    _launch_grouped(hidden, w_down, blocks, y, ids, PAIRS_PER_ROW=1, ACTIVATE=False, GATED=False, LIMIT=None)
+    gated, limit = experts.activation == "silu", experts.limit
+    _launch_grouped(x, experts.w_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, ACTIVATE=True, GATED=gated, LIMIT=limit)
+    _launch_grouped(hidden, experts.w_down, blocks, y, ids, PAIRS_PER_ROW=1, ACTIVATE=False, GATED=False, LIMIT=None)
     block_d = min(512, triton.next_power_of_2(width))
     _weighted_sum_kernel[(tokens * triton.cdiv(width, block_d),)](
         y, weights, ids, out, TOP_K=top_k, D=width, BLOCK_D=block_d, num_warps=2, **pdl(x.device)

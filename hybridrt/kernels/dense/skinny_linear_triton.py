@@ -195,7 +195,8 @@ def skinny_linear_triton(
 ) -> tuple[Tensor, Tensor | None]:
     """One launch for one token; several tokens with a norm need one more."""
     assert weight.is_contiguous() and x.stride(1) == 1
-    (rows, columns), (norm_weight, eps, residual) = weight.shape, norm or (None, 0.0, None)
+    rows, columns = weight.shape
+    norm_weight, eps, residual = (None, 0.0, None) if norm is None else (norm.norm_weight, norm.eps, norm.residual)
     out_features = rows // (2 if activation == "silu_and_mul" else 1)
     if out is None:
         out = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=x.device)

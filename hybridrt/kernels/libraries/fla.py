@@ -17,22 +17,23 @@ def chunk_gated_delta_rule(
     inputs: DeltaInputs, state: StateSlots, prompts: Prompts, weights: GateWeights | None = None
 ) -> Tensor:
     """Chunks start with the row, not at absolute positions."""
-    (states, read_slots, write_slots, _), (query_start_loc, has_initial_state, plan, _) = state, prompts
-    v, real = inputs.v, plan.num_tokens
+    v, real = inputs.v, prompts.plan.num_tokens
     if inputs.g.ndim > inputs.beta.ndim:
         chunks, options = chunk_kda, gate_arguments(weights)
     else:
         chunks, options, inputs = fla_chunk_gated_delta_rule, {}, with_gates(inputs, weights)
     y, after = chunks(
         *(t[None, :real].contiguous() for t in inputs),
-        initial_state=initial_states(states, read_slots, has_initial_state), output_final_state=True,
-        use_qk_l2norm_in_kernel=True, state_v_first=True, cu_seqlens=query_start_loc.long(),
-        cu_seqlens_cpu=torch.tensor([*accumulate(plan.lengths, initial=0)], dtype=torch.int64), **options,
+        initial_state=initial_states(state.states, state.read_state_slots, prompts.has_initial_state),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True, state_v_first=True, cu_seqlens=prompts.query_start_loc.long(),
+        cu_seqlens_cpu=torch.tensor([*accumulate(prompts.plan.lengths, initial=0)], dtype=torch.int64), **options,
     )  # fmt: skip
-    write_rows(states, write_slots, after)
+    write_rows(state.states, state.write_state_slots, after)
     out = v.new_zeros(v.shape)
     out[:real] = y[0]
-    return out.masked_fill(~real_tokens(read_slots, query_start_loc, v.shape[0])[:, None, None], 0.0)
+    live = real_tokens(state.read_state_slots, prompts.query_start_loc, v.shape[0])
+    return out.masked_fill(~live[:, None, None], 0.0)
 
 
 def gate_arguments(weights: GateWeights | None) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
     """top-k and top-p by flashinfer, the rest by plain torch."""
-    _, top_k, top_p, min_p, _, _ = filters
+    top_k, top_p, min_p = filters.top_k, filters.top_p, filters.min_p
     rest = filtered_logits_op.reference(logits, filters._replace(top_k=None, top_p=None, min_p=None))
     if top_k is not None:
         vocabulary = rest.shape[1]

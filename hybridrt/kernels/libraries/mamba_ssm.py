@@ -18,12 +18,11 @@ def mamba2_chunk_scan(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor | None = None
 ) -> Tensor:
     """Neighbours of equal length go in one call: the library's ragged form accepts no states."""
-    (A, D, dt_bias, dt_limit), (states, read_slots, write_slots, _) = weights, state
-    query_start_loc, has_initial_state, plan, _ = prompts
+    states = state.states
     out = torch.zeros(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device) if out is None else out.zero_()
-    before = initial_states(states, read_slots, has_initial_state).to(states.dtype)
+    before = initial_states(states, state.read_state_slots, prompts.has_initial_state).to(states.dtype)
     row = start = 0
-    for length, group in groupby(plan.lengths):
+    for length, group in groupby(prompts.plan.lengths):
         count = len(list(group))
         tokens, rows = slice(start, start + count * length), slice(row, row + count)
         row, start = rows.stop, tokens.stop
@@ -31,12 +30,12 @@ def mamba2_chunk_scan(
             continue
         x, dt, B, C, z = (None if t is None else t[tokens].unflatten(0, (count, length)) for t in inputs)
         y, before[rows] = mamba_chunk_scan_combined(
-            x, dt, A, B, C, plan.chunk_size, D=D, dt_bias=dt_bias, dt_softplus=True, z=z, dt_limit=dt_limit,
-            initial_states=before[rows], return_final_states=True,
+            x, dt, weights.A, B, C, prompts.plan.chunk_size, D=weights.D, dt_bias=weights.dt_bias, dt_softplus=True,
+            z=z, dt_limit=weights.dt_limit, initial_states=before[rows], return_final_states=True,
         )  # fmt: skip
         out[tokens] = y.flatten(0, 1)
-    write_rows(states, write_slots, before)
-    return out.masked_fill_(~real_tokens(read_slots, query_start_loc, len(out))[:, None, None], 0.0)
+    write_rows(states, state.write_state_slots, before)
+    return out.masked_fill_(~real_tokens(state.read_state_slots, prompts.query_start_loc, len(out))[:, None, None], 0.0)
 
 
 def gated_rms_norm(

@@ -66,15 +66,15 @@ class ExtendPlan:
 
 def plan_extend(kv: PagedKV, batch: AttentionPrompts) -> ExtendPlan:
     """Needs a batch with at least one new token."""
-    rows, query_start_loc, seq_lens, query_lens, seq_lens_host = batch
+    query_lens = batch.query_lens
     req_to_token, page_size = kv.req_to_token, kv.k_cache.shape[1]
-    real, longest = sum(query_lens), max(seq_lens_host)
-    known = (query_start_loc, seq_lens, max(query_lens), longest, real)
+    real, longest = sum(query_lens), max(batch.seq_lens_host)
+    known = (batch.query_start_loc, batch.seq_lens, max(query_lens), longest, real)
     if real < GATHER_FROM * len(query_lens):
-        return ExtendPlan(*known, page_table(req_to_token, rows, page_size, longest), None)
-    starts = F.pad(((seq_lens + page_size - 1) // page_size).cumsum(0, dtype=torch.int32), (1, 0))
-    count = sum(-(-length // page_size) for length in seq_lens_host)
-    return ExtendPlan(*known, page_numbers(req_to_token, rows, starts, count, page_size), starts * page_size)
+        return ExtendPlan(*known, page_table(req_to_token, batch.rows, page_size, longest), None)
+    starts = F.pad(((batch.seq_lens + page_size - 1) // page_size).cumsum(0, dtype=torch.int32), (1, 0))
+    count = sum(-(-length // page_size) for length in batch.seq_lens_host)
+    return ExtendPlan(*known, page_numbers(req_to_token, batch.rows, starts, count, page_size), starts * page_size)
 
 
 def run_extend(plan: ExtendPlan, q: Tensor, kv: PagedKV, out: Tensor) -> Tensor:
@@ -130,20 +130,21 @@ def causal_conv1d_varlen(
     x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor, saves: SavedStates | None = None
 ) -> Tensor:
     """The library needs channels first and linear windows: both are copied there and back."""
-    (weight, bias, activation), (conv, read_slots, write_slots, start_positions) = weights, state
-    taps = weight.shape[1]
+    conv = state.conv
+    taps = weights.weight.shape[1]
     refuse(LIBRARY, "convolution", _other_taps(taps))
     if saves is not None:
         save_windows(x, taps, state, query_start_loc, saves)
-    windows = conv_window(conv, read_slots, start_positions, taps)
+    windows = conv_window(conv, state.read_state_slots, state.start_positions, taps)
     started = torch.ones(len(windows), dtype=torch.bool, device=x.device)
     channels = x.t().contiguous()
     starts = query_start_loc.contiguous()
-    causal_conv1d_fwd(channels, weight, bias, windows, starts, None, started, activation == "silu", PADDING)
-    ends = start_positions + query_start_loc.diff()
+    silu = weights.activation == "silu"
+    causal_conv1d_fwd(channels, weights.weight, weights.bias, windows, starts, None, started, silu, PADDING)
+    ends = state.start_positions + query_start_loc.diff()
     columns = (ends[:, None] + torch.arange(1 - taps, 0, device=x.device)) & (conv.shape[2] - 1)
-    write_columns(conv, write_slots, columns, windows.transpose(1, 2))
-    dead = ~real_tokens(read_slots, query_start_loc, x.shape[0])
+    write_columns(conv, state.write_state_slots, columns, windows.transpose(1, 2))
+    dead = ~real_tokens(state.read_state_slots, query_start_loc, x.shape[0])
     return channels.t().contiguous().masked_fill_(dead[:, None], 0.0)
 
 
@@ -151,14 +152,17 @@ def causal_conv1d_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:
     """Chains only, in place in the ring (columns of negative positions must be zero)."""
-    (weight, bias, activation), (conv, read_slots, write_slots, start_positions) = weights, state
+    read_slots = state.read_state_slots
     refuse(
-        LIBRARY, "convolution", _other_taps(weight.shape[1]),
+        LIBRARY, "convolution", _other_taps(weights.weight.shape[1]),
         "it knows no draft trees" if intermediate is not None else None,
-        "it reads and writes the same slot" if read_slots is not write_slots else None,
+        "it reads and writes the same slot" if read_slots is not state.write_state_slots else None,
     )  # fmt: skip
     out = x.clone(memory_format=torch.contiguous_format)
-    sgl_conv_update(out.transpose(1, 2), conv, weight, bias, activation == "silu", start_positions, read_slots, PADDING)
+    sgl_conv_update(
+        out.transpose(1, 2), state.conv, weights.weight, weights.bias, weights.activation == "silu",
+        state.start_positions, read_slots, PADDING,
+    )  # fmt: skip
     return out.masked_fill_(pad_mask(read_slots, 3), 0.0)
 
 

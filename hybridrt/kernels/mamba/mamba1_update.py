@@ -1,11 +1,11 @@
-"""Recurrent Mamba-1 step for T new tokens of each row: decode (T = 1) and verify of a chain or a tree (T > 1).
+"""Recurrent Mamba-1 step of T new tokens a row: decode (T = 1), verify of a chain or tree (T > 1).
 
     dt = softplus(dt + dt_bias)
     B, C = rms_norm(B), rms_norm(C)                     if there are norms (Falcon-Mamba, Jamba)
-    h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t            [I, N]: every channel and state has its own rate A
+    h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t            [I, N]: each channel and state has a rate A
     y_t = (h_t C_t + D x_t) * silu(z_t)                 (Gu & Dao 2023)
 
-B rows, T tokens a row, I channels of N states, R running requests, S slots.
+B rows, T tokens a row, I channels of N states.
 """
 
 import torch
@@ -20,18 +20,18 @@ from hybridrt.kernels.mamba.mamba2_common import skip_and_gate, time_step
 
 @operation(By("triton"))
 def mamba1_update(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, norms: BCNorms | None = None) -> Tensor:
-    """Advances each row's state by its T tokens. T tokens at once equal T calls of one token, rounding included.
+    """Advances each row's state by T tokens. The result equals T calls of one token, bit for bit.
 
     Args:
         inputs: of B rows with T tokens each; z, D and dt_bias are always there.
-        norms: RMS norms of B and C over their N entries, whose results are rounded to B's dtype.
+        norms: RMS norms of B and C over N; the results are rounded to B's dtype.
 
     Returns:
         [B, T, I] in x's dtype.
     """
     # A loop over T alone
-    (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
-    step = time_step(dt, dt_bias, NO_LIMIT)
+    x, B, C, z = inputs.x, inputs.B, inputs.C, inputs.z
+    step = time_step(inputs.dt, weights.dt_bias, NO_LIMIT)
     added = x.float() * step
     if norms is not None:
         B, C = rms_norm.reference(B, norms.B_weight, norms.eps), rms_norm.reference(C, norms.C_weight, norms.eps)
@@ -39,12 +39,12 @@ def mamba1_update(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, nor
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
     def token(t: int, before: Tensor) -> Tensor:
-        after = (step[:, t, :, None] * A).exp_().mul_(before)
+        after = (step[:, t, :, None] * weights.A).exp_().mul_(before)
         after.addcmul_(added[:, t, :, None], keys[:, t, None])
         y[:, t] = torch.einsum("bin,bn->bi", after, queries[:, t])
         return after
 
     advance_states(state, x.shape[1], token)
     # A channel is a head of one.
-    y = skip_and_gate(y[..., None], x[..., None], D, None if z is None else z[..., None]).squeeze(3)
+    y = skip_and_gate(y[..., None], x[..., None], weights.D, None if z is None else z[..., None]).squeeze(3)
     return y.masked_fill_(pad_mask(state.read_state_slots, 3), 0.0).to(x.dtype)

@@ -15,7 +15,7 @@ _TILE = 1024
 
 @triton.jit
 def _normed(source, weight, eps, mask, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`source` [N] in float32, RMS-normed with these weights and rounded to its dtype if there are weights."""
+    """`source` [N] in float32; with weights, RMS-normed and rounded to its dtype."""
     raw = tl.load(source, mask=mask, other=0.0)
     out = raw.to(tl.float32)
     if weight is not None:
@@ -80,17 +80,18 @@ def mamba1_update_triton(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, norms: BCNorms | None = None
 ) -> Tensor:
     """`mamba1_update` in one launch."""
-    (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
-    states, read_slots, write_slots, intermediate = state
-    stored, rows, parents = intermediate or (None, None, None)
+    x, states, kept = inputs.x, state.states, state.intermediate
+    stored, rows, parents = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.parents)
     batch, tokens, channels = x.shape
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
     block_n = triton.next_power_of_2(states.shape[2])
     block_i = max(1, _TILE // block_n)
     _update_kernel[triton.cdiv(channels, block_i), batch](
-        x, dt, A, B, C, z, D, dt_bias, out, states, stored, read_slots, write_slots, rows, parents,
+        x, inputs.dt, weights.A, inputs.B, inputs.C, inputs.z, weights.D, weights.dt_bias, out, states, stored,
+        state.read_state_slots, state.write_state_slots, rows, parents,
         *(norms or (None, None, 0.0)),
-        strides(x), strides(dt), strides(B), strides(C), strides(z), states.stride(0), strides(stored),
+        strides(x), strides(inputs.dt), strides(inputs.B), strides(inputs.C), strides(inputs.z), states.stride(0),
+        strides(stored),
         strides(parents)[0], T=tokens, CHANNELS=channels, N=states.shape[2], BLOCK_I=block_i, BLOCK_N=block_n,
         num_warps=4, **pdl(x.device),
     )  # fmt: skip

@@ -1,5 +1,4 @@
-"""What the Mamba operations share: the time step, the output terms that do not pass through the state, and the loop of
-the plain-torch scans over chunks."""
+"""Shared by the Mamba operations: time step, skip and gate, and the reference loop over chunks."""
 
 from collections.abc import Callable, Sequence
 
@@ -29,7 +28,7 @@ def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> T
 
 def split_conv_channels(xBC: Tensor, state_shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Views x [..., H, P], B and C [..., G, N] of the conv's channels [..., C] for a pool of states [S+1, H, P, N]."""
-    _, heads, dim, state_dim = state_shape
+    heads, dim, state_dim = state_shape[1:]
     width = (xBC.shape[-1] - heads * dim) // 2
     x, B, C = xBC.split_with_sizes((heads * dim, width, width), -1)
     groups = (width // state_dim, state_dim)
@@ -40,23 +39,23 @@ def scan_prompts(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts,
     scan_chunks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> Tensor:  # fmt: skip
-    """Scans packed prompts, the i-th chunks of all of them at once, for each i. The states after them, and those that
-    `prompts.saves` names, are left in the pool.
+    """Scans packed prompts in plain torch; step i takes the i-th chunk of every prompt.
+
+    The states after the prompts, and those that `prompts.saves` names, are written to the pool.
 
     Args:
         inputs: x and z [T, H, P], dt [T, H].
-        scan_chunks: one chunk of each of b prompts, in float32: x [b, Q, H, P], time steps [b, Q, H], B, C [b, Q, ...]
-            and the states before it [b, *state], to y [b, Q, H, P] and the states after it.
+        scan_chunks: one chunk of each of b prompts, in float32. From x [b, Q, H, P], time steps
+            [b, Q, H], B, C [b, Q, ...] and the states before it [b, *state] to y [b, Q, H, P] and
+            the states after it.
 
     Returns:
         [T, H, P] in x's dtype, gated if there is a z.
     """
-    (x, dt, B, C, z), (_, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots, _ = state
-    query_start_loc, has_initial_state, plan, saves = prompts
+    x, dt, B, C, states, plan = inputs.x, inputs.dt, inputs.B, inputs.C, state.states, prompts.plan
     num_tokens = x.shape[0]
-    dt = time_step(dt, dt_bias, dt_limit)
-    current = initial_states(states, read_slots, has_initial_state)
+    dt = time_step(dt, weights.dt_bias, weights.dt_limit)
+    current = initial_states(states, state.read_state_slots, prompts.has_initial_state)
     # One spare token at the end takes the output of positions that pad a chunk.
     y = torch.empty(num_tokens + 1, *x.shape[1:], dtype=torch.float32, device=x.device)
     for i in range(plan.max_chunks_per_seq):
@@ -65,9 +64,9 @@ def scan_prompts(
         step = torch.where(inside[:, :, None], dt[token], 0.0)
         part, current[rows] = scan_chunks(x[token].float(), step, B[token].float(), C[token].float(), current[rows])
         y[torch.where(inside, token, num_tokens)] = part
-        if saves is not None:
-            kept = saves.chunk_slots[chunk]
+        if prompts.saves is not None:
+            kept = prompts.saves.chunk_slots[chunk]
             write_rows(states, torch.where(kept > 0, kept, -1), current[rows])
-    write_rows(states, write_slots, current)
-    dead = ~real_tokens(read_slots, query_start_loc, num_tokens)
-    return skip_and_gate(y[:-1], x, D, z).masked_fill_(dead[:, None, None], 0.0).to(x.dtype)
+    write_rows(states, state.write_state_slots, current)
+    dead = ~real_tokens(state.read_state_slots, prompts.query_start_loc, num_tokens)
+    return skip_and_gate(y[:-1], x, weights.D, inputs.z).masked_fill_(dead[:, None, None], 0.0).to(x.dtype)

@@ -1,13 +1,13 @@
-"""A whole Mamba-2 decode or verify step in one operation: conv, SiLU, time step, state, skip and gate.
+"""A whole Mamba-2 decode or verify step: conv, SiLU, time step, state, skip and gate.
 
-It reads one merged projection (z, x|B|C, dt) and ends at the input of the output projection (or of the gated norm). A
-layer without a conv gives weights without taps, and conv rings without channels. There are three state modes:
+It starts from one merged projection (z, x|B|C, dt). A layer without a conv passes weights without
+taps and conv rings without channels. There are three state modes:
 
 - classic: the state is read and written each step;
-- replay: with a `ring`; the state is a checkpoint, and the inputs since stand there (`mamba2_replay.py`);
-- intermediate: with `state.intermediate`; the state is read only, and the state after each token stored.
-
-Tokens of a row form a chain; in the mode intermediate they may be the nodes of a draft tree.
+- replay, with a `ring`: the state is a checkpoint, the ring holds the inputs since
+  (`mamba2_replay.py`);
+- intermediate, with `state.intermediate`: the state after each token is stored there, and the pool
+  is only read. Tokens of a row may be the nodes of a draft tree in this mode alone.
 """
 
 from typing import Any
@@ -35,23 +35,28 @@ def mamba2_decode(
     """Advances each of B rows by T tokens.
 
     Args:
-        xBC: [B, T, C] raw conv inputs: x [H*P], B [G*N], C [G*N] side by side. dt: [B, T, H] raw. z: [B, T, H, P] or
-            None. Any row and token stride: they may be column slices of one projection.
-        out: [B, T, H, P] of any row and token stride, where the result is to be left.
+        xBC: [B, T, C] raw conv inputs: x [H*P], B [G*N], C [G*N]. dt: [B, T, H] raw. z: [B, T, H,
+        P] or
+            None. Any row and token stride.
+        out: [B, T, H, P] of any row and token stride, for the result.
 
     Returns:
         [B, T, H, P] in xBC's dtype.
 
     Raises:
-        ConfigError: the conv ring or the state ring is too narrow for T tokens, or the conv does not end in SiLU.
+        ConfigError: the conv ring or the state ring is too narrow for T tokens, or the conv does
+        not
+            end in SiLU.
     """
     # The separate operations one after the other
-    conv_weights, conv_state, state, ring, _ = step
+    conv_weights, state = step.conv_weights, step.state
     taps = conv_weights.weight.shape[1]
-    conved = causal_conv1d_update.reference(xBC, conv_weights, conv_state, step.conv_nodes) if taps else F.silu(xBC)
+    conved = (
+        causal_conv1d_update.reference(xBC, conv_weights, step.conv_state, step.conv_nodes) if taps else F.silu(xBC)
+    )
     x, B, C = split_conv_channels(conved, state.states.shape)
     tokens = SSMInputs(x, dt, B, C, z)
-    if ring is None:
+    if step.ring is None:
         return selective_state_update.reference(tokens, weights, state, out)
-    y = mamba2_replay(tokens, weights, state, ring)
+    y = mamba2_replay(tokens, weights, state, step.ring)
     return y if out is None else out.copy_(y)

@@ -1,7 +1,8 @@
-"""A Mamba-2 decode step of a CPU over neighbouring rows of the pools, which are updated where they stand.
+"""A Mamba-2 decode step on a CPU that updates neighbouring rows of the pools in place.
 
-It equals `mamba2_decode` in classic mode, with half of the operations and no copy of a state. A step of a small model
-takes as long as the calls of its operations, so what is equal in all layers is looked up once a step (`PoolRows`).
+It equals `mamba2_decode` in classic mode, with half of the operations and no copy of a state. The
+time of a small model's step is the time of its calls. So numbers that are equal in all layers are
+computed once a step (`PoolRows`).
 """
 
 from dataclasses import dataclass, field
@@ -31,13 +32,15 @@ class PoolRows:
     _columns: dict[int, Tensor] = field(default_factory=dict)
 
     def holds(self, xBC: Tensor, conv: Tensor, states: Tensor, taps: int) -> bool:
-        """Whether the rows of these pools may be updated in place: all is float32, and each row is past its first K - 1
-        positions, before which its ring holds what another request left."""
+        """Whether the rows of these pools may be updated in place: all is float32, and each row has
+        K - 1 earlier positions (before, its ring has the inputs of another request).
+        """
         return self.first >= taps - 1 and xBC.dtype == conv.dtype == states.dtype == torch.float32
 
     def columns(self, width: int) -> Tensor:
-        """[B, 1, Wc] int64: the columns of rings of Wc columns, from that of the oldest input to that of the new one.
-        The first layer of a step computes them."""
+        """[B, 1, Wc] int64: the columns of rings of Wc columns, oldest input first. Computed by the
+        first layer of a step.
+        """
         if width not in self._columns:
             positions = self.positions.view(-1, 1, 1) + torch.arange(1 - width, 1)
             self._columns[width] = positions & width - 1
@@ -45,8 +48,9 @@ class PoolRows:
 
 
 def pool_rows(slots: Tensor, start_positions: Tensor) -> PoolRows | None:
-    """The rows of slots [B] int32 with their new tokens at `start_positions` [B]; None on a GPU, where looking would
-    wait for the device, and where slots are no neighbours or padding."""
+    """The rows of slots [B] int32 whose new tokens are at `start_positions` [B]. None if slots are
+    no neighbours or padding, and on a GPU, where a look would wait for the device.
+    """
     found = neighbours(slots)
     if found is None:
         return None
@@ -83,23 +87,22 @@ def _step(
     xBC: Tensor, dt: Tensor, z: Tensor | None, conv_weights: ConvWeights, weights: SSMWeights, rings: Tensor,
     states: Tensor, rows: PoolRows, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    A, D, dt_bias, dt_limit = weights
     batch, heads, dim, columns = states.shape
     width, keys = heads * dim, (xBC.shape[1] - heads * dim) // 2
     conved = F.silu(_conv(xBC, conv_weights, rings, rows) if conv_weights.weight.shape[1] else xBC)
     channels, B, C = conved.split_with_sizes((width, keys, keys), 1)
     x = channels.view(batch, heads, dim)
-    step = F.softplus(dt if dt_bias is None else dt + dt_bias)
-    if dt_limit != NO_LIMIT:
-        step = step.clamp_(*dt_limit)
+    step = F.softplus(dt if weights.dt_bias is None else dt + weights.dt_bias)
+    if weights.dt_limit != NO_LIMIT:
+        step = step.clamp_(*weights.dt_limit)
     groups = batch * keys // columns
-    states.mul_((step * A).exp_().view(batch, heads, 1, 1))
+    states.mul_((step * weights.A).exp_().view(batch, heads, 1, 1))
     state = states.view(groups, -1, columns)
     state.addcmul_((x * step.unsqueeze(-1)).view(groups, -1, 1), B.reshape(groups, 1, columns))
     # C x state^T: state x C takes nine times as long for several rows.
     y = torch.bmm(C.reshape(groups, 1, columns), state.transpose(1, 2)).view(batch, heads, dim)
-    if D is not None:
-        y.addcmul_(x, D.unsqueeze(-1))
+    if weights.D is not None:
+        y.addcmul_(x, weights.D.unsqueeze(-1))
     y = y.view(batch, width)
     if z is None:
         return y if out is None else out.copy_(y)
@@ -107,9 +110,7 @@ def _step(
 
 
 def _conv(xBC: Tensor, weights: ConvWeights, rings: Tensor, rows: PoolRows) -> Tensor:
-    """The conv [B, C] of the new tokens xBC [B, C], which enter the rings [B, C, Wc]."""
-    weight, bias, _ = weights
-    columns = rows.columns(rings.shape[2])[..., -weight.shape[1] :].expand(-1, xBC.shape[1], -1)
+    columns = rows.columns(rings.shape[2])[..., -weights.weight.shape[1] :].expand(-1, xBC.shape[1], -1)
     rings.scatter_(2, columns[..., -1:], xBC.unsqueeze(2))
-    conved = rings.gather(2, columns).mul_(weight).sum(-1)
-    return conved if bias is None else conved.add_(bias)
+    conved = rings.gather(2, columns).mul_(weights.weight).sum(-1)
+    return conved if weights.bias is None else conved.add_(weights.bias)

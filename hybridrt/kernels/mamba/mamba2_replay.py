@@ -1,8 +1,10 @@
-"""Plain-torch `mamba2_decode` behind the conv, with a state ring: outputs read from a checkpoint and the inputs since.
+"""Plain-torch `mamba2_decode` after the conv, in replay mode: reads the checkpoint and the ring.
 
-With s_j the sum of A dt over the ring up to entry j, S the checkpoint and token t's own entry among the j <= t:
+With s_j the sum of A dt over the ring up to entry j, and S the checkpoint:
 
     y_t = exp(s_t) S C_t + sum_{j <= t} exp(s_t - s_j) dt_j (B_j . C_t) x_j
+
+The entry of token t itself is among the j.
 """
 
 import torch
@@ -16,20 +18,20 @@ from hybridrt.kernels.state.state_ring import ring_entries
 
 
 def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, ring: StateRing) -> Tensor:
-    """Outputs of T new tokens of each of B rows; their inputs enter the ring at (start + length + t) mod W.
+    """Outputs of T new tokens of each of B rows, [B, T, H, P] in x's dtype.
 
-    `state` holds the checkpoints; it is read alone. Returns [B, T, H, P] in x's dtype.
+    Their inputs enter the ring at (start + length + t) mod W. The checkpoints in `state` are only
+    read.
     """
-    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, slots, _, _ = state
-    values, keys, gates, rows, start, length = ring
+    x, slots, gates, length = inputs.x, state.read_state_slots, ring.gates, ring.length
     new = torch.arange(x.shape[1], device=x.device)
-    column = (start[:, None] + length[:, None] + new) % gates.shape[2]
-    for tensor, entries in ((values, x), (keys, B), (gates, time_step(dt, dt_bias, dt_limit))):
-        write_columns(tensor, slots, column, entries, rows)
-    v, k, g = ring_entries(values, keys, gates, rows, start, length + x.shape[1])
-    y = _read(read_rows(states, slots).float(), v, k, g, A, C.float(), length[:, None] + new)
-    return skip_and_gate(y, x, D, z).masked_fill_(pad_mask(slots, 4), 0.0).to(x.dtype)
+    column = (ring.start[:, None] + length[:, None] + new) % gates.shape[2]
+    step = time_step(inputs.dt, weights.dt_bias, weights.dt_limit)
+    for tensor, entries in ((ring.values, x), (ring.keys, inputs.B), (gates, step)):
+        write_columns(tensor, slots, column, entries, ring.rows)
+    v, k, g = ring_entries(ring.values, ring.keys, gates, ring.rows, ring.start, length + x.shape[1])
+    y = _read(read_rows(state.states, slots).float(), v, k, g, weights.A, inputs.C.float(), length[:, None] + new)
+    return skip_and_gate(y, x, weights.D, inputs.z).masked_fill_(pad_mask(slots, 4), 0.0).to(x.dtype)
 
 
 def _read(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor, C: Tensor, end: Tensor) -> Tensor:

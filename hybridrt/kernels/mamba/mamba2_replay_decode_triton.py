@@ -1,12 +1,13 @@
 """Triton `mamba2_decode` in replay mode, in two launches.
 
-Everything that a step computes per row or per group is small; only the checkpoint is large. So the first kernel runs
-the conv, enters the new tokens into the ring and reduces the ring to scores,
+Of a step's data only the checkpoint is large. So the first kernel runs the conv, enters the new
+tokens into the ring and reduces the ring to scores,
 
-    y_t = exp(s_t) S C_t + sum_c scores[t, c] x_c,      scores[t, c] = dt_c exp(s_t - s_c) (B_c . C_t)
+    y_t = exp(s_t) S C_t + sum_c scores[t, c] x_c,      scores[t, c] = dt_c exp(s_t - s_c) (B_c .
+    C_t)
 
-with c over the ring's columns, and the second one streams the checkpoint S through one matrix-vector product a token.
-Heads that share a group share the products B_c . C_t, which one program computes for all of them.
+with c over the ring's columns. The second multiplies the checkpoint S with all C_t in one pass. The
+heads of a group have the same products B_c . C_t; one program computes them.
 """
 
 import torch
@@ -55,7 +56,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     source = xBC_ptr + b.to(tl.int64) * xBC_strides[0]
     st: tl.constexpr = xBC_strides[1]
     if SECTION != "groups" and part >= G:
-        # The T new x of a block of channels: to the conv ring as they are, to the state ring behind the conv.
+        # The T new x of a block of channels: raw to the conv ring, after the conv to the state ring.
         values_row, block, first = values_ptr + row * values_sr, part - G, start + length
         c = block * BLOCK_X + tl.arange(0, BLOCK_X)
         mask = c < tl.where(slot < 0, 0, H * P)  # of padding nothing is read or written
@@ -149,8 +150,11 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [rows, heads, tiles of P]: BLOCK_P rows of a checkpoint [P, N] are read once for T tokens, BLOCK_N columns
-    at a time. BLOCK_T is 1 where the product with the queries is taken element by element, else at least 16."""
+    """Grid [rows, heads, tiles of P]: BLOCK_P rows of a checkpoint [P, N] are read once for T
+    tokens.
+
+    BLOCK_T is 1 if the product with the queries is taken element by element, else at least 16.
+    """
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, n, w = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_W)
     p = part * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -218,10 +222,10 @@ def replay_decode_triton(
     xBC: Tensor, dt: Tensor, z: Tensor | None, weights: SSMWeights, step: FusedStep, out: Tensor | None = None
 ) -> Tensor:
     """`mamba2_decode` with a state ring."""
-    (weight, bias, _), (conv, slots, _, start_positions), (states, *_), ring, _ = step
-    A, D, dt_bias, dt_limit = weights
+    weight, conv, states, ring = step.conv_weights.weight, step.conv_state.conv, step.state.states, step.ring
     assert ring is not None
-    values, keys, gates, rows, start, length = ring
+    values, keys, gates = ring.values, ring.keys, ring.gates
+    slots, cursors = step.conv_state.read_state_slots, (ring.rows, ring.start, ring.length)
     batch, tokens, _ = xBC.shape
     _, heads, dim, state_dim = states.shape
     groups, width = keys.shape[1], gates.shape[2]
@@ -231,36 +235,37 @@ def replay_decode_triton(
     scores = torch.empty((batch, tokens, heads, width), dtype=torch.float32, device=xBC.device)
     decays = torch.empty((batch, tokens, heads), dtype=torch.float32, device=xBC.device)
     block_n, block_w = max(16, triton.next_power_of_2(state_dim)), max(16, triton.next_power_of_2(width))
-    # Wide states on four warps would take 214 registers a thread, and attention would find no room beside them.
+    # Wide states on four warps would take 214 registers a thread and leave attention no room.
     warps = 8 if state_dim > 128 else 4
     block_x = 256 if batch >= 16 or warps == 8 else 128
     common = {"T": tokens, "H": heads, "P": dim, "N": state_dim, "G": groups, "W": width, "BLOCK_W": block_w}
     x_blocks = triton.cdiv(heads * dim, block_x)
-    # With several tokens a group's programs need so many registers that those of x wait for room beside them.
+    # With several tokens a group's programs need so many registers that those of x would wait.
     sections = {"all": groups + x_blocks} if tokens == 1 else {"values": x_blocks, "groups": groups}
     for section, programs in sections.items():
         _prepare_kernel[batch, programs](
-            xBC, dt, weight, bias, A, dt_bias, conv, values, keys, gates, queries, scores, decays,
-            slots, start_positions, rows, start, length,
-            strides(xBC), strides(dt), conv.stride(0), values.stride(0), keys.stride(0), gates.stride(0), *dt_limit,
+            xBC, dt, weight, step.conv_weights.bias, weights.A, weights.dt_bias, conv, values, keys, gates, queries,
+            scores, decays, slots, step.conv_state.start_positions, *cursors, strides(xBC), strides(dt),
+            conv.stride(0), values.stride(0), keys.stride(0), gates.stride(0), *weights.dt_limit,
             TAPS=weight.shape[1], WC=conv.shape[2], BLOCK_X=block_x, BLOCK_N=block_n, SECTION=section,
             BLOCK_H=triton.next_power_of_2(heads // groups), PRECISION=dot_precision(xBC.dtype),
             num_warps=4 if section == "values" else warps, **common, **pdl(xBC.device),
         )  # fmt: skip
     tile = stream_tile(batch, tokens, states)
     _stream_kernel[batch, heads, triton.cdiv(dim, tile["BLOCK_P"])](
-        z, D, out, states, values, queries, scores, decays, slots, rows, start, length,
+        z, weights.D, out, states, values, queries, scores, decays, slots, *cursors,
         strides(z), strides(out), states.stride(0), values.stride(0), **tile, **common, **pdl(xBC.device),
     )  # fmt: skip
     return out
 
 
 def stream_tile(batch: int, tokens: int, states: Tensor) -> dict[str, int]:
-    """How a program of the stream cuts the states [S+1, H, P, N], as measured on an H200.
+    """Tiles of the states [S+1, H, P, N] in the second kernel, as measured on an H200.
 
-    Few programs take 16 rows of P each and all of N before they wait for the kernel in front; many take whole heads and
-    64 columns at a time, three such pieces under way. One token against a float32 state is multiplied element by
-    element: three tensor-core products would cost more than the bytes.
+    Few programs load 16 rows of P with all of N before they wait for the kernel in front. Many
+    programs have whole heads, 64 columns at a time, with three loads in flight. One token and a
+    float32 state are multiplied element by element: three tensor-core products would cost more than
+    the bytes.
     """
     _, heads, dim, state_dim = states.shape
     wide = states.element_size() == 4

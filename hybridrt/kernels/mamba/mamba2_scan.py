@@ -1,4 +1,4 @@
-"""Chunked scan of Mamba-2 over ragged prompts: the state space dual (SSD) form of Dao & Gu 2024, section 6.
+"""Chunked scan of Mamba-2 over ragged prompts: the SSD form of Dao & Gu 2024, section 6.
 
     dt = clamp(softplus(dt + dt_bias), *dt_limit)
     h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T          [P, N] per head
@@ -21,14 +21,14 @@ from hybridrt.kernels.mamba.mamba2_common import scan_prompts
 def mamba2_chunk_scan(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor | None = None
 ) -> Tensor:
-    """Scans the new tokens of each request from its state and leaves the state after them in the pool.
+    """Scans the new tokens of each request from its state; the state after them goes to the pool.
 
     Args:
         inputs: packed.
-        out: [T, H, P] in x's dtype, of any token stride, where the result goes; None for a new tensor.
+        out: [T, H, P] in x's dtype, of any token stride, for the result; None for a new tensor.
 
     Returns:
-        [T, H, P] in x's dtype: `out`, if that is given.
+        [T, H, P] in x's dtype: `out`, if given.
     """
     # This is the CPU path too; there it is fastest with chunks of 64 to 128 tokens
     y = scan_prompts(inputs, weights, state, prompts, partial(_chunk_step, finite_rates(weights.A)))

@@ -1,17 +1,16 @@
-"""Triton kernels of `mamba2_chunk_scan`: five launches over the chunks of a plan (Dao & Gu 2024, section 6).
+"""Triton kernels of `mamba2_chunk_scan`: five launches over a plan's chunks (Dao & Gu 2024, section
+6).
 
-1. `_time_step_kernel`: dt after softplus, and the running sums of A dt within each chunk (`decay_sums_triton.py`), as
-   [H, T].
+1. `_time_step_kernel`: time steps, and running sums of A dt within each chunk, as [H, T].
 2. `_scores_kernel`: C B^T of each chunk and group, on and below the diagonal.
-3. `_gains_kernel`: what each chunk by itself adds to the state, float32.
-4. `_pass_kernel`: walks each request's chunks; leaves the state at the head of each chunk in `heads` and the last one
-   in the pool.
-5. `_outputs_kernel`: what the state at the chunk's head and the chunk's own tokens give each token.
+3. `_gains_kernel`: what each chunk alone adds to the state, float32.
+4. `_pass_kernel`: walks each request's chunks; writes the state before each chunk to `heads`, and
+   the last one to the pool.
+5. `_outputs_kernel`: each token's output from the state before its chunk and the chunk's tokens.
 
-Where decays are fixed, one launch does everything (`scan_fixed_decay_triton.py`).
-
-With few tokens a launch takes longer than its work. Then there are two: `walk_states` (scan_few_tokens_triton.py)
-does what 1, 3 and 4 do, and `_outputs_kernel` computes the scores itself, for each head anew.
+With few tokens a launch takes longer than its work. Then there are two: `walk_states`
+(`scan_few_tokens_triton.py`) does 1, 3 and 4, and `_outputs_kernel` computes scores for each head.
+Fixed decays need one launch (`scan_fixed_decay_triton.py`).
 """
 
 import torch
@@ -32,7 +31,7 @@ FEW_TOKENS = 512  # of a step: up to so many, launches take longer than what the
 
 @triton.jit
 def _load(pointers, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile. Where it is known to be whole the mask is left out: masks and zeros for what they hide take registers."""
+    """A tile. Whole tiles are loaded without a mask: masks and their zeros take registers."""
     if WHOLE:
         tile = tl.load(pointers)
     else:
@@ -74,7 +73,7 @@ def _gains_kernel(  # type: ignore[no-untyped-def]
     p = block // tl.cdiv(N, BLOCK_N) * BLOCK_P + tl.arange(0, BLOCK_P)
     n = block % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # 64 bits for where the chunk begins, 32 for the way from there: half the registers of addresses.
+    # Starts have 64 bits and offsets 32: half the registers of addresses.
     start, size = chunk_span(cu_chunks_ptr, chunk)
     if size == 0:  # a graph has as many chunks as any step of its size
         return
@@ -270,7 +269,7 @@ def mamba2_chunk_scan_triton(
 
 
 def _width(size: int) -> int:
-    """Columns of a chunk's scores. Whole blocks: the outputs' kernel reads them without a mask."""
+    """Columns of a chunk's scores, in whole blocks: `_outputs_kernel` reads them without a mask."""
     return triton.cdiv(size, 64) * 64
 
 
@@ -287,23 +286,24 @@ def _scores(B: Tensor, C: Tensor, plan: ChunkPlan) -> Tensor:
 
 def _gain_and_pass(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, work: ScanWork) -> None:
     """The same in three launches, all chunks at once in the first two."""
-    (x, dt, B, *_), (A, _, dt_bias, dt_limit), (step, cum, rest, heads, shape) = inputs, weights, work
-    (states, read_slots, write_slots, _), (_, has_initial, plan, saves) = state, prompts
+    x, cum, rest, heads, plan = inputs.x, work.cum, work.rest, work.heads, prompts.plan
     (chunks, count, dim, state_dim), num_tokens = heads.shape, x.shape[0]
     launch, cu_chunks = pdl(x.device), plan.cu_chunk_seqlens
     gains = torch.empty(heads.shape, dtype=torch.float32, device=x.device)
     _time_step_kernel[chunks, triton.cdiv(count, 4)](
-        dt, A, dt_bias, step, cum, rest, cu_chunks, dt.stride(0), num_tokens, *dt_limit,
-        H=count, BLOCK_Q=triton.next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
+        inputs.dt, weights.A, weights.dt_bias, work.step, cum, rest, cu_chunks, inputs.dt.stride(0), num_tokens,
+        *weights.dt_limit, H=count, BLOCK_Q=triton.next_power_of_2(plan.chunk_size), BLOCK_H=4, **launch,
     )  # fmt: skip
     tile = gains_tile(dim, state_dim)
     _gains_kernel[triton.cdiv(dim, tile["BLOCK_P"]) * triton.cdiv(state_dim, tile["BLOCK_N"]), count, chunks](
-        x, B, step, cum, rest, gains, cu_chunks, strides(x), strides(B), num_tokens, **shape, **tile, **launch,
+        x, inputs.B, work.step, cum, rest, gains, cu_chunks, strides(x), strides(inputs.B), num_tokens, **work.shape,
+        **tile, **launch,
     )  # fmt: skip
-    _pass_kernel[triton.cdiv(dim * state_dim, 1024), count, len(read_slots)](
-        gains, cum, rest, states, heads, read_slots, write_slots, has_initial, cu_chunks, plan.first_chunk,
-        plan.last_chunk, None if saves is None else saves.chunk_slots, states.stride(0), num_tokens,
-        H=count, SIZE=dim * state_dim, BLOCK=1024, **launch,
+    _pass_kernel[triton.cdiv(dim * state_dim, 1024), count, len(state.read_state_slots)](
+        gains, cum, rest, state.states, heads, state.read_state_slots, state.write_state_slots,
+        prompts.has_initial_state, cu_chunks, plan.first_chunk,
+        plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots, state.states.stride(0),
+        num_tokens, H=count, SIZE=dim * state_dim, BLOCK=1024, **launch,
     )  # fmt: skip
 
 
@@ -313,8 +313,9 @@ def gains_tile(dim: int, state_dim: int) -> dict[str, int]:
 
 
 def outputs_tile(size: int, dim: int, state_dim: int) -> dict[str, int]:
-    """Tile of a chunk's outputs [Q, P]. All of P: the weights of earlier tokens are computed once for it. With these
-    sizes three programs fit on a multiprocessor."""
+    """Tile of a chunk's outputs [Q, P]: all of P, so that weights of earlier tokens are computed
+    once. With these sizes three programs fit on a multiprocessor.
+    """
     return {
         "BLOCK_M": block(size, 64), "BLOCK_P": block(dim, 128), "BLOCK_K": 32, "BLOCK_N": block(state_dim, 64),
         "num_warps": 4, "num_stages": 3,
@@ -322,10 +323,13 @@ def outputs_tile(size: int, dim: int, state_dim: int) -> dict[str, int]:
 
 
 def few_outputs_tile(size: int, x: Tensor, state_dim: int) -> dict[str, int]:
-    """The same in a step of few tokens, whose scores a program computes: all state columns. Measured on an H200, both
-    launches, with 128 / 512 tokens: Falcon-H1-7B takes 12.5 / 31.4 us (14.9 / 36.4 with 32 earlier tokens at a time),
-    and Falcon-H1-0.5B, whose few heads leave multiprocessors idle, 10.4 / 20.6 (11.2 / 26.6 with Nemotron-H's tile).
-    Larger tiles of float32, which tensor cores do not take, would not fit into registers."""
+    """Tile of outputs in a step of few tokens, with all state columns; a program computes the
+    scores.
+
+    H200, both launches, 128 / 512 tokens: Falcon-H1-7B 12.5 / 31.4 us (14.9 / 36.4 with 32 earlier
+    tokens at a time); Falcon-H1-0.5B with its few heads 10.4 / 20.6 (11.2 / 26.6 with Nemotron-H's
+    tile). Larger float32 tiles, which tensor cores do not take, would not fit into registers.
+    """
     num_tokens, heads, dim = x.shape
     fewest = num_tokens <= 256
     if x.itemsize > 2:

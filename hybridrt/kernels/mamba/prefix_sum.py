@@ -1,7 +1,7 @@
 """Running sums within each request: y_t = S + x_1 + ... + x_t, and S becomes the last y.
 
-The simplest recurrence, for the history branch's mode "prefix_sum". Its results are easy to predict, so tests notice a
-wrong slot, a lost state or a sum that continues into the next row of a batch. Sums are float32 throughout.
+The recurrence of the history branch's mode "prefix_sum". Its results are easy to predict, so tests
+notice a wrong slot, a lost state or a sum that runs into the next row. Sums are float32.
 """
 
 from typing import Any
@@ -39,14 +39,13 @@ def prefix_sum_varlen(x: Tensor, state: StateSlots, query_start_loc: Tensor) -> 
     Raises:
         ConfigError: states and x do not hold as many numbers, or states are not float32.
     """
-    states, read_slots, write_slots, _ = state
     out = torch.zeros_like(x)
     lens = query_start_loc.diff().tolist()
     first = 0
-    for row, (count, slot) in enumerate(zip(lens, read_slots.tolist(), strict=True)):
+    for row, (count, slot) in enumerate(zip(lens, state.read_state_slots.tolist(), strict=True)):
         if count and slot >= 0:
-            sums = states[slot] + x[first : first + count].float().cumsum(0)
-            states[write_slots[row]] = sums[-1]
+            sums = state.states[slot] + x[first : first + count].float().cumsum(0)
+            state.states[state.write_state_slots[row]] = sums[-1]
             out[first : first + count] = sums
         first += count
     return out

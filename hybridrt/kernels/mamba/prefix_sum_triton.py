@@ -50,19 +50,20 @@ def prefix_sum_varlen_triton(x: Tensor, state: StateSlots, query_start_loc: Tens
 
 
 def prefix_sum_update_triton(x: Tensor, state: StateSlots) -> Tensor:
-    """Triton `prefix_sum_update` of chains. A tree is rare and small: the reference's few loops over nodes serve it."""
+    """Triton `prefix_sum_update` of chains. Trees are rare and small: the reference serves them."""
     if state.intermediate is not None and state.intermediate.parents is not None:
         return prefix_sum_update.reference(x, state)
     return _launch(x.flatten(0, 1), state, None, x.shape[1]).view(x.shape)
 
 
 def _launch(x: Tensor, state: StateSlots, starts: Tensor | None, tokens: int) -> Tensor:
-    states, read_slots, write_slots, intermediate = state
-    stored, rows, _ = intermediate or (None, None, None)
-    columns, batch = x.shape[1], len(read_slots)
+    kept = state.intermediate
+    stored, rows = (None, None) if kept is None else (kept.stored, kept.rows)
+    columns, batch = x.shape[1], len(state.read_state_slots)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     _prefix_sum_kernel[batch, triton.cdiv(columns, COLUMNS)](
-        x, out, states, read_slots, write_slots, starts, stored, rows, x.stride(0), strides(stored)[0],
+        x, out, state.states, state.read_state_slots, state.write_state_slots, starts, stored, rows, x.stride(0),
+        strides(stored)[0],
         T=tokens, C=columns, BLOCK_T=triton.next_power_of_2(tokens or TOKENS), BLOCK_C=COLUMNS, num_warps=4,
     )  # fmt: skip
     return out

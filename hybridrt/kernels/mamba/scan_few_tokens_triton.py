@@ -1,7 +1,7 @@
-"""Triton kernel of `mamba2_chunk_scan` for few tokens: time steps and states of all chunks of a request in one launch.
+"""Triton kernel for scans of few tokens: time steps and states of a request's chunks in one launch.
 
-A program takes a tile of a head's state through the request's chunks, one after the other. Few tokens have few chunks,
-and launches that compute them at once would take longer.
+A program takes a tile of a head's state through the request's chunks. With few chunks this is
+faster than launches that compute all chunks at once.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,6 @@ def _states_kernel(  # type: ignore[no-untyped-def]
     dt_min, dt_max, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a head's state over all chunks of a request, BLOCK_K tokens at a time."""
     begin(PDL)
     block, h = tl.program_id(0), tl.program_id(1)
     p = block // tl.cdiv(N, BLOCK_N) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -89,12 +88,13 @@ def _states_kernel(  # type: ignore[no-untyped-def]
 
 
 class ScanWork(NamedTuple):
-    """What the kernels of a scan leave for each other.
+    """Results that the kernels of a scan pass to each other.
 
     Attributes:
-        step, cum, rest: [H, T] float32. cum and rest are the running sums of A times the time steps within each
-            chunk, of multiples and of rests (`decay_sums_triton.py`); step is the time steps over exp(rest).
-        heads: [n, H, P, N] in x's dtype, the states at the heads of n chunks.
+        step, cum, rest: [H, T] float32. cum and rest are the running sums of A dt within each
+        chunk, of
+            multiples and of rests (`decay_sums_triton.py`); step is dt over exp(rest).
+        heads: [n, H, P, N] in x's dtype, the states before n chunks.
         shape: of a head, as the kernels' constants.
     """
 
@@ -107,15 +107,16 @@ class ScanWork(NamedTuple):
 
 def walk_states(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, work: ScanWork) -> None:
     """Fills `work` and the states in one launch."""
-    (x, dt, B, *_), (A, _, dt_bias, dt_limit), (step, cum, rest, heads, shape) = inputs, weights, work
-    (states, read_slots, write_slots, _), (_, has_initial, plan, saves) = state, prompts
+    x, shape, read_slots, plan = inputs.x, work.shape, state.read_state_slots, prompts.plan
     tile = states_tile(plan.chunk_size, shape["P"], shape["N"])
     blocks = triton.cdiv(shape["P"], tile["BLOCK_P"]) * triton.cdiv(shape["N"], tile["BLOCK_N"])
     _states_kernel[blocks, shape["H"], min(len(read_slots), ROWS_AT_ONCE)](
-        x, dt, B, A, dt_bias, step, cum, rest, states, heads, read_slots, write_slots, has_initial,
-        plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk, None if saves is None else saves.chunk_slots,
-        strides(x), dt.stride(0), strides(B), states.stride(0), x.shape[0], len(read_slots), *dt_limit, **shape,
-        CHUNK=triton.next_power_of_2(plan.chunk_size), **tile, **pdl(x.device),
+        x, inputs.dt, inputs.B, weights.A, weights.dt_bias, work.step, work.cum, work.rest, state.states, work.heads,
+        read_slots, state.write_state_slots, prompts.has_initial_state,
+        plan.cu_chunk_seqlens, plan.first_chunk, plan.last_chunk,
+        None if prompts.saves is None else prompts.saves.chunk_slots,
+        strides(x), inputs.dt.stride(0), strides(inputs.B), state.states.stride(0), x.shape[0], len(read_slots),
+        *weights.dt_limit, **shape, CHUNK=triton.next_power_of_2(plan.chunk_size), **tile, **pdl(x.device),
     )  # fmt: skip
 
 

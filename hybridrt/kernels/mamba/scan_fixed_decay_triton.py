@@ -1,9 +1,10 @@
-"""Triton kernel of `mamba2_chunk_scan` where each head decays at a fixed rate (lightning attention), in one launch.
+"""Triton kernel of `mamba2_chunk_scan` for heads with fixed decays (lightning attention), one
+launch.
 
-A program takes a few channels of a head's state through all tokens of a request, a block at a time; outputs come on the
-way (Dao & Gu 2024, section 6). Decays between two places of a block are the same in every block, so nothing has to be
-prepared: inputs are read once, and nothing is stored between them and the outputs. With a the log of the decay of one
-token, s its time step, and h the state [P, N] before a block of Q tokens:
+A program takes a few channels of a head's state through all tokens of a request, block by block
+(Dao & Gu 2024, section 6). Decays between two places of a block are the same in every block. So
+nothing is prepared, and inputs are read once. With a the log of one token's decay, s its time step,
+and h the state [P, N] before a block of Q tokens:
 
     y_i = exp(a (i + 1)) h C_i + s sum over j <= i of exp(a (i - j)) (C_i B_j) x_j
     h <- exp(a Q) h + s sum over j of exp(a (Q - 1 - j)) x_j B_j^T
@@ -29,9 +30,11 @@ LOWEST = tl.constexpr(-256.0)  # of a token's decay, as a power of 2: 0, and 0 t
 
 @triton.jit
 def _block_of(i, row_start, cut, row_end, Q: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First token of a row's block i, and how many it has: blocks of Q tokens up to the cut, then up to the end.
+    """First token of a row's block i, and its length: blocks of Q tokens up to the cut, then to the
+    end.
 
-    64 bits for where a block begins, 32 for the way from there: fewer registers and instructions for addresses."""
+    Starts have 64 bits and offsets 32: fewer registers and instructions for addresses.
+    """
     before = tl.cdiv(cut - row_start, Q)
     start = tl.where(i < before, row_start + i * Q, cut + (i - before) * Q)
     return start.to(tl.int64), tl.minimum(tl.where(i < before, cut, row_end) - start, Q)
@@ -45,7 +48,7 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     states_ss: tl.constexpr, step, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [parts of P, heads, rows]. A row's state stays behind its cut, if it has one."""
+    """Grid [parts of P, heads, rows]. The state after a row's cut, if any, is kept."""
     begin(PDL)
     h, row = tl.program_id(1), tl.program_id(2)
     t, n, p = tl.arange(0, Q), tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -101,22 +104,24 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
 
 
 def decays_are_fixed(inputs: SSMInputs, weights: SSMWeights) -> bool:
-    """Whether this kernel serves a scan: limits leave one time step for all tokens, and outputs are as the state gives
-    them. Beyond 256 state columns operands would not fit into shared memory."""
+    """Whether this kernel serves a scan: limits leave one time step for all tokens, without skip or
+    gate. With more than 256 state columns operands would not fit into shared memory.
+    """
     shortest, longest = weights.dt_limit
     return shortest == longest and weights.D is None and inputs.z is None and inputs.B.shape[2] <= 256
 
 
 def fixed_decay_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts, out: Tensor) -> None:
     """`mamba2_chunk_scan` of tokens whose `decays_are_fixed`; `out` [T, H, P] gets the outputs of the rows' tokens."""
-    (x, _, B, C, _), (states, read_slots, write_slots, _), (starts, has_initial, plan, saves) = inputs, state, prompts
+    x, B, saves = inputs.x, inputs.B, prompts.saves
     (heads, dim), state_dim = x.shape[1:], B.shape[2]
-    tile = walk_tile(plan.chunk_size, heads, dim, state_dim, x)
-    _walk_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, len(read_slots)](
-        x, B, C, out, weights.A, states, read_slots, write_slots, has_initial, starts,
-        *((None, None) if saves is None else (saves.row_slots, saves.row_lengths)), strides(x), strides(B), strides(C),
-        strides(out), states.stride(0), weights.dt_limit[0], P=dim, N=state_dim, HEADS_PER_GROUP=heads // B.shape[1],
-        PRECISION=dot_precision(x.dtype), **tile, **pdl(x.device),
+    tile = walk_tile(prompts.plan.chunk_size, heads, dim, state_dim, x)
+    _walk_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, len(state.read_state_slots)](
+        x, B, inputs.C, out, weights.A, state.states, state.read_state_slots, state.write_state_slots,
+        prompts.has_initial_state, prompts.query_start_loc,
+        *((None, None) if saves is None else (saves.row_slots, saves.row_lengths)), strides(x), strides(B),
+        strides(inputs.C), strides(out), state.states.stride(0), weights.dt_limit[0], P=dim, N=state_dim,
+        HEADS_PER_GROUP=heads // B.shape[1], PRECISION=dot_precision(x.dtype), **tile, **pdl(x.device),
     )  # fmt: skip
 
 

@@ -39,10 +39,10 @@ def selective_scan(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, pr
 
 
 def _scan_chunk(decay: Tensor, inputs: Tensor, state: Tensor) -> Tensor:
-    """h_t = decay_t h_{t-1} + inputs_t from `state` [b, I, N]: all h_t. decay, inputs [b, Q, I, N] are overwritten.
+    """h_t = decay_t h_{t-1} + inputs_t from `state` [b, I, N]: all h_t. Overwrites [b, Q, I, N].
 
-    In blocks: the short recurrence of all blocks at once from zero, then block by block the state at its head, whose
-    decayed rest is added to each token. Only products of decays occur, never quotients, so nothing can overflow.
+    First all blocks at once from zero; then, block by block, the decayed state before it is added.
+    Only products of decays occur, no quotients: nothing overflows.
     """
     size = gcd(inputs.shape[1], _BLOCK)
     decay, local = (t.unflatten(1, (-1, size)) for t in (decay, inputs))

@@ -1,14 +1,14 @@
 """Triton kernels of `selective_scan`: three launches over the chunks of a plan.
 
-1. `_chunks_kernel`: the state that each chunk would end with if it started from zero, and the chunk's summed time.
-2. `_heads_kernel`: walks each request's chunks: every chunk's local state is replaced by the true state at its head,
-   and the state after the last goes to the pool.
-3. `_outputs_kernel`: runs each chunk again from its head and leaves the outputs.
+1. `_chunks_kernel`: each chunk's final state if it started from zero, and its summed time.
+2. `_heads_kernel`: walks each request's chunks; replaces each local state by the true state before
+   the chunk, and writes the last one to the pool.
+3. `_outputs_kernel`: runs each chunk again from that state and writes the outputs.
 
-Chunks run side by side at the price of computing each decay twice. A thread holds all states of two channels, so that
-no sum over states needs another thread and the loops over tokens no shared memory: tiles are [N, channels], everything
-that a loop needs is stored in that order (A is transposed first), and the hint in `_tile` keeps the compiler from
-giving a thread four channels and a quarter of their states for the sake of wider loads.
+Chunks run in parallel; each decay is computed twice for it. A thread holds all states of two
+channels, so that sums over states need no other thread and loops no shared memory. For that, tiles
+are [N, channels], A is transposed first, and the hint in `_tile` keeps the compiler from giving a
+thread four channels and a quarter of their states.
 """
 
 import math
@@ -27,8 +27,9 @@ from hybridrt.kernels.state.conv_and_gates_triton import silu, softplus
 def _tile(  # type: ignore[no-untyped-def]
     rates_ptr, CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):
-    """This program's channels i, two a thread, and the numbers n of their states; which of them exist: i_mask, n_mask,
-    and mask [n, i]; A of these in powers of two, which the launcher has just computed."""
+    """This program's channels i (two a thread), state numbers n, masks of both, and A in powers of
+    two, which the launcher has just computed.
+    """
     i = tl.max_contiguous(tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), 2)
     n = tl.arange(0, BLOCK_N)
     i_mask, n_mask = i < CHANNELS, n < N
@@ -147,9 +148,8 @@ def _outputs_kernel(  # type: ignore[no-untyped-def]
 
 def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, prompts: Prompts) -> Tensor:
     """`selective_scan` in three launches."""
-    (x, dt, B, C, z), (A, D, dt_bias, _) = inputs, weights
-    states, read_slots, write_slots, _ = state
-    _, has_initial_state, plan, saves = prompts
+    x, dt, B, z = inputs.x, inputs.dt, inputs.B, inputs.z
+    states, read_slots, plan = state.states, state.read_state_slots, prompts.plan
     assert z is not None
     (tokens, channels), state_dim, chunks = x.shape, states.shape[2], len(plan.seq_idx)
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
@@ -157,20 +157,20 @@ def selective_scan_triton(inputs: SSMInputs, weights: SSMWeights, state: StateSl
     heads = torch.empty((chunks, state_dim, channels), dtype=torch.float32, device=x.device)
     times = torch.empty((chunks, channels), dtype=torch.float32, device=x.device)
     rates = torch.empty((state_dim, channels), dtype=torch.float32, device=x.device)
-    torch.mul(A.t(), math.log2(math.e), out=rates)
+    torch.mul(weights.A.t(), math.log2(math.e), out=rates)
     sizes = {"CHANNELS": channels, "N": state_dim, "BLOCK_N": triton.next_power_of_2(state_dim), "BLOCK_I": 64}
     launch = {**sizes, "num_warps": 1, **pdl(x.device)}
     grid = (triton.cdiv(channels, 64), chunks)
     _chunks_kernel[grid](
-        x, dt, rates, B, dt_bias, heads, times, plan.cu_chunk_seqlens,
+        x, dt, rates, B, weights.dt_bias, heads, times, plan.cu_chunk_seqlens,
         x.stride(0), dt.stride(0), B.stride(0), **launch,
     )  # fmt: skip
     _heads_kernel[triton.cdiv(channels, 64), len(read_slots)](
-        rates, heads, times, states, read_slots, write_slots, has_initial_state, plan.first_chunk, plan.last_chunk,
-        None if saves is None else saves.chunk_slots, states.stride(0), **launch,
+        rates, heads, times, states, read_slots, state.write_state_slots, prompts.has_initial_state, plan.first_chunk,
+        plan.last_chunk, None if prompts.saves is None else prompts.saves.chunk_slots, states.stride(0), **launch,
     )  # fmt: skip
     _outputs_kernel[grid](
-        x, dt, rates, B, C, z, D, dt_bias, heads, out, read_slots, plan.cu_chunk_seqlens, plan.seq_idx,
-        x.stride(0), dt.stride(0), B.stride(0), C.stride(0), z.stride(0), **launch,
+        x, dt, rates, B, inputs.C, z, weights.D, weights.dt_bias, heads, out, read_slots, plan.cu_chunk_seqlens,
+        plan.seq_idx, x.stride(0), dt.stride(0), B.stride(0), inputs.C.stride(0), z.stride(0), **launch,
     )  # fmt: skip
     return out

@@ -1,10 +1,10 @@
-"""Recurrent Mamba-2 step for T new tokens of each row: decode (T = 1) and verify of a chain or a tree (T > 1).
+"""Recurrent Mamba-2 step of T new tokens a row: decode (T = 1), verify of a chain or tree (T > 1).
 
     dt = clamp(softplus(dt + dt_bias), *dt_limit)
     h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T          [P, N] per head
     y_t = (h_t C_t + D x_t) * silu(z_t)                 (Dao & Gu 2024)
 
-B rows, T tokens a row, H heads of P channels, G groups of B and C, N state columns, R running requests, S slots.
+B rows, T tokens a row, H heads of P channels, G groups of B and C, N state columns.
 """
 
 import torch
@@ -20,20 +20,20 @@ from hybridrt.kernels.mamba.mamba2_common import skip_and_gate, time_step
 def selective_state_update(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None
 ) -> Tensor:
-    """Advances each row's state by its T tokens. T tokens at once equal T calls of one token, rounding included.
+    """Advances each row's state by T tokens. The result equals T calls of one token, bit for bit.
 
     Args:
         inputs: of B rows with T tokens each.
-        out: [B, T, H, P] of any row and token stride, where the result is to be left.
+        out: [B, T, H, P] of any row and token stride, for the result.
 
     Returns:
         [B, T, H, P] in x's dtype.
     """
     # A loop over T alone
-    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    step = time_step(dt, dt_bias, dt_limit)
-    decay = (step * A).exp_()[..., None, None]
-    added, keys, queries = x.float() * step[..., None], B.float(), C.float()
+    x = inputs.x
+    step = time_step(inputs.dt, weights.dt_bias, weights.dt_limit)
+    decay = (step * weights.A).exp_()[..., None, None]
+    added, keys, queries = x.float() * step[..., None], inputs.B.float(), inputs.C.float()
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
     def token(t: int, current: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def selective_state_update(
         return current
 
     advance_states(state, x.shape[1], token)
-    y = skip_and_gate(y, x, D, z).masked_fill_(pad_mask(state.read_state_slots, 4), 0.0).to(x.dtype)
+    y = skip_and_gate(y, x, weights.D, inputs.z).masked_fill_(pad_mask(state.read_state_slots, 4), 0.0).to(x.dtype)
     return y if out is None else out.copy_(y)
 
 

@@ -1,7 +1,4 @@
-"""Triton kernel of `selective_state_update`.
-
-One program keeps BLOCK_P channels of one head of one row, [BLOCK_P, N] of the state, in registers over the T tokens.
-"""
+"""Triton kernel of `selective_state_update`: a program keeps rows of a head's state in registers."""
 
 import torch
 import triton
@@ -77,17 +74,17 @@ def selective_state_update_triton(
     inputs: SSMInputs, weights: SSMWeights, state: StateSlots, out: Tensor | None = None, *, silu_inputs: bool = False
 ) -> Tensor:
     """`selective_state_update` in one launch. With `silu_inputs` x, B and C are taken before their SiLU."""
-    (x, dt, B, C, z), (A, D, dt_bias, dt_limit) = inputs, weights
-    states, read_slots, write_slots, intermediate = state
-    stored, rows, parents = intermediate or (None, None, None)
+    x, B, states, kept = inputs.x, inputs.B, state.states, state.intermediate
+    stored, rows, parents = (None, None, None) if kept is None else (kept.stored, kept.rows, kept.parents)
     batch, tokens, heads, dim = x.shape
     if out is None:
         out = torch.empty((batch, tokens, heads, dim), dtype=x.dtype, device=x.device)
     tile = update_tile(tokens, states)
     _update_kernel[triton.cdiv(dim, tile["BLOCK_P"]), heads, batch](
-        x, B, C, dt, z, out, A, D, dt_bias, states, stored, read_slots, write_slots, rows, parents,
-        strides(x), strides(B), strides(C), strides(dt), strides(z), strides(out),
-        states.stride(0), strides(stored), strides(parents)[0], *dt_limit,
+        x, B, inputs.C, inputs.dt, inputs.z, out, weights.A, weights.D, weights.dt_bias, states, stored,
+        state.read_state_slots, state.write_state_slots, rows, parents,
+        strides(x), strides(B), strides(inputs.C), strides(inputs.dt), strides(inputs.z), strides(out),
+        states.stride(0), strides(stored), strides(parents)[0], *weights.dt_limit,
         T=tokens, H=heads, P=dim, N=states.shape[3], HEADS_PER_GROUP=heads // B.shape[2], SILU=silu_inputs, **tile,
         **pdl(x.device),
     )  # fmt: skip
@@ -95,8 +92,9 @@ def selective_state_update_triton(
 
 
 def update_tile(tokens: int, states: Tensor) -> dict[str, int]:
-    """Rows of a head's state [P, N] that one program holds, all of N: 4 KiB of it, as measured on an H200; with many
-    tokens as much as the registers bear beside the loop."""
+    """Rows of a head's state [P, N] in one program: 4 KiB of them, as measured on an H200; with
+    several tokens as many as registers hold during the loop.
+    """
     _, _, dim, state_dim = states.shape
     block_n = max(16, triton.next_power_of_2(state_dim))
     numbers = 4096 if tokens > 1 else 4096 // states.element_size()

@@ -78,15 +78,14 @@ def uniform(seed: Tensor, index: Tensor, stream: int, ids: Tensor) -> Tensor:
 @operation(By("triton"), By("flashinfer", priority=5))
 def filtered_logits(logits: Tensor, filters: LogitFilters) -> Tensor:
     """`[B, V]` float32 logits, penalised, tempered, -inf where filtered out."""
-    temperature, top_k, top_p, min_p, penalties, bitmask = filters
-    logits = only_allowed(logits.float(), bitmask)
-    if penalties is not None:
-        logits = _penalized(logits, penalties)
-    logits = logits / torch.where(temperature < MIN_TEMPERATURE, 1.0, temperature).unsqueeze(1)
-    if top_k is not None or top_p is not None:
-        logits = _top_k_top_p(logits, top_k, top_p)
-    if min_p is not None:
-        logits = logits.masked_fill(logits < (logits.amax(-1) + min_p.log()).unsqueeze(1), -torch.inf)
+    logits = only_allowed(logits.float(), filters.bitmask)
+    if filters.penalties is not None:
+        logits = _penalized(logits, filters.penalties)
+    logits = logits / torch.where(filters.temperature < MIN_TEMPERATURE, 1.0, filters.temperature).unsqueeze(1)
+    if filters.top_k is not None or filters.top_p is not None:
+        logits = _top_k_top_p(logits, filters.top_k, filters.top_p)
+    if filters.min_p is not None:
+        logits = logits.masked_fill(logits < (logits.amax(-1) + filters.min_p.log()).unsqueeze(1), -torch.inf)
     return logits
 
 

@@ -151,20 +151,20 @@ def filtered_logits_triton(logits: Tensor, filters: LogitFilters) -> Tensor:
 
 def _filtered(logits: Tensor, filters: LogitFilters) -> tuple[Tensor, Tensor | None]:
     """Logits `[B, V]` float32 before the filters, and each row's lowest kept one, or None."""
-    temperature, top_k, top_p, min_p, p, bitmask = filters
+    p, bitmask = filters.penalties, filters.bitmask
     batch, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
     out = torch.empty(batch, vocabulary, dtype=torch.float32, device=logits.device)
     maxima = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
     _prepare_kernel[(batch, blocks)](
-        logits, out, maxima, temperature, bitmask,
+        logits, out, maxima, filters.temperature, bitmask,
         *((None,) * 5 if p is None else (p.repetition, p.presence, p.frequency, p.output_counts, p.prompt_mask)),
         logits.stride(0), *((0, 0) if p is None else (p.output_counts.stride(0), p.prompt_mask.stride(0))),
         0 if bitmask is None else bitmask.stride(0), vocabulary, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
-    if top_k is None and top_p is None and min_p is None:
+    if filters.top_k is None and filters.top_p is None and filters.min_p is None:
         return out, None
-    return out, thresholds(out, maxima, BLOCK, top_k, top_p, min_p)
+    return out, thresholds(out, maxima, BLOCK, filters.top_k, filters.top_p, filters.min_p)
 
 
 def _argmax(

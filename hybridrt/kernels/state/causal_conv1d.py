@@ -1,10 +1,10 @@
-"""Depthwise causal convolution over a ring of raw inputs: y[p] = act(bias + sum_k weight[:, k] * x[p - (K-1) + k]).
+"""Depthwise causal convolution over a ring of raw inputs: prefill, decode and verify.
 
-The conv state of a request is a ring: the raw input of absolute position p is in column p mod Wc of
-conv[slot], Wc a power of two >= K - 1 + T for steps of T tokens. A step of T tokens is rolled back by position
-alone: the columns that a rejected token wrote are overwritten before anything reads them.
+    y[p] = act(bias + sum_k weight[:, k] * x[p - (K-1) + k])
 
-The arguments are records of `records.py`.
+The raw input of absolute position p is in column p mod Wc of conv[slot]; Wc is a power of two, at
+least K - 1 + T for steps of T tokens. A step is rolled back by position alone: columns of rejected
+tokens are overwritten before they are read.
 """
 
 from typing import Any
@@ -43,27 +43,26 @@ def causal_conv1d_varlen(
         ConfigError: the ring is too narrow for K taps, or Wc is not a power of two.
     """
     # Shifted sums over all tokens, then the first K - 1 of each row anew
-    weight, bias, activation = weights
-    conv, read_slots, _, start_positions = state
+    weight = weights.weight
     num_tokens, taps = x.shape[0], weight.shape[1]
     if num_tokens == 0:
         return torch.empty_like(x)
     first, end = query_start_loc[:-1, None], query_start_loc[1:, None]
-    window = _window(conv, read_slots, start_positions, taps)
+    window = _window(state.conv, state.read_state_slots, state.start_positions, taps)
     offsets = torch.arange(taps - 1, device=x.device)
 
     # A row shorter than K - 1 tokens writes its missing outputs to one spare row at the end.
     out = torch.empty(num_tokens + 1, x.shape[1], dtype=torch.float32, device=x.device)
-    _shifted_sum(x.float(), weight, bias, out[:-1])
+    _shifted_sum(x.float(), weight, weights.bias, out[:-1])
     head = first + offsets
     head_x = torch.cat([window, x[head.clamp(max=num_tokens - 1)]], dim=1)
-    out[torch.where(head < end, head, num_tokens)] = _tap_sum(head_x, weight, bias, taps - 1)
+    out[torch.where(head < end, head, num_tokens)] = _tap_sum(head_x, weight, weights.bias, taps - 1)
 
     if saves is not None:
         save_windows(x, taps, state, query_start_loc, saves)
     _write_window(x, window, state, first, end - first)
-    dead = ~real_tokens(read_slots, query_start_loc, num_tokens)
-    return _activate(out[:-1], activation).masked_fill_(dead[:, None], 0.0).to(x.dtype)
+    dead = ~real_tokens(state.read_state_slots, query_start_loc, num_tokens)
+    return _activate(out[:-1], weights.activation).masked_fill_(dead[:, None], 0.0).to(x.dtype)
 
 
 def check_update(
@@ -78,7 +77,9 @@ def check_update(
 
 
 def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor, saves: SavedStates) -> None:
-    """What `causal_conv1d_varlen` leaves in the rings of `saves`, before it changes those that are read."""
+    """Fills the rings of `saves`, as `causal_conv1d_varlen` does before it changes those that are
+    read.
+    """
     window = _window(state.conv, state.read_state_slots, state.start_positions, taps)
     slots = torch.where(saves.row_slots > 0, saves.row_slots, -1)
     first, length = query_start_loc[:-1, None], saves.row_lengths[:, None]
@@ -86,8 +87,9 @@ def save_windows(x: Tensor, taps: int, state: ConvState, query_start_loc: Tensor
 
 
 def _write_window(x: Tensor, window: Tensor, state: ConvState, first: Tensor, length: Tensor) -> None:
-    """Leaves the K - 1 inputs that end behind `length` tokens of each row, [B, 1], in the rings that are written. The
-    rows begin at `first` [B, 1] of x, and before them stand the inputs `window` [B, K - 1, C]."""
+    """Writes the K - 1 inputs before position `length` [B, 1] of each row to the rings. Rows begin
+    at `first` [B, 1] of x, after the inputs `window` [B, K - 1, C].
+    """
     before = window.shape[1]
     last = length - before + torch.arange(before, device=x.device)
     carried = window.gather(1, (last + before).clamp(0, before - 1).long()[:, :, None].expand(window.shape))
@@ -114,22 +116,21 @@ def causal_conv1d_update(
     Raises:
         ConfigError: the ring is too narrow for K taps and T tokens, or Wc is not a power of two.
     """
-    weight, bias, activation = weights
-    conv, read_slots, write_slots, start_positions = state
+    weight, bias, conv, read_slots = weights.weight, weights.bias, state.conv, state.read_state_slots
     num_tokens, taps = x.shape[1], weight.shape[1]
-    history = torch.cat([_window(conv, read_slots, start_positions, taps), x], dim=1)
+    history = torch.cat([_window(conv, read_slots, state.start_positions, taps), x], dim=1)
     if intermediate is None:
         offsets = torch.arange(1 - taps, num_tokens, device=x.device)
-        write_columns(conv, write_slots, _columns(conv, start_positions[:, None] + offsets), history)
+        write_columns(conv, state.write_state_slots, _columns(conv, state.start_positions[:, None] + offsets), history)
         out = _tap_sum(history, weight, bias, num_tokens)
     else:
-        windows, rows, parents = intermediate
-        assert parents is not None, "what a chain wrote is rolled back by position"
-        inputs = _along_ancestors(history, parents, taps)
+        assert intermediate.parents is not None, "what a chain wrote is rolled back by position"
+        inputs = _along_ancestors(history, intermediate.parents, taps)
         out = torch.einsum("btkc,ck->btc", inputs.float(), weight.float())
         out = out if bias is None else out + bias
-        write_rows(windows, torch.where(read_slots < 0, -1, rows), inputs[:, :, 1:].transpose(2, 3))
-    return _activate(out, activation).masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype)
+        rows = torch.where(read_slots < 0, -1, intermediate.rows)
+        write_rows(intermediate.stored, rows, inputs[:, :, 1:].transpose(2, 3))
+    return _activate(out, weights.activation).masked_fill_(pad_mask(read_slots, 3), 0.0).to(x.dtype)
 
 
 def conv_window(conv: Tensor, slots: Tensor, positions: Tensor, kernel: int) -> Tensor:

@@ -49,7 +49,7 @@ def _varlen_kernel(  # type: ignore[no-untyped-def]
     bias = bias_of(bias_ptr, channel, c_mask)
     y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32) + bias[None, :]
     if block == 0:
-        # The row's first tokens get the terms of inputs that stand in the ring. They are a sum's first terms, so sums
+        # The row's first tokens get the terms of inputs in the ring. They are a sum's first terms, so sums
         # are the same bits however a prompt was cut.
         for t in tl.static_range(TAPS - 1):
             head = bias
@@ -82,10 +82,10 @@ def _close_row(  # type: ignore[no-untyped-def]
     x, read_ring, write_ring, position, length, mask,
     x_st: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr,
 ):  # fmt: skip
-    """Leaves the K - 1 inputs that end a row in its ring. Only the row's first program touches the ring at all.
+    """Writes the K - 1 inputs that end a row to its ring, by the row's first program alone.
 
-    Every thread has read its taps, and the old columns that a short row keeps, before one column is written. Columns
-    of positions before 0 carry what they hold; no kernel reads them.
+    Every thread has read its taps and the old columns before one is written. No kernel reads
+    columns of positions before 0.
     """
     column = tl.arange(0, WC)
     age = (position + length - 1 - column) & (WC - 1)
@@ -171,9 +171,8 @@ def causal_conv1d_varlen_triton(
     x: Tensor, weights: ConvWeights, state: ConvState, query_start_loc: Tensor, saves: SavedStates | None = None
 ) -> Tensor:
     """`causal_conv1d_varlen` in one launch, which needs no lengths on the host."""
-    weight, bias, activation = weights
-    conv, read_slots, write_slots, start_positions = state
-    (num_tokens, channels), batch = x.shape, len(read_slots)
+    conv = state.conv
+    (num_tokens, channels), batch = x.shape, len(state.read_state_slots)
     out = torch.empty((num_tokens, channels), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
@@ -182,9 +181,9 @@ def causal_conv1d_varlen_triton(
     save_slots, save_lengths = (None, None) if saves is None else (saves.row_slots, saves.row_lengths)
     # At least 64 rows: a block size for every count of prompts would be a compilation each in the middle of serving.
     _varlen_kernel[triton.cdiv(channels, block_c), blocks](
-        x, weight, bias, conv, out, read_slots, write_slots, query_start_loc, start_positions, save_slots, save_lengths,
-        batch, num_tokens, x.stride(0), conv.stride(0),
-        C=channels, TAPS=weight.shape[1], WC=conv.shape[2], SILU=activation == "silu",
+        x, weights.weight, weights.bias, conv, out, state.read_state_slots, state.write_state_slots, query_start_loc,
+        state.start_positions, save_slots, save_lengths, batch, num_tokens, x.stride(0), conv.stride(0),
+        C=channels, TAPS=weights.weight.shape[1], WC=conv.shape[2], SILU=weights.activation == "silu",
         BLOCK_B=max(64, triton.next_power_of_2(batch + 1)), BLOCK_T=block_t, BLOCK_C=block_c,
         **pdl(x.device),
     )  # fmt: skip
@@ -195,16 +194,16 @@ def causal_conv1d_update_triton(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:
     """`causal_conv1d_update` in one launch; `short_conv_update` where x has three times the channels of the ring."""
-    weight, bias, activation = weights
-    conv, read_slots, write_slots, start_positions = state
-    windows, rows, parents = intermediate or (None, None, None)
+    conv = state.conv
+    windows, rows = (None, None) if intermediate is None else (intermediate.stored, intermediate.rows)
+    parents = None if intermediate is None else intermediate.parents
     (batch, tokens, width), channels = x.shape, conv.shape[1]
     out = torch.empty((batch, tokens, channels), dtype=x.dtype, device=x.device)
     block_c = 256
     _update_kernel[triton.cdiv(channels, block_c), batch](
-        x, weight, bias, conv, windows, out, read_slots, write_slots, start_positions, rows, parents,
-        strides(x), conv.stride(0), strides(windows)[0], strides(parents)[0],
-        T=tokens, C=channels, TAPS=weight.shape[1], WC=conv.shape[2], SILU=activation == "silu",
+        x, weights.weight, weights.bias, conv, windows, out, state.read_state_slots, state.write_state_slots,
+        state.start_positions, rows, parents, strides(x), conv.stride(0), strides(windows)[0], strides(parents)[0],
+        T=tokens, C=channels, TAPS=weights.weight.shape[1], WC=conv.shape[2], SILU=weights.activation == "silu",
         GATED=width > channels, BLOCK_C=block_c, **pdl(x.device),
     )  # fmt: skip
     return out

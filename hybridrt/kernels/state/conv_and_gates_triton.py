@@ -1,4 +1,4 @@
-"""Device functions that the step kernels share, those of the conv over raw inputs and a ring of them among others."""
+"""Device functions that the step kernels share: conv over raw inputs and ring, gates, strides."""
 
 import triton
 import triton.language as tl
@@ -10,9 +10,9 @@ L2_EPS = tl.constexpr(L2_NORM_EPS)
 
 
 def strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """Strides of a tensor but the last, 1, for a kernel's tl.constexpr; zero for a tensor that is not there.
+    """Strides of a tensor but the last, 1, as tl.constexpr; zero for None.
 
-    As constants they let the compiler see that rows are aligned, whatever the width of a merged projection.
+    As constants they show the compiler that rows are aligned, for any width of a merged projection.
     """
     return (0,) if tensor is None else tensor.stride()[:-1]
 
@@ -63,7 +63,6 @@ def state_of_parent(parents, stored, stored_st, t, initial, mask):  # type: igno
 
 @triton.jit
 def bias_of(bias_ptr, channel, mask):  # type: ignore[no-untyped-def]
-    """The conv's bias in float32; zeros without one."""
     out = tl.zeros(channel.shape, tl.float32)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
@@ -160,9 +159,10 @@ def conv_tokens(  # type: ignore[no-untyped-def]
     source, stride_t: tl.constexpr, conv_row, weight_ptr, bias_ptr, channel, mask, position, t,
     T: tl.constexpr, TAPS: tl.constexpr, WC: tl.constexpr, ring=None, taps=None,
 ):  # fmt: skip
-    """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype, zero past T. Their
-    raw inputs enter the conv ring `conv_row`, as in `push_inputs`. Without taps it is SiLU alone. `ring` and `taps`
-    of a single token: as in `conv_one_token`."""
+    """Conv and SiLU of the tokens `t` [BLOCK_T] at once: [BLOCK_T, channels] in the input's dtype,
+    zero past T. Raw inputs enter the ring as in `push_inputs`. Without taps only SiLU. `ring`
+    and `taps` of a single token: as in `conv_one_token`.
+    """
     if TAPS == 0:
         raw = source + t[:, None] * stride_t + channel[None, :]
         values = tl.load(raw, mask=mask[None, :] & (t < T)[:, None], other=0.0)
@@ -194,7 +194,7 @@ def push_inputs(  # type: ignore[no-untyped-def]
 ):
     """Writes the T raw inputs to the conv ring `conv_row`.
 
-    The columns written are not among those that any program of the step reads, so programs need no order.
+    No program of the step reads these columns, so programs need no order.
     """
     ring = conv_row + channel * WC
     for t in range(T):

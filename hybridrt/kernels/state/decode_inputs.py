@@ -1,4 +1,4 @@
-"""The head of a decode graph: page-table entries, input tokens, positions and KV slots of all rows, in one launch."""
+"""Inputs of a decode graph: page-table entries, tokens, positions and KV slots, in one launch."""
 
 import torch
 from torch import Tensor
@@ -13,38 +13,38 @@ def decode_inputs(
 ) -> None:
     """Fills `out` with the tokens of a step's decode rows.
 
-    Padding drafts get KV slot 0, which is never written, and the last sampled token once more, which computes nothing
-    that the request itself does not.
+    Padding drafts get KV slot 0, which is never written, and repeat the last sampled token, which
+    computes nothing new.
 
     Args:
-        last_tokens: [R + 1] int32, last sampled token of each request row; -1, of logits that were not finite, is read
-            as 0.
-        req_to_token: [R + 1, max_context] int32, into which the slots of new pages are entered first. A table of
-            max_context 0 belongs to a model without KV: every slot is 0 then.
+        last_tokens: [R + 1] int32, last sampled token of each request row; -1, of logits that were
+        not
+            finite, is read as 0.
+        req_to_token: [R + 1, max_context] int32; the slots of new pages are entered first.
+        max_context
+            is 0 for a model without KV: every slot is 0 then.
     """
-    input_ids, positions, out_cache_loc = out
-    rows, seq_lens, new_pages, drafts, num_drafts = step
+    rows, num_drafts = step.rows, step.num_drafts
     batch = rows.shape[0]
-    tokens = input_ids.shape[0] // batch
-    ids, where = input_ids.view(batch, tokens), positions.view(batch, tokens)
+    tokens = out.input_ids.shape[0] // batch
+    ids, where = out.input_ids.view(batch, tokens), out.positions.view(batch, tokens)
     ids[:] = last_tokens[rows, None].clamp(min=0)
-    if drafts is not None and num_drafts is not None:
+    if step.drafts is not None and num_drafts is not None:
         real = torch.arange(tokens - 1, device=rows.device) < num_drafts[:, None]
-        ids[:, 1:] = torch.where(real, drafts, ids[:, 1:])
-    where.copy_(seq_lens[:, None] + torch.arange(-tokens, 0, dtype=torch.int32, device=rows.device))
+        ids[:, 1:] = torch.where(real, step.drafts, ids[:, 1:])
+    where.copy_(step.seq_lens[:, None] + torch.arange(-tokens, 0, dtype=torch.int32, device=rows.device))
     if not req_to_token.shape[1]:
-        out_cache_loc.zero_()
+        out.out_cache_loc.zero_()
         return
     padding = 0 if num_drafts is None else tokens - 1 - num_drafts
-    _enter_pages(req_to_token, rows, (seq_lens - 1 - padding) // page_size, new_pages, page_size)
+    _enter_pages(req_to_token, rows, (step.seq_lens - 1 - padding) // page_size, step.new_pages, page_size)
     slots = req_to_token[rows[:, None], where]
     if num_drafts is not None:
         slots = slots.masked_fill(torch.arange(tokens, device=rows.device) > num_drafts[:, None], 0)
-    out_cache_loc.view(batch, tokens).copy_(slots)
+    out.out_cache_loc.view(batch, tokens).copy_(slots)
 
 
 def _enter_pages(req_to_token: Tensor, rows: Tensor, page_index: Tensor, new_pages: Tensor, page_size: int) -> None:
-    """Page `page_index` of each row becomes `new_pages`, where that is not -1."""
     table = req_to_token.view(req_to_token.shape[0], -1, page_size)
     offsets = torch.arange(page_size, dtype=torch.int32, device=rows.device)
     fresh = new_pages[:, None] * page_size + offsets

@@ -1,4 +1,4 @@
-"""The small per-step preparation of recurrent decode, one launch on a GPU: which slot, which position, which cursor."""
+"""Per-step inputs of recurrent decode: slots, positions and ring cursors, one launch on a GPU."""
 
 from typing import NamedTuple
 
@@ -49,11 +49,10 @@ def fill_decode_metadata(
     Args:
         req_pool_indices, seq_lens: [B] int32; seq_lens counts the step's tokens.
     """
-    req_to_state_slot, ring_start, ring_length = tables
-    torch.index_select(req_to_state_slot, 0, req_pool_indices, out=out.state_slots)
+    torch.index_select(tables.req_to_state_slot, 0, req_pool_indices, out=out.state_slots)
     torch.sub(seq_lens, tokens_per_row, out=out.start_positions)
-    torch.index_select(ring_start, 0, req_pool_indices, out=out.ring_start)
-    torch.index_select(ring_length, 0, req_pool_indices, out=out.ring_length)
+    torch.index_select(tables.ring_start, 0, req_pool_indices, out=out.ring_start)
+    torch.index_select(tables.ring_length, 0, req_pool_indices, out=out.ring_length)
     out.accepted.fill_(1)
     if num_real < out.state_slots.shape[0]:
         out.state_slots[num_real:] = -1

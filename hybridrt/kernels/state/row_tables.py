@@ -1,4 +1,4 @@
-"""What changes in the tables of request rows around a step: a few integers, in one launch each on a GPU."""
+"""Entries in the tables of request rows around a step, one launch each on a GPU."""
 
 import torch
 from torch import Tensor

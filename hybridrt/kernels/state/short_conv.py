@@ -1,4 +1,6 @@
-"""The gated short convolution of LFM2 in decode steps: C * conv(B * x), of which the ring keeps the products B * x."""
+"""Gated short convolution of LFM2 in decode steps, C * conv(B * x); the ring holds the products B *
+x.
+"""
 
 from typing import Any
 

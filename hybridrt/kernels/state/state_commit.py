@@ -1,6 +1,6 @@
-"""What stays of a verify step becomes the state: recurrent states, conv inputs and KV of accepted tokens.
+"""Commits a verify step: recurrent states, conv inputs and KV of accepted tokens, in place.
 
-Slots of -1 and rows that accepted nothing are padding: they touch nothing, scratch entries apart.
+Slots of -1 and rows that accepted nothing are padding: only scratch entries may change.
 """
 
 import torch
@@ -40,11 +40,10 @@ def commit_conv_window(
         state_slots, accepted: as in `commit_intermediate`, node + 1.
         positions: [B] int32, absolute position of that node.
     """
-    stored, rows, _ = intermediate
-    offsets = torch.arange(1 - stored.shape[-1], 1, device=conv.device)
+    offsets = torch.arange(1 - intermediate.stored.shape[-1], 1, device=conv.device)
     columns, kept = (positions[:, None] + offsets) & (conv.shape[-1] - 1), state_slots.masked_fill(accepted == 0, -1)
-    for rings, inputs in zip(conv, stored):
-        write_columns(rings, kept, columns, inputs[rows, (accepted - 1).clamp(min=0)].transpose(1, 2))
+    for rings, inputs in zip(conv, intermediate.stored):
+        write_columns(rings, kept, columns, inputs[intermediate.rows, (accepted - 1).clamp(min=0)].transpose(1, 2))
 
 
 @operation()

@@ -1,4 +1,4 @@
-"""Triton kernels of `commit_intermediate` and `commit_conv_window`: one launch for all layers, nothing gathered."""
+"""Triton kernels of `commit_intermediate` and `commit_conv_window`: one launch for all layers."""
 
 import triton
 import triton.language as tl
@@ -59,10 +59,10 @@ def commit_intermediate_triton(
     states: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor
 ) -> None:
     """`commit_intermediate`; each state is contiguous in its pool."""
-    stored, rows, _ = intermediate
+    stored = intermediate.stored
     size = states[0, 0].numel()
     _states_kernel[triton.cdiv(size, _BLOCK), len(state_slots), len(states)](
-        states, stored, state_slots, rows, accepted, states.stride(0), stored.stride(0), states.stride(1),
+        states, stored, state_slots, intermediate.rows, accepted, states.stride(0), stored.stride(0), states.stride(1),
         stored.stride()[1:3], SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl(states.device),
     )  # fmt: skip
 
@@ -71,9 +71,9 @@ def commit_conv_window_triton(
     conv: Tensor, intermediate: IntermediateStates, state_slots: Tensor, accepted: Tensor, positions: Tensor
 ) -> None:
     """`commit_conv_window`; rings and windows are contiguous."""
-    (stored, rows, _), (layers, _, channels, width) = intermediate, conv.shape
+    stored, (layers, _, channels, width) = intermediate.stored, conv.shape
     _windows_kernel[triton.cdiv(channels, _CHANNELS), len(state_slots), layers](
-        conv, stored, state_slots, rows, accepted, positions, conv.stride(0), stored.stride(0), conv.stride(1),
-        stored.stride()[1:3], C=channels, WC=width, INPUTS=stored.shape[-1], BLOCK_C=_CHANNELS, num_warps=4,
-        **pdl(conv.device),
+        conv, stored, state_slots, intermediate.rows, accepted, positions, conv.stride(0), stored.stride(0),
+        conv.stride(1), stored.stride()[1:3], C=channels, WC=width, INPUTS=stored.shape[-1], BLOCK_C=_CHANNELS,
+        num_warps=4, **pdl(conv.device),
     )  # fmt: skip

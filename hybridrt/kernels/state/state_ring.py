@@ -1,26 +1,26 @@
-"""The state ring: a checkpoint of the recurrent state, and the inputs of the tokens since (after ReplaySSM).
+"""The state ring: a checkpoint of the recurrent state and the inputs since (after ReplaySSM).
 
-The pool holds the state after some committed token, the checkpoint. The inputs of the `length` tokens since then stand
-in a ring of W columns per running request, the oldest in column `start`:
+The pool holds the state after some committed token, the checkpoint. The inputs of the `length`
+tokens since are in a ring of W columns per running request, the oldest in column `start`:
 
                              Mamba-2                              Gated Delta Net
     values [R+1, H, W, P]    x after the conv                     u = beta (v - S k), S decayed
     keys   [R+1, G, W, N]    B after the conv                     the normalised k
-    gates  [R+1, H, W]       dt after softplus and clamp          log of the decay; [R+1, H, W, N] of each channel of a
-                                                                  key in Kimi Delta Attention
+    gates  [R+1, H, W]       dt after softplus and clamp          log of the decay
 
-values and keys in the model's dtype, gates in float32. A step reads its outputs from checkpoint and ring and enters its
-T tokens at columns start + length + t; the state itself is not written. At the step's end `advance_ring`
-commits the accepted ones, and rows with no room for another step of the widest kind (start + length + widest > W) are
-folded, in every layer at once (`fold_ring`), and begin again at column 0:
+In Kimi Delta Attention gates are [R+1, H, W, N], one for each channel of a key. A step computes its
+outputs from checkpoint and ring and enters its T tokens at columns start + length + t; it does not
+write the state. At its end `advance_ring` commits the accepted tokens. Rows without room for
+another step of the widest kind (start + length + widest > W) are folded, in all layers at once
+(`fold_ring`), and begin again at column 0:
 
     S <- exp(a_1 + ... + a_n) S + sum_i w_i exp(a_{i+1} + ... + a_n) value_i key_i^T
 
-with a_i = A dt_i and w_i = dt_i in Mamba-2, a_i = log of the decay and w_i = 1 in the Gated Delta Net. In Kimi Delta
-Attention a_i is a row [N] and decays the columns of S and the channels of keys.
+with a_i = A dt_i and w_i = dt_i in Mamba-2, a_i = log of the decay and w_i = 1 in the Gated Delta
+Net. In Kimi Delta Attention a_i is a row [N] of decays for the columns of S and channels of keys.
 
-A row is admitted with a start in [0, W - widest]. Rows that are admitted together and advance alike fold in the same
-step if their starts are equal, and in W - widest + 1 different steps if these are spread.
+A row is admitted with a start in [0, W - widest]. Rows that are admitted together and advance alike
+fold in the same step if their starts are equal, and in W - widest + 1 different steps if not.
 """
 
 from dataclasses import dataclass
@@ -76,10 +76,11 @@ def check_step(inputs: Tensor, step: FusedStep) -> None:
 def advance_ring(
     start: Tensor, length: Tensor, rows: Tensor, accepted: Tensor, state_slots: Tensor, *, width: int, widest: int
 ) -> RingFolds:
-    """Commits `accepted` [B] new entries of `rows`: moves the cursors `start`, `length` [R+1] in place.
+    """Commits `accepted` [B] new entries of `rows`: moves the cursors `start`, `length` [R+1] in
+    place.
 
-    Call it once a step, after the last layer, and hand what it returns to `fold_ring` for each layer: the cursors of
-    those rows say already that their rings are empty. Rows with nothing accepted (padding) stay as they are.
+    Call it once a step, after the last layer, and pass the result to `fold_ring` for each layer:
+    the cursors of those rows are those of empty rings already. Rows with nothing accepted stay.
 
     Args:
         state_slots: [B] int32, of the rows.
@@ -119,8 +120,9 @@ def fold_ring(states: Tensor, values: Tensor, keys: Tensor, gates: Tensor, A: Te
 def ring_entries(
     values: Tensor, keys: Tensor, gates: Tensor, rows: Tensor, start: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rings of `rows` in float32, oldest entry first: [B, W, H, P], [B, W, G, N], [B, W, H] or [B, W, H, N]. Zeros
-    take the places behind the first `count` [B] entries."""
+    """The rings of `rows` in float32, oldest entry first, zeros after the first `count` [B]
+    entries: [B, W, H, P], [B, W, G, N], [B, W, H] or [B, W, H, N].
+    """
     entry = torch.arange(gates.shape[2], device=start.device)
     column = (start[:, None] + entry) % gates.shape[2]
     inside = entry < count[:, None]

@@ -1,7 +1,8 @@
-"""Triton kernels of `advance_ring` and `fold_ring`: a step's cursors in one launch, the folds of all layers in another.
+"""Triton kernels of `advance_ring` and `fold_ring`: one launch for cursors, one for all layers'
+folds.
 
-Few rows fold in a step, and on the device alone is known which. So the first launch writes a list of them without
-gaps, and the programs of the second, as many as the device holds, take tiles of states off that list until it ends.
+Few rows fold in a step, and only the device knows which. So the first launch lists them, and the
+programs of the second, as many as the device holds, take tiles of states from that list.
 """
 
 import torch
@@ -107,10 +108,11 @@ def _fold_kernel(  # type: ignore[no-untyped-def]
 def decays_of_channels(  # type: ignore[no-untyped-def]
     gates_row, start, length, w, n, N: tl.constexpr, W: tl.constexpr
 ):
-    """Logs of what is left at the end of a head's ring in channels `n` of its keys: of each entry [BLOCK_W, BLOCK_N],
-    and of the state in the pool [BLOCK_N]. `gates_row` points at the gates [W, N].
+    """Logs of what is left at the end of a head's ring in channels `n`: of each entry [BLOCK_W,
+    BLOCK_N] and of the state in the pool [BLOCK_N]. `gates_row` points at the gates [W, N].
 
-    They are sums from the end. A difference of sums from the start would be inexact behind strong decays."""
+    Sums are taken from the end: differences of sums from the start are inexact after strong decays.
+    """
     cells = gates_row + ((start + w + 1) % W)[:, None] * N + n[None, :]
     later = tl.load(cells, mask=(w + 1 < length)[:, None] & (n < N)[None, :], other=0.0)
     oldest = tl.load(gates_row + start * N + n, mask=n < tl.where(length > 0, N, 0), other=0.0)
@@ -119,8 +121,10 @@ def decays_of_channels(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def exact_dot(a, b):  # type: ignore[no-untyped-def]
-    """a @ b to float32 accuracy, for float32 a and b in the model's dtype. A bfloat16 b is taken as it is and a as the
-    sum of three bfloat16 parts, 8 bits of its mantissa each: cheaper than three TF32 products of converted operands."""
+    """a @ b to float32 accuracy, for float32 a and b in the model's dtype. For a bfloat16 b, a is
+    the sum of three bfloat16 parts of 8 bits: cheaper than three TF32 products of converted
+    operands.
+    """
     if b.dtype == tl.bfloat16:
         high = a.to(tl.bfloat16)
         rest = a - high.to(tl.float32)
