@@ -280,7 +280,7 @@ def test_a_step_that_gets_no_masks_is_read_before_its_row_is_lent_again(
 def test_a_step_that_gets_no_masks_is_not_waited_for() -> None:
     """With several ranks, where rank 0 looks after the others while it waits for a step."""
     step, still_there = LaunchedStep(MaskedLines(np.zeros(1, np.int32), 1)), iter([None])
-    split: Any = SimpleNamespace(ranks=SimpleNamespace(check=lambda: next(still_there)))
+    split: Any = SimpleNamespace(ranks=SimpleNamespace(check_alive=lambda: next(still_there)))
     with pytest.raises(EngineError, match="has not sampled"):
         _SplitStep(step, split).result()
 
