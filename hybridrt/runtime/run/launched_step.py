@@ -249,8 +249,8 @@ class LaunchedStep:
 def _upload(masks: np.ndarray, masked: MaskedLines, staging: StagingRing) -> torch.Tensor:
     """A bitmask of all lines of logits, in one copy; a line without a mask allows all tokens."""
     if len(masked.lines) == masked.total:
-        (whole,) = staging.upload((masks,))
-        return torch.as_tensor(whole)
+        whole: torch.Tensor = staging.upload((masks,))[0]
+        return whole
     lines, words = staging.upload((masked.lines, masks))
     bitmask = torch.full((masked.total, masks.shape[1]), -1, dtype=torch.int32, device=staging.device)
     return bitmask.index_copy_(0, lines.long(), words)
