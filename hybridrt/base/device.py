@@ -129,8 +129,8 @@ def release_kept_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def pinned_empty(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """[size] of page-locked main memory, from torch's allocator."""
+def pinned_empty(size: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """[size], or of the shape `size`, of page-locked main memory, from torch's allocator."""
     return torch.empty(size, dtype=dtype, pin_memory=True)
 
 

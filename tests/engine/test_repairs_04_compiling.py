@@ -16,6 +16,7 @@ from hybridrt.engine.grammar.compile_process import CompileProcess, Verdict
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
 from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.runtime.load.build import resolve_model_path
+from tests.support.clock import Clock
 
 SMALL = StructuredOutputs(regex="[ab]c")
 
@@ -137,20 +138,6 @@ def test_small_and_compiled_forms_go_past_large_ones(blocked: Any, monkeypatch: 
 def of_patterns(count: int, i: int = 0) -> StructuredOutputs:
     kind = {"type": "string", "pattern": "^[a-z]{1,200}$"}
     return StructuredOutputs(json={"type": "object", "properties": {f"p{i}_{j}": kind for j in range(count)}})
-
-
-class Clock:
-    """Time that passes while somebody sleeps, or when it is told."""
-
-    def __init__(self) -> None:
-        self.now, self.slept = 100.0, list[float]()
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
 
 
 @pytest.fixture

@@ -12,27 +12,17 @@ from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.runtime.run.launched_step import MaskedLines
 from hybridrt.runtime.run.model_runner import ModelRunner
-from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
+from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, StepPlan
+from tests.support.prefilled import PROMPTS, prefilled
 from tests.support.tiny import write_tiny
 
-PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5], [11])
-GREEDY = SamplingParams(temperature=0.0)
 
-
-def prefilled(path: Path, drafts: int = 0) -> ModelRunner:
+def make_runner(path: Path, drafts: int = 0) -> ModelRunner:
     config = EngineConfig(
         str(path), device="cpu", load_format="dummy", max_model_len=32, max_running_requests=4, page_size=4,
         speculative=SpeculativeConfig("ngram", num_draft_tokens=drafts) if drafts else None,
     )  # fmt: skip
-    runner = ModelRunner(config)
-    rows = list(enumerate(PROMPTS, 1))
-    plan = StepPlan(
-        [Admission.from_prompt(row, row, prompt, GREEDY, row) for row, prompt in rows],
-        [PageWrite(row, 0, int32s([2 * row - 1, 2 * row])) for row, _ in rows],
-        extend=[ExtendRow(row, 0, prompt, 0, True) for row, prompt in rows],
-    )
-    runner.launch(plan).result()
-    return runner
+    return prefilled(config)
 
 
 def decode(constrained: tuple[int, ...], drafts: int = 0) -> StepPlan:
@@ -63,7 +53,7 @@ def tensors(runner: ModelRunner) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_forgotten_handle_is_an_error_that_changes_nothing(path: Path, drafts: int) -> None:
-    runner, other = prefilled(path, drafts), prefilled(path, drafts)
+    runner, other = make_runner(path, drafts), make_runner(path, drafts)
     step, same = (r.launch(decode((0, 2), drafts)) for r in (runner, other))
     before, admitted = tensors(runner), Admission.from_prompt(1, 1, [2], SamplingParams(logprobs=3), 9)
     for _ in range(2):
@@ -81,7 +71,7 @@ def test_a_forgotten_handle_is_an_error_that_changes_nothing(path: Path, drafts:
 
 @pytest.mark.parametrize("constrained", [(1,), (0, 1, 2)])
 def test_masks_of_another_shape_are_refused_and_the_step_still_waits(path: Path, constrained: tuple[int, ...]) -> None:
-    runner, lines = prefilled(path), len(constrained)
+    runner, lines = make_runner(path), len(constrained)
     step, good = runner.launch(decode(constrained)), masks_for(runner, lines)
     words = good.shape[1]
     for bad in (
@@ -101,7 +91,7 @@ def test_masks_of_another_shape_are_refused_and_the_step_still_waits(path: Path,
 
 
 def test_a_step_that_is_given_up_is_followed_by_others(path: Path) -> None:
-    runner = prefilled(path, drafts=2)
+    runner = make_runner(path, drafts=2)
     step = runner.launch(decode((0,), drafts=2))
     step.drop()
     step.drop()
@@ -114,7 +104,7 @@ def test_a_step_that_is_given_up_is_followed_by_others(path: Path) -> None:
 
 
 def test_a_sampling_that_fails_leaves_no_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = prefilled(path, drafts=2)
+    runner = make_runner(path, drafts=2)
     step = runner.launch(decode((0,), drafts=2))
     with monkeypatch.context() as broken:
         broken.setattr(type(runner.sampler), "verify", lambda *_: 1 / 0)

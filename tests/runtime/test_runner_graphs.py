@@ -8,15 +8,12 @@ import pytest
 
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.forward_batch import ForwardMode, SpecInfo
-from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.runtime.replay import graph_runner, prompt_graphs
 from hybridrt.runtime.replay.graph_runner import GraphRunner
 from hybridrt.runtime.run.model_runner import ModelRunner
-from hybridrt.runtime.step.plan import Admission, DecodeRow, DecodeRows, ExtendRow, PageWrite, StepPlan, int32s
+from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, ExtendRow, StepPlan
+from tests.support.prefilled import PROMPTS, prefilled
 from tests.support.tiny import write_tiny
-
-PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5], [11])
-GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture
@@ -30,17 +27,7 @@ def runner(path: str, mode: str, graphs: bool) -> ModelRunner:
         path, device="cpu", load_format="dummy", max_model_len=32, max_running_requests=4,
         speculative=SpeculativeConfig(num_draft_tokens=3, state_mode=mode),
     )  # fmt: skip
-    made = ModelRunner(config)
-    if graphs:
-        made.capture()
-    rows = list(enumerate(PROMPTS, 1))
-    plan = StepPlan(
-        [Admission.from_prompt(row, row, prompt, GREEDY, row) for row, prompt in rows],
-        [PageWrite(row, 0, int32s([2 * row - 1, 2 * row])) for row, _ in rows],
-        extend=[ExtendRow(row, 0, prompt, 0, True) for row, prompt in rows],
-    )
-    made.launch(plan).result()
-    return made
+    return prefilled(config, graphs)
 
 
 @pytest.mark.parametrize("mode", ["intermediate", "replay"])

@@ -10,27 +10,14 @@ from hybridrt.server.core.bodies import SMALL as LARGE
 from hybridrt.server.core.config import ServerConfig
 from hybridrt.server.core.guard import Guard
 from hybridrt.server.core.refusals import MAX_CLIENTS, MAX_REST, REST, LargeBody, Refusals
-
-
-class Clock:
-    """Time that passes only while somebody sleeps, or when it is told."""
-
-    def __init__(self) -> None:
-        self.now, self.slept = 100.0, list[float]()
-
-    def monotonic(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
+from tests.support.clock import Clock
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(refusals, "time", made)
-    monkeypatch.setattr(refusals.asyncio, "sleep", made.sleep)
+    monkeypatch.setattr(refusals.asyncio, "sleep", made.sleep_in_loop)
     return made
 
 

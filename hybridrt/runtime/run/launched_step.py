@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hybridrt.attention.base import AttentionBackend
-from hybridrt.base.device import PAST, Event, record_event
+from hybridrt.base.device import PAST, Event, pinned_empty, record_event
 from hybridrt.base.errors import EngineError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.sampling.sampling import token_logprobs
@@ -311,4 +311,4 @@ def _to_host(t: torch.Tensor) -> torch.Tensor:
     itself."""
     if not t.is_cuda:
         return t
-    return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+    return pinned_empty(t.shape, t.dtype).copy_(t, non_blocking=True)
