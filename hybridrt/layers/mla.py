@@ -7,6 +7,7 @@ from hybridrt.attention.base import AttentionInputs
 from hybridrt.base.config import AttentionConfig, LatentConfig
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import LatentWeights, Rope
+from hybridrt.kernels.dense.activation import sigmoid_mul
 from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
@@ -68,10 +69,7 @@ class LatentAttention(nn.Module):
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up.method.apply_normed(self.q_norm, q, None, self.q_up.bias)[0]
         out = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, rope=self.rope))
-        if gate:
-            heads = out.unflatten(1, (gate[0].shape[1], -1))
-            out = heads.mul_(gate[0].float().sigmoid().to(out.dtype).unsqueeze(-1)).flatten(1)
-        return self.o_proj.onto(residual, out)
+        return self.o_proj.onto(residual, sigmoid_mul(out, *gate) if gate else out)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         sort, dims = neighbours_to_halves if self.rope else (lambda t: t), self.dims

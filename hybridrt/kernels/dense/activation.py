@@ -30,5 +30,9 @@ def relu2(x: Tensor) -> Tensor:
 
 @operation(By("triton"))
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), both `[T, D]` or broadcastable (a gate `[T, 1]`). Returns x's dtype."""
-    return x * torch.sigmoid(gate)
+    """x * sigmoid(gate), `[..., D]` by `[..., G]`. G divides D: each gate is for D / G neighbouring
+    columns, such as a head. Returns x's dtype."""
+    if gate.shape == x.shape:
+        return x * torch.sigmoid(gate)
+    runs = x.unflatten(-1, (gate.shape[-1], -1))
+    return (runs * torch.sigmoid(gate).unsqueeze(-1)).flatten(-2)
