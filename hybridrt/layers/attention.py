@@ -65,19 +65,22 @@ class Attention(nn.Module):
             `cos_sin`.
         gated: the sigmoid of a fourth projection multiplies the output. Its rows follow those of q,
             head by head, in the checkpoint (Qwen3-Next).
+        head_gated: the sigmoid of one projected number multiplies each head's output (LFM3). Without
+            a bias.
         out_scale: multiplier of the output, applied to its weights.
     """
 
     def __init__(
         self, name: str, config: AttentionConfig, layer_id: int, hidden_size: int, *, build: Build,
         cos_sin: torch.Tensor | None = None, bias: bool = False, qk_norm: tuple[float, bool] | None = None,
-        gated: bool = False, out_scale: float = 1.0,
+        gated: bool = False, head_gated: bool = False, out_scale: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.config, self.gated, self.out_scale = config, gated, out_scale
+        self.config, self.gated, self.head_gated, self.out_scale = config, gated, head_gated, out_scale
         self.attn = AttentionLayer(config, layer_id, build)
         width = config.num_heads * config.head_dim
         parts = qkv_segments(config, build.tp, bias) + [Segment("gate", width, bias=bias)] * gated
+        parts += [Segment("gate", config.num_heads)] * head_gated
         self.qkv = ColumnLinear(f"{name}.qkv", hidden_size, parts, build=build)
         self.sizes = self.qkv.sizes
         self.o_proj = RowLinear(f"{name}.o_proj", [Segment("x", width, bias=bias)], hidden_size, build=build)
@@ -113,6 +116,8 @@ class Attention(nn.Module):
         found = self.qkv.targets(f"{key}.q_proj", names, rearrange=rearrange)
         for name in ("k", "v"):
             found |= self.qkv.targets(f"{key}.{name}_proj", [name])
+        if self.head_gated:
+            found |= self.qkv.targets(f"{key}.g_proj", ["gate"])
         if self.q_norm is not None and self.k_norm is not None:
             found |= {**self.q_norm.targets(f"{key}.q_norm"), **self.k_norm.targets(f"{key}.k_norm")}
         return found | self.o_proj.targets(f"{key}.o_proj", "x", scale=self.out_scale)

@@ -115,9 +115,14 @@ class ColumnLinear(_SegmentedLinear):
 
 class RowLinear(_SegmentedLinear):
     """y = sum over ranks of x W^T, + b, with a sharded input: x [T, sum of local segments], y [T,
-    out]."""
+    out].
+
+    Attributes:
+        adds: whether `onto` may add the residual itself. False if y is normed first.
+    """
 
     dim = 1
+    adds = True
 
     def forward(self, x: torch.Tensor, tail: torch.Tensor | None = None, reduce: bool = True) -> torch.Tensor:
         """y of x, or of [x, tail], which then need no common tensor. `reduce` False: this rank's
@@ -129,7 +134,7 @@ class RowLinear(_SegmentedLinear):
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
         """`forward`, and the residual to add it to. May overwrite `residual`."""
-        adds = self.bias is None and x.shape[0] >= self.method.adds_from and residual.dtype == x.dtype
+        adds = self.adds and self.bias is None and x.shape[0] >= self.method.adds_from and residual.dtype == x.dtype
         # One rank adds the residual or the bias, so that the sum over ranks has it once.
         if adds and self.tp.rank == 0:
             y = self.method.apply_onto(residual, x, tail)

@@ -6,8 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.layers.linear import RowLinear, Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import CheckpointMap
 
@@ -21,15 +24,42 @@ class ResidualPart:
             are directly below it.
         part: a module with `targets(key)`, and with `forward(norm, x, residual, batch)`, which
             returns what it adds to x + residual, and that sum.
+        post_key: of a second norm, of what the part adds; "" if there is none.
     """
 
     norm_key: str
     key: str
     part: Any
+    post_key: str = ""
+
+
+class Sandwich(nn.Module):
+    """A part between two norms:  x ─ norm ─ part ─ norm ─ +
+
+    Args:
+        each: the part and its keys.
+        post: the second norm.
+    """
+
+    def __init__(self, each: ResidualPart, post: RMSNorm) -> None:
+        super().__init__()
+        self.part, self.post, self.key, self.post_key = each.part, post, each.key, each.post_key
+        for module in self.part.modules():
+            if isinstance(module, RowLinear):
+                module.adds = False
+
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        added, residual = self.part(norm, x, residual, batch)
+        return self.post(added)[0], residual
+
+    def targets(self, layer: str) -> CheckpointMap:
+        """`layer`: the layer's key, because the norm's is directly below it."""
+        part_key = f"{layer}.{self.key}" if self.key else layer
+        return {**self.part.targets(part_key), **self.post.targets(f"{layer}.{self.post_key}")}
 
 
 class ResidualStack(nn.Module):
-    """Layers of parts:  x ─ norm ─ part ─ + ─ norm ─ part ─ + ...
+    """Layers of parts:  x ─ norm ─ part ─ + ─ norm ─ part ─ + ...  A part may have a second norm.
 
     Args:
         layers: parts by layer name, which prefixes the names of pieces.
@@ -45,8 +75,11 @@ class ResidualStack(nn.Module):
         for i, (name, parts) in enumerate(layers.items()):
             for each in parts:
                 self.norms.append(RMSNorm(f"{name}.{each.norm_key}", hidden_size, **norm))
-                self.parts.append(each.part)
-                self.keys.append((i, each.norm_key, each.key))
+                if each.post_key:
+                    self.parts.append(Sandwich(each, RMSNorm(f"{name}.{each.post_key}", hidden_size, **norm)))
+                else:
+                    self.parts.append(each.part)
+                self.keys.append((i, each.norm_key, "" if each.post_key else each.key))
 
     def __iter__(self) -> Iterator[tuple[RMSNorm, Any]]:
         """(norm, part) in order. A model calls the part itself, which saves a Python frame each."""
