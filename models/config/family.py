@@ -70,7 +70,12 @@ class Family:
         mtp_head: "module:class" of its multi-token-prediction head.
         section: config.json's object of the text part of a model with images. Only the text part
             runs.
-        image_tokens: config.json fields with the tokens that stand for images.
+        outer_older: older names of the fields next to `section`, its own included. They win, unless
+            null.
+        image_tokens: config.json fields with the tokens that stand for images. `defaults` may have
+            them.
+        rope_kinds: layer types with rotary embeddings of their own: `rope_parameters` has an object
+            for each. (): one object is for all layers.
     """
 
     model: str
@@ -85,7 +90,9 @@ class Family:
     activation: str = "silu"
     mtp_head: str | None = None
     section: str | None = None
+    outer_older: Mapping[str, str] = field(default_factory=dict)
     image_tokens: tuple[str, ...] = ()
+    rope_kinds: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:

@@ -36,6 +36,7 @@ def read_model_config(path: Path) -> ModelConfig:
     check_fields(raw, NAMES, file)
     family = _family(path, raw)
     check_fields(raw, RAW, file)
+    raw |= {name: raw[older] for older, name in family.outer_older.items() if raw.get(older) is not None}
     images = _image_tokens(raw, family, file)
     raw = _text_part(raw, family, file)
     raw = family.rewrite(raw, file) if family.rewrite else raw
@@ -48,7 +49,8 @@ def read_model_config(path: Path) -> ModelConfig:
         raise ConfigError(f"{file}: {e}") from e
     for attention in _attentions(fields):
         _check_rope(attention, file)
-    _check_window(raw, fields, file)
+    if "sliding_window" not in family.fields:
+        _check_window(raw, fields, file)
     _check_sizes(fields, file)
     if any(layer.ffn == "moe" for layer in (*fields["layers"], *fields.get("mtp_layers", ()))):
         check_experts(hf, routed_experts(hf), hf.num_experts_per_tok, path)
@@ -83,8 +85,9 @@ def _text_part(raw: dict[str, Any], family: Family, file: Path) -> dict[str, Any
 
 
 def _image_tokens(raw: Mapping[str, Any], family: Family, file: Path) -> dict[int, str]:
-    check_fields(raw, dict.fromkeys(family.image_tokens, either(NULL, integer(0, 2**31 - 1))), file)
-    return {raw[name]: name for name in family.image_tokens if raw.get(name) is not None}
+    tokens = {name: raw.get(name, family.defaults.get(name)) for name in family.image_tokens}
+    check_fields(tokens, dict.fromkeys(tokens, either(NULL, integer(0, 2**31 - 1))), file)
+    return {token: name for name, token in tokens.items() if token is not None}
 
 
 def _attentions(fields: FamilyFields) -> list[AttentionConfig]:
@@ -97,7 +100,10 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
     required = {"rope_theta", *parameters} if attention.rope is not None else set()
     check_fields({name: parameters.get(name) for name in required}, ROPE, f"{file}: rope_parameters")
     # Odd numbers are rounded up to pairs, as in transformers.
-    rotated, size = int(attention.rotary_dim * (parameters.get("partial_rotary_factor") or 1.0)), attention.rotary_dim
+    size = attention.rotary_dim
+    rotated = int(size * (parameters.get("partial_rotary_factor") or 1.0))
+    if parameters.get("rope_type") == "proportional":  # all pairs are turned, some by an angle of zero
+        rotated = size
     if required and (rotated < 1 or rotated + rotated % 2 > size):
         raise ConfigError(
             f"{file}: rotary embeddings would turn {rotated} of {size} numbers of a head (head_dim, or "

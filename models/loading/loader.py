@@ -55,9 +55,8 @@ def has_own_head(path: Path) -> bool:
     """True if a checkpoint's output head differs from its embedding. They are not tied then,
     whatever config.json says. Equal ones are a tied matrix written twice."""
     files = {key: file for file, keys in _shards(path).items() for key in keys}
-    ends = (
-        r"(lm_head|model(\.language_model)?\.embed_tokens|model\.word_embeddings|(model|backbone)\.embeddings?)\.weight"
-    )
+    embeddings = r"model(\.language_model)?\.embed_tokens|model\.word_embeddings|(model|backbone)\.embeddings?"
+    ends = rf"(language_model\.)?(lm_head|{embeddings})\.weight"
     pair = [key for key in files if re.fullmatch(ends, key)]
     return len(pair) == 2 and not equal_tensors(*((files[key], key) for key in pair))
 
