@@ -2,10 +2,12 @@
 
     x ─ norm ─ short conv or attention ─ + ─ norm ─ MLP or MoE ─ +
 
-Heads of q and k are normed before rotation (Liquid AI 2025, arXiv:2511.23404).
+Heads of q and k are normed before rotation (Liquid AI 2025, arXiv:2511.23404). Checkpoints of
+LFM2-VL hold the text part under `model.language_model`. The rest is skipped.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from hybridrt.base.config_fields import (
@@ -26,7 +28,7 @@ from hybridrt.layers.attention import Attention
 from hybridrt.layers.mlp import MLP
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
 from hybridrt.layers.stack import ResidualPart
-from hybridrt.models.base import SWIGLU, CausalLM
+from hybridrt.models.base import MTP_KEYS, SWIGLU, CausalLM
 from hybridrt.models.config.family import FULL_ROPE, Family, FamilyFields, attention_config, interleaved
 from hybridrt.recurrent.short_conv import ShortConvMixer
 
@@ -96,6 +98,14 @@ FAMILY = Family(
     derive=_derive,
     describe=_describe,
 )
+SEEING = replace(
+    FAMILY,
+    model="hybridrt.models.lfm2:Lfm2VlForConditionalGeneration",
+    defaults={**DENSE_DEFAULTS, "image_token_id": 396},
+    section="text_config",
+    outer_older=OLDER,
+    image_tokens=("image_token_id",),
+)
 MOE_FAMILY = Family(
     model="hybridrt.models.lfm2:Lfm2MoeForCausalLM",
     model_type="lfm2_moe",
@@ -155,3 +165,15 @@ class Lfm2ForCausalLM(CausalLM):
 
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     """LFM2 with experts (Liquid AI 2025)."""
+
+
+# Keys of the text part and of the others, in checkpoints with images.
+SEEING_KEYS = {"model.language_model.": "model."}
+NOT_TEXT = r"model\.(vision_tower|multi_modal_projector)\..*"
+
+
+class Lfm2VlForConditionalGeneration(Lfm2ForCausalLM):
+    """The text part of LFM2-VL."""
+
+    spellings: ClassVar[dict[str, str]] = {**SEEING_KEYS, **Lfm2ForCausalLM.spellings}
+    skipped_keys = (MTP_KEYS, NOT_TEXT)

@@ -26,7 +26,7 @@ from tests.support.ties import check_greedy
 
 MODELS = (
     "falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain", "lfm2-plain", "zamba2-plain", "minimax-plain",
-    "ling-plain", "ling25-plain",
+    "ling-plain", "ling25-plain", "lfm3-plain",
 )  # fmt: skip
 RINGS = ("falcon-plain", "qwen-plain", "ling-plain", "lfm2-plain")
 TEXT = prompts(40, seed=5)[0]

@@ -36,7 +36,7 @@ from tests.support.checkpoints import (
     swa_ssm,
 )
 from tests.support.ling25 import ling25
-from tests.support.newer_checkpoints import bamba, granite, kimi, ling, minimax, olmo, qwen35_moe, zamba2
+from tests.support.newer_checkpoints import bamba, granite, kimi, lfm3, ling, minimax, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, tuple[Make, str]] = {
@@ -50,6 +50,7 @@ FAMILIES: dict[str, tuple[Make, str]] = {
     "olmo": (olmo(), "G*G"),
     "jamba": (jamba(num_hidden_layers=4, expert_layer_period=1, expert_layer_offset=0), "M*MM"),
     "lfm2": (lfm2(), "C*CC"),
+    "lfm3": (lfm3(num_hidden_layers=3, layer_types=["conv", "sliding_attention", "conv"]), "C*C"),
     "mamba": (mamba(), "MM"),
     "mamba2": (mamba2(), "MM"),
     "zamba2": (zamba2(), "MHMHM"),
@@ -116,6 +117,14 @@ def test_latent_attention_shows_its_cache(tmp_path: Path) -> None:
     *_, layer = json.loads(run("inspect", str(path), "--device", "cpu", "--json").stdout)["layers"]
     assert layer["mixer"] == "latent attention (4 heads, 20 + 4 numbers a token)"
     assert layer["kv_bytes_per_token"] == 4 * 24
+
+
+def test_layers_of_other_windows_have_rows_of_their_own(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path, lfm3(), tokenizer=False)
+    lines = run("inspect", str(path), "--device", "cpu", "--max-model-len", "64").stdout.splitlines()
+    assert [line.split()[:2] for line in lines if line[:2] in ("C ", "* ")] == [["C", "0,"], ["*", "1"], ["*", "3-4"]]
+    layers = json.loads(run("inspect", str(path), "--device", "cpu", "--json").stdout)["layers"]
+    assert [layer["mixer"].endswith("window 9)") for layer in layers] == [False, False, False, True, True]
 
 
 def test_a_layer_without_a_recurrent_state_shows_its_conv(tmp_path: Path) -> None:

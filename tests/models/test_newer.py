@@ -178,7 +178,9 @@ STACKED = (
     "granite-plain",
     "jamba-plain",
     "lfm2_moe-plain",
+    "lfm3-plain",
     "nemotron-experts",
+    "seeing-nemotron_omni",
 )
 
 

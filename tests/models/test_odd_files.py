@@ -41,6 +41,7 @@ from tests.support.checkpoints import (
 from tests.support.newer_checkpoints import NEWER, QWEN35
 from tests.support.odd_configs import DEEP, changes, some, write_fields
 from tests.support.published import PUBLISHED
+from tests.support.seeing_checkpoints import SEEING
 from tests.support.tiny import write_tiny
 
 FAMILIES: dict[str, Make] = {
@@ -49,6 +50,7 @@ FAMILIES: dict[str, Make] = {
     "puzzle": puzzle("ME", {1: {"num_experts_per_tok": 2}}),
     "swa_ssm": swa_ssm(),
     **{name: cases["plain"] for name, cases in (NEWER | PUBLISHED).items()}, "qwen35-seeing": QWEN35["seeing_experts"],
+    "nemotron-omni": SEEING["nemotron_omni"],
 }  # fmt: skip
 
 

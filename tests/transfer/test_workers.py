@@ -14,13 +14,14 @@ from tests.support.checkpoints import Make, falcon, falcon_mamba, jamba, lfm2, m
 from tests.support.in_process import QueueChannel, decode_hello
 from tests.support.levels import sweep
 from tests.support.ling25 import ling25
-from tests.support.newer_checkpoints import bamba, granite, kimi, ling, minimax, olmo, qwen35_moe, zamba2
+from tests.support.newer_checkpoints import bamba, granite, kimi, lfm3, ling, minimax, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
 
 MODELS: dict[str, Make] = {
     "falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "attention": nemotron("*-*-"),
     "mamba": nemotron("MM-"), "falcon_mamba": falcon_mamba(), "jamba": jamba(), "lfm2": lfm2(), "mamba-1": mamba(),
+    "lfm3": lfm3(),
     "mamba-2": mamba2(),
     "qwen35": qwen35_moe(), "granite": granite(), "olmo": olmo(), "bamba": bamba(),
     "zamba2": zamba2(), "minimax": minimax(), "kimi": kimi(), "ling": ling(num_hidden_layers=2),
