@@ -4,8 +4,10 @@ each followed by an MLP.
     x ─ norm ─ short conv or attention ─ norm ─ + ─ norm ─ MLP ─ norm ─ +
 
 Layers with a window and without rotate in ways of their own, and a sigmoid multiplies each head's
-output (Liquid AI 2026). Checkpoints of LFM3-VL hold the text part under `model.language_model`. The
-rest is skipped.
+output (Liquid AI 2026). Published files name the type of a rotary embedding that turns a part of a
+head "default". transformers 5.23 turns whole heads then; the publisher's code and this one read it
+as "proportional". Checkpoints of LFM3-VL hold the text part under `model.language_model`. The rest
+is skipped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,17 +30,21 @@ from hybridrt.recurrent.short_conv import ShortConvMixer
 FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
 
 
-def _turns_as_transformers(rope: Any) -> bool:
-    """Only the type "proportional" turns a part of a head."""
-    if not isinstance(rope, Mapping):
+def _turns_whole_heads(rope: Mapping[str, Any]) -> bool:
+    return rope.get("partial_rotary_factor") in (None, 1)
+
+
+def _known(rope: Any) -> bool:
+    """Only two types turn a part of a head."""
+    if not isinstance(rope, Mapping) or _turns_whole_heads(rope):
         return True
-    return "proportional" in (rope.get("rope_type"), rope.get("type")) or rope.get("partial_rotary_factor") in (None, 1)
+    return rope.get("rope_type", rope.get("type", "default")) in ("default", "proportional")
 
 
 ROPES = FieldType(
     f"null, or an object with an object for each of {FULL} and {SLIDING}, whose partial_rotary_factor is 1 or null "
-    "unless its rope_type is proportional",
-    lambda v: v is None or (isinstance(v, Mapping) and all(map(_turns_as_transformers, v.values()))),
+    "unless its rope_type is default or proportional",
+    lambda v: v is None or (isinstance(v, Mapping) and all(map(_known, v.values()))),
 )
 FIELDS: FieldTypes = {
     **COMMON,
@@ -80,6 +86,8 @@ def _attention(hf: Any, kind: str) -> AttentionConfig:
         raise ConfigError(f"rope_parameters has no object {kind!r}; layers of that type rotate by it")
     if kind == SLIDING and window is None:
         raise ConfigError(f"sliding_window is null; with {SLIDING} in layer_types it must be an integer from 1")
+    if rope["rope_type"] == "default" and not _turns_whole_heads(rope):
+        rope = {**rope, "rope_type": "proportional"}
     return replace(attention_config(hf, rotary=False), rope=rope, sliding_window=window)
 
 

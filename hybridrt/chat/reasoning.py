@@ -32,7 +32,7 @@ class ReasoningTags:
         return prompt.rstrip().endswith(self.closes)
 
 
-# DeepSeek-R1, Qwen 3 and 3.5, Nemotron, Falcon-H1R, LFM2-Thinking, Ling, MiniMax.
+# DeepSeek-R1, Qwen 3 and 3.5, Nemotron, Falcon-H1R, LFM2-Thinking, LFM3, Ling, MiniMax.
 THINK = ReasoningTags(("<think>",), ("</think>",), ("</think>",))
 # ibm-granite/granite-3.2-8b-instruct: sentences instead of tags.
 GRANITE = ReasoningTags(

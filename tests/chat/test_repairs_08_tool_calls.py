@@ -58,6 +58,10 @@ FAMILY_FORMATS: list[tuple[str, str | None, str, str]] = [
     ("NemotronHPuzzleForCausalLM", "<tool_call><function=F><parameter=P>value</parameter>", "qwen3_coder", QWEN),
     ("Lfm2ForCausalLM", "List of tools: <|tool_list_start|>{{ tools }}<|tool_list_end|>", "lfm2", f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>"),
     ("Lfm2MoeForCausalLM", '"<|tool_call_start|>[" + calls + "]<|tool_call_end|>"', "lfm2", f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>"),
+    ("Lfm3ForCausalLM", "<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>", "qwen3_coder", QWEN),
+    # As the models that the text parts are.
+    ("MiniCPMV4_6ForConditionalGeneration", "<tool_call>\n<function=F>\n<parameter=P>", "qwen3_coder", QWEN),
+    ("NemotronH_Omni_Reasoning_V3", "<tool_call>\n<function=F>\n<parameter=P>\nvalue", "qwen3_coder", QWEN),
     ("JambaForCausalLM", "<tool_calls>[\n{{ calls }}]</tool_calls>", "jamba", f"<tool_calls>[\n    {JSON}\n]</tool_calls>"),
     (
         "MiniMaxM1ForCausalLM",

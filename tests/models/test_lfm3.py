@@ -53,6 +53,18 @@ def test_proportional_frequencies_are_those_of_transformers(
     assert torch.equal(table, torch.cat((angles.cos(), angles.sin()), -1))
 
 
+@pytest.mark.parametrize("kind", [{"rope_type": "default"}, {"type": "default"}, {}])
+def test_a_part_of_a_head_is_proportional_whatever_published_files_say(
+    kind: dict[str, str], checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    """The oracle has the file that says so."""
+    checkpoint = checkpoints["lfm3-plain"]
+    published = {"partial_rotary_factor": 0.5, "rope_theta": 1e6, **kind}
+    ropes = {"full_attention": published, "sliding_attention": SLIDING}
+    path = rewrite(checkpoint.path, tmp_path / "model", rope_parameters=ropes)
+    check_sample(checkpoint, Session(path).run(requests(30, steps=6))[0], "published")
+
+
 def test_layer_types_share_no_rotary_table(checkpoints: CheckpointStore) -> None:
     """Equal ones do."""
     parts = [
@@ -97,9 +109,8 @@ def test_a_norm_or_a_gate_that_is_missing_is_named(gone: str, checkpoints: Check
     ({"rope_parameters": SLIDING}, "rope_parameters has no object 'full_attention'"),
     ({"rope_parameters": {"full_attention": FULL}}, "rope_parameters has no object 'sliding_attention'"),
     ({"rope_parameters": {"full_attention": FULL, "sliding_attention": 3}}, "sliding_attention is 3; it must be"),
-    ({"rope_parameters": {"full_attention": FULL, "sliding_attention": SLIDING | {"partial_rotary_factor": 0.5}}},
-     "partial_rotary_factor is 1 or null unless its rope_type is proportional"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 1 or null"),
+    ({"rope_parameters": {"full_attention": FULL | {"rope_type": "linear"}, "sliding_attention": SLIDING}},
+     "partial_rotary_factor is 1 or null unless its rope_type is default or proportional"),
     ({"rope_parameters": {"full_attention": FULL, "sliding_attention": {"rope_theta": 0}}}, "rope_theta is 0"),
     ({"head_dim": 7}, "would turn 7 of 7"),
 ])  # fmt: skip

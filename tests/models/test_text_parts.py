@@ -10,13 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hybridrt import LLM, SamplingParams
+from hybridrt import LLM, SamplingParams, SpeculativeConfig
 from hybridrt.base.errors import CheckpointError, ConfigError, RequestError
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.models.loading.loader import has_own_head
 from tests.models.test_loader import load, skipped
 from tests.models.test_models_parity import requests, rewrite
+from tests.models.test_newer import texts
 from tests.support.checkpoints import CheckpointStore, write
+from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.seeing_checkpoints import IMAGE, SEEING, SOUND, VIDEO, lfm2_vl, nemotron_omni
 from tests.support.session import Session, check_sample
 
@@ -115,6 +117,27 @@ def test_a_head_of_its_own_below_the_language_model(tmp_path: Path) -> None:
     tied = "language_model.backbone.embeddings.weight"
     edit(tmp_path, lambda tensors: tensors | {"language_model.lm_head.weight": tensors[tied].clone()})
     assert not has_own_head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("head", "architecture", "keys"),
+    [
+        ("qwen35", "MiniCPMV4_7ForConditionalGeneration", {"model.": "model.language_model."}),
+        ("nemotron", "NemotronH_Omni_Reasoning_V3", {"": "language_model."}),
+    ],
+)
+def test_a_prediction_head_changes_no_text(head: str, architecture: str, keys: dict[str, str], tmp_path: Path) -> None:
+    write_with_head(HEADS[head], tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "text_config": text}))
+    ((begin, wrapped),) = keys.items()
+    edit(
+        tmp_path,
+        lambda tensors: {
+            wrapped + key.removeprefix(begin) if key.startswith(begin) else key: t for key, t in tensors.items()
+        },
+    )
+    assert texts(tmp_path, speculative=SpeculativeConfig("mtp", num_draft_tokens=2)) == texts(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "change", "text"), [

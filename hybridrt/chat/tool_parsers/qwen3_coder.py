@@ -9,8 +9,9 @@
     </tool_call>
 
 Source: the chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct, Qwen/Qwen3.5-4B and
-nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B, and the tests of vLLM's qwen3coder parser for what models leave out: the outer
-tag, the end of a parameter. Qwen 3.5 sometimes writes Hermes JSON in the outer tag, which is read, too.
+nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B, the response template of LiquidAI/LFM3-VL-2B, and the tests of vLLM's qwen3coder
+parser for what models leave out: the outer tag, the end of a parameter. Qwen 3.5 sometimes writes
+Hermes JSON in the outer tag, which is read, too.
 """
 
 import re
