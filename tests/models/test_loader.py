@@ -66,7 +66,8 @@ def test_every_key_is_used_once_and_every_parameter_filled(name: str, checkpoint
     with torch.no_grad():
         found = load_weights(model, path)
     # Images, what a Zamba2 model whose blocks serve one place each keeps for other places, and powers of decays.
-    unused = {key for key in found if re.search(r"^model\.visual\.|_adapter_list\.|_decay$|slope_rate$", key)}
+    images = r"model\.(visual|vision_tower|multi_modal_projector|merger)\.|vision_model\.|mlp1\."
+    unused = {key for key in found if re.search(rf"^({images})|_adapter_list\.|_decay$|slope_rate$", key)}
     assert set(found) - unused <= {"lm_head.weight"}
     for parameter_name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), f"{parameter_name} is not filled"
