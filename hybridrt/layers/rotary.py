@@ -52,7 +52,7 @@ def _frequencies(config: ModelConfig, attention: AttentionConfig) -> tuple[torch
 
 def _proportional_frequencies(theta: float, size: int, pairs: int, factor: float | None) -> torch.Tensor:
     """The first `pairs` of all pairs turn, as fast as if all did (LFM3)."""
-    found = torch.zeros(size // 2)
+    found = torch.zeros(size // 2, dtype=torch.float32)
     found[:pairs] = 1.0 / theta ** (torch.arange(0, 2 * pairs, 2, dtype=torch.float32) / size)
     return found / (1.0 if factor is None else factor)
 
