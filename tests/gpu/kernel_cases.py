@@ -191,6 +191,7 @@ def other_cases(name: str) -> Iterator[tuple[str, Callable[[], Case]]]:
         for tokens in (70, 601):  # a program for each group of a token, or for four tokens
             yield f"gated_rms_norm {tokens}", partial(others.gated_rms_norm, 4096, 128, True, tokens)
         yield "sigmoid_mul", partial(others.elementwise, "sigmoid_mul", 4096, 40)
+        yield "sigmoid_mul by head", partial(others.elementwise, "sigmoid_mul", 4096, 40, gates=32)
         yield "router_softmax", partial(others.router_softmax, config)
         hf = config.hf
         for tokens in (8, 400):

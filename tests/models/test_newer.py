@@ -54,7 +54,7 @@ def test_a_prediction_head_changes_no_text(name: str, tmp_path: Path) -> None:
     assert texts(tmp_path, speculative=SpeculativeConfig("mtp", num_draft_tokens=2)) == texts(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen35-experts", "granite-plain", "kimi-plain", "kimi-odd_sizes"])
+@pytest.mark.parametrize("name", ["qwen35-experts", "granite-plain", "kimi-plain", "kimi-odd_sizes", "lfm3-plain"])
 def test_one_token_s_products(name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU computes together for one row: norm, product and activation, and two projections of two inputs."""
     checkpoint, products = checkpoints[name], []

@@ -153,8 +153,8 @@ def gated_rms_norm(width: int, group_size: int, norm_before_gate: bool, tokens: 
     return Case("gated_rms_norm", args | {"group_size": group_size, "norm_before_gate": norm_before_gate})
 
 
-def elementwise(op: str, width: int, tokens: int) -> Case:
-    more = {"sigmoid_mul": {"gate": normal(tokens, width)}, "clamped_silu_and_mul": {"limit": 0.7}}
+def elementwise(op: str, width: int, tokens: int, gates: int | None = None) -> Case:
+    more = {"sigmoid_mul": {"gate": normal(tokens, gates or width)}, "clamped_silu_and_mul": {"limit": 0.7}}
     return Case(op, {"x": normal(tokens, width)} | more.get(op, {}))
 
 
