@@ -97,6 +97,13 @@ def test_nemotron_nano_omni_as_published(checkpoints: CheckpointStore, tmp_path:
     check_sample(checkpoint, Session(path).run(requests(9, steps=6))[0], "published")
 
 
+def test_older_names_of_the_tower_of_minicpm_v(checkpoints: CheckpointStore, tmp_path: Path) -> None:
+    path = rewrite(checkpoints["seeing-minicpm_v_4_6"].path, tmp_path / "model")
+    older = {f"model.{name}.weight": torch.ones(2) for name in ("vpm.encoder.layers.0.fc1", "vit_merger.linear_1")}
+    edit(path, lambda tensors: tensors | older)
+    assert older.keys() <= set(skipped(path))
+
+
 def test_a_null_of_an_older_name_hides_no_field(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     path = rewrite(checkpoints["seeing-nemotron_omni"].path, tmp_path / "model")
     fields = json.loads((path / "config.json").read_text())
