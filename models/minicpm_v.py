@@ -1,7 +1,8 @@
 """MiniCPM-V 4.6 and 4.7: the text part, which is Qwen3.5.
 
 Checkpoints hold it under `model.language_model`. The vision tower (older checkpoints: vpm) and the
-mergers are skipped (OpenBMB 2026). The positions of M-RoPE are those of the tokens, because there is only text.
+mergers are skipped (OpenBMB 2026). The positions of M-RoPE are those of the tokens, because there
+is only text.
 """
 
 from dataclasses import replace
