@@ -64,7 +64,7 @@ class LeakyBackend(MambaAttnBackendBase["LeakyMixer", LeakyInputs]):
     """Gives the sums after each token, [T, channels]."""
 
     inputs = LeakyInputs
-    kind = "leaky"
+    kind, extend_in_graphs = "leaky", False  # `extend` reads slots on the host, so no graph may hold it
 
     def decode(
         self, layer: "LeakyMixer", inputs: LeakyInputs, segment: DecodeSegment, out: Tensor | None = None

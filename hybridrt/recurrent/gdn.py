@@ -163,15 +163,15 @@ class GDNAttnBackend(MambaAttnBackendBase[GDNLayer, GDNInputs]):
     """Conv over q|k|v, gates from a and b, gated delta rule (Yang et al. 2025). The mixer norms."""
 
     inputs = GDNInputs
-    kind, scan = "gdn", "chunk_gated_delta_rule"
+    kind, scan, extend_in_graphs = "gdn", "chunk_gated_delta_rule", True
 
     def decode(
         self, layer: GDNLayer, inputs: GDNInputs, segment: DecodeSegment, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         qkv, a, b = (segment.by_row(each) for each in inputs)
         step = segment.fused_step(layer.conv_weights, self.layer_cache(layer.layer_id))
-        out = gdn_decode(qkv, a, b, weights=layer.weights, step=step)
-        return out.flatten(0, 1).flatten(1)
+        y = gdn_decode(qkv, a, b, weights=layer.weights, step=step)
+        return y.flatten(0, 1).flatten(1)
 
     def extend(
         self, layer: GDNLayer, inputs: GDNInputs, segment: ExtendSegment, out: torch.Tensor | None = None

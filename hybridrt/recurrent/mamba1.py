@@ -145,7 +145,7 @@ class Mamba1AttnBackend(MambaAttnBackendBase[Mamba1Mixer, Mamba1Inputs]):
     """Mamba-1 layers (Gu & Dao 2023). A mixer calls `run` twice, because it projects between conv
     and scan. Strided views are fine."""
 
-    kind, saves_at_chunks = "mamba1", True
+    kind, saves_at_chunks, extend_in_graphs = "mamba1", True, True
 
     def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> Mamba1Inputs:
         return SSMInputs(**kwargs) if "dt" in kwargs else Mamba1ConvInputs(**kwargs)

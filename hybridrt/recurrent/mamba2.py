@@ -161,7 +161,7 @@ class Mamba2Block(nn.Module):
 
 class Mamba2AttnBackend(MambaAttnBackendBase[Mamba2Layer, Mamba2Inputs]):
     inputs = Mamba2Inputs
-    kind, scan, saves_at_chunks = "mamba2", "mamba2_chunk_scan", True
+    kind, scan, saves_at_chunks, extend_in_graphs = "mamba2", "mamba2_chunk_scan", True, True
 
     def decode(
         self, layer: Mamba2Layer, inputs: Mamba2Inputs, segment: DecodeSegment, out: torch.Tensor | None = None

@@ -72,7 +72,7 @@ class ShortConvAttnBackend(MambaAttnBackendBase[ShortConvMixer, ShortConvInputs]
     """C * conv(B * x) (Liquid AI 2025)."""
 
     inputs = ShortConvInputs
-    kind, saves_at_chunks = "short_conv", True
+    kind, saves_at_chunks, extend_in_graphs = "short_conv", True, True
 
     def decode(
         self, layer: ShortConvMixer, inputs: ShortConvInputs, segment: DecodeSegment, out: torch.Tensor | None = None

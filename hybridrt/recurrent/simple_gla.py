@@ -102,7 +102,7 @@ class SimpleGLAAttnBackend(MambaAttnBackendBase[SimpleGLAMixer, SimpleGLAInputs]
     """
 
     inputs = SimpleGLAInputs
-    kind, scan, saves_at_chunks = "simple_gla", "mamba2_chunk_scan", True
+    kind, scan, saves_at_chunks, extend_in_graphs = "simple_gla", "mamba2_chunk_scan", True, True
 
     def decode(
         self, layer: SimpleGLAMixer, inputs: SimpleGLAInputs, segment: DecodeSegment, out: torch.Tensor | None = None
