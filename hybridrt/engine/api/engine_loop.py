@@ -139,7 +139,7 @@ class EngineLoop:
         Returns:
             Whether the thread has ended.
         """
-        if not self._turns.here:
+        if not self._turns.in_own_process:
             return True
         with self._lock:
             self._closing = True

@@ -361,7 +361,7 @@ class LLM:
         engine = self._engine
         with Interrupts():
             try:
-                if engine is not None and engine.turns.here:
+                if engine is not None and engine.turns.in_own_process:
                     engine.intake.compiler.close()
                     with engine.turns:
                         engine.abort_all()

@@ -195,7 +195,7 @@ class Engine:
                 Nothing has changed.
         """
         with self.turns.now:
-            if not self._samples.waits(request_id):
+            if not self._samples.not_queued(request_id):
                 raise RequestError(f"request {request_id!r} does not wait for its prompt to be computed elsewhere")
             check_arrived(arrived, len(self._samples.samples_of_request(request_id)[0].prompt))
             with self._change:

@@ -41,7 +41,7 @@ class Turns:
         self._entered.pop().__exit__(kind, error, tb)
 
     @property
-    def here(self) -> bool:
+    def in_own_process(self) -> bool:
         """False in a process that was forked from the one that made this."""
         return os.getpid() == self._process
 

@@ -6,7 +6,7 @@ So the pools are planned and cut as in the real run, and steps of the same sizes
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +45,7 @@ from hybridrt.runtime.step.token_rules import make_rules
 
 PROMPTS = (1, 15, 16, 100, 512)  # tokens: one, fewer than 16, divisible by 16 or not, few and many
 _SAVE = 16  # prefixes are saved at multiples of it
+_NamedStep = tuple[str, Callable[[], Any]]  # for messages, and what runs it
 
 
 class Kernel(NamedTuple):
@@ -143,18 +144,26 @@ def trace(
     Returns:
         The steps that failed here and why: they may launch kernels that were not noted.
     """
-    problems: list[str] = []
     with pretended(gpu), noted(note), torch.inference_mode():
         runner, largest = _runners(config)
         with runner.model.shortened():
-            steps = {"the largest prefill": largest, "graphs": runner.capture if config.cuda_graph else None}
+            steps: list[_NamedStep] = [("the largest prefill", largest)]
+            if config.cuda_graph:
+                steps.append(("graphs", runner.capture))
             make = _Plans(runner)
-            for name, step in (*steps.items(), *_first_steps(make), ("", started), *_further_steps(make)):
-                try:
-                    if step is not None:
-                        step()
-                except Exception as e:  # a step that cannot be traced only costs time at the start
-                    problems.append(f"{name}: {described(e)}")
+            problems = _run_all([*steps, *_first_steps(make)])
+            started()
+            return problems + _run_all(_further_steps(make))
+
+
+def _run_all(steps: Iterable[_NamedStep]) -> list[str]:
+    """Runs steps. Returns those that failed, and why."""
+    problems = []
+    for name, step in steps:
+        try:
+            step()
+        except Exception as e:  # a step that cannot be traced only costs time at the start
+            problems.append(f"{name}: {described(e)}")
     return problems
 
 
@@ -186,7 +195,7 @@ def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
     return replace(config, **own)  # type: ignore[arg-type]
 
 
-def _first_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
+def _first_steps(make: "_Plans") -> Iterator[_NamedStep]:
     """By name: prompts of several lengths, and one greedy token more."""
     greedy = SamplingParams(temperature=0.0)
     for tokens in make.lengths:
@@ -195,7 +204,7 @@ def _first_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "a decode step", partial(make.decode, 1, greedy)
 
 
-def _further_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
+def _further_steps(make: "_Plans") -> Iterator[_NamedStep]:
     """Steps with the prefix cache, and with all sorts of sampling."""
     greedy, rows = SamplingParams(temperature=0.0), sorted({1, min(2, make.plan.num_rows), make.plan.num_rows})
     for tokens in make.lengths:

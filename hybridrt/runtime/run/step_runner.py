@@ -255,9 +255,9 @@ class StepRunner:
         """Replays the decode rows. Then runs the chunks, with the page writes `rest`."""
         decode = plan.decode
         graphs.replay(decode, new_pages)
-        rows, on_host = graphs.rows(len(decode)), (decode.rows, decode.output_indices)
-        lines = SampledLines(rows.batch.req_pool_indices, rows.output_indices, on_host, rows.logits)
-        step.add_part(self, ForwardPart(lines, rows.batch, graphs.buffers.arrays, rows.hidden))
+        views, on_host = graphs.views_of(len(decode)), (decode.rows, decode.output_indices)
+        lines = SampledLines(views.batch.req_pool_indices, views.output_indices, on_host, views.logits)
+        step.add_part(self, ForwardPart(lines, views.batch, graphs.buffers.arrays, views.hidden))
         if plan.extend:
             # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
             self._run_model(replace(plan, page_writes=rest, decode=NO_ROWS), 1, step)
