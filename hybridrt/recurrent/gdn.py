@@ -1,4 +1,4 @@
-"""Gated Delta Net (Yang et al. 2025): mixer and backend."""
+"""Gated Delta Net (Yang et al. 2024, arXiv:2412.06464): mixer and backend."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,7 +160,7 @@ def _deinterleave(heads: int, dims: list[int]) -> Transform:
 
 
 class GDNAttnBackend(MambaAttnBackendBase[GDNLayer, GDNInputs]):
-    """Conv over q|k|v, gates from a and b, gated delta rule (Yang et al. 2025). The mixer norms."""
+    """Conv over q|k|v, gates from a and b, gated delta rule (arXiv:2412.06464). The mixer norms."""
 
     inputs = GDNInputs
     kind, scan, extend_in_graphs = "gdn", "chunk_gated_delta_rule", True

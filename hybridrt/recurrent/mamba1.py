@@ -1,4 +1,4 @@
-"""Mamba-1 (Gu & Dao 2023): mixer and backend."""
+"""Mamba-1 (Gu & Dao 2023, arXiv:2312.00752): mixer and backend."""
 
 from typing import Any, NamedTuple, cast
 

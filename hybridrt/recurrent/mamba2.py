@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu 2024, figure 6): mixer, block with projections, and backend."""
+"""Mamba-2 (arXiv:2405.21060, figure 6): mixer, block with projections, and backend."""
 
 from typing import NamedTuple, Protocol
 

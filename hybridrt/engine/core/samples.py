@@ -30,9 +30,7 @@ class Samples:
         self.folds: FoldCounts | None = None
         self._scheduler = scheduler
         self._samples: dict[str, list[Request]] = {}
-        self._not_queued: set[str] = (
-            set()
-        )  # request ids; their prompts are computed elsewhere
+        self._not_queued: set[str] = set()  # request ids; their prompts are computed elsewhere
 
     def __bool__(self) -> bool:
         return bool(self._samples)
