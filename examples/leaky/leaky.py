@@ -43,7 +43,7 @@ def _state(config: LeakyConfig, ranks: int) -> StateShape:
 
 KIND = LinearKind(
     title="leaky sum",
-    letter="K",
+    letter="Y",
     config=LeakyConfig,
     shape=_state,
     backend="leaky:LeakyBackend",

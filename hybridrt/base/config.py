@@ -364,7 +364,8 @@ class EngineConfig:
 
 
 def resolve_device(name: str) -> torch.device:
-    """A device name as a device that exists. DeviceError for any other name."""
+    """The device of a name: "cpu", "cuda" or "cuda:N". "auto" is the first GPU, or the CPU without
+    one. DeviceError if the name is another one or the device does not exist."""
     if name == "auto":
         name = "cuda" if gpu_count() else "cpu"
     try:

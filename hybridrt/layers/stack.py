@@ -71,8 +71,8 @@ class ResidualStack(nn.Module):
 
     @contextmanager
     def shortened(self, sorts: Sequence[Any]) -> Iterator[None]:
-        """In this context, iteration gives two parts of each sort, which launch all kernels (the
-        first part may lack a residual).
+        """In this context, iteration gives two parts of each sort. Two launch all kernels of the
+        sort: the first part of a model has no residual to add to, and launches another norm.
 
         Args:
             sorts: of layers. Equal sorts have equal part types and weight shapes.

@@ -1,5 +1,4 @@
-"""Messages between ranks, as bytes: configurations, steps and tasks from rank 0, signs of life to.
-it."""
+"""Messages between ranks: configurations, steps and tasks from rank 0, signs of life to it."""
 
 import importlib
 import operator

@@ -111,7 +111,6 @@ class GDNMixer(nn.Module):
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         keys, key_heads = self.keys, self.config.num_k_heads
-
         found = {
             **self.out_proj.targets(f"{key}.{keys.out}", "x"),
             f"{key}.A_log": sharded(self.tp, f"{self.name}.A_log", self.A_log.data),

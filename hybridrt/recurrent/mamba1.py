@@ -121,7 +121,6 @@ class Mamba1Mixer(nn.Module):
         return BCNorms(b.weight, c.weight, b.eps)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-
         found = {
             **self.in_proj.targets(f"{key}.in_proj", ["x", "z"]),
             **self.x_proj.targets(f"{key}.x_proj", "x"),

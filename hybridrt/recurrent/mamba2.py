@@ -107,7 +107,6 @@ class Mamba2Mixer(nn.Module):
         return y if self.norm is None else self.norm(y, z)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-
         found = {
             f"{key}.conv1d.weight": whole(f"{self.name}.conv.weight", self.conv_weight.data, self._conv_shard),
             f"{key}.A_log": sharded(self.tp, f"{self.name}.A", self.A.data, lambda t: -torch.exp(t.float())),

@@ -59,7 +59,8 @@ class DecodeSegment:
         return ConvState(cache.conv, state_slots, state_slots, self.buffers.start_positions)
 
     def ring(self, cache: LayerCache) -> StateRing | None:
-        """A layer's state ring; None if the pool has none."""
+        """A layer's state ring; None if the layer has none: its state mode is not "replay", or it keeps
+        only conv inputs."""
         if cache.ring_values is None:
             return None
         return StateRing(*cache.ring, self.rows, self.buffers.ring_start, self.buffers.ring_length)

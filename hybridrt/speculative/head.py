@@ -101,7 +101,8 @@ class HeadRunner:
         accepted: Accepted | None,
         prompts: PromptArrays[torch.Tensor] | None,
     ) -> None:
-        """As DeviceDrafter.follow."""
+        """Predicts a token for each row that has sampled, from the model's hidden states (see
+        `DeviceDrafter.follow` in hybridrt/runtime/load/draft_needs.py)."""
         n, split = batch.num_decode_rows, batch.num_decode_tokens
         rows, ids = batch.req_pool_indices[:n], self._last_tokens[batch.req_pool_indices[:n]]
         ends = torch.arange(n, device=rows.device)
@@ -122,7 +123,9 @@ class HeadRunner:
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
-        """As DeviceDrafter.draft."""
+        """Launches `steps` drafts of each row. The handle has [rows, steps * (1 + topk)] tokens: for
+        every step the draft, then the likeliest tokens (see `DeviceDrafter.draft` in
+        hybridrt/runtime/load/draft_needs.py)."""
         packed = _pack(rows, steps, self.table.page_size, self._first_page, self._pages)
         step_rows: DraftedRows[torch.Tensor] = self._staging.upload(packed)
         if (entries := step_rows.pages) is not None:

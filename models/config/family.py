@@ -63,7 +63,7 @@ class Family:
         older: older field names. They win, unless null where the field may be null.
         derive: fills fields that follow from others, whose types are checked. Raises ConfigError.
         read: (config.json's object, its path) to the object for `describe`, for a family with its
-            own reader. The four attributes above are unused then.
+            own reader. model_type, defaults, older and derive are then ignored.
         rewrite: (config.json's object, its path) to the object to read, for other spellings of
             fields. Raises ConfigError.
         activation: hidden_act that the model implements.

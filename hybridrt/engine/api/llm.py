@@ -356,7 +356,9 @@ class LLM:
 
     def close(self) -> None:
         """Aborts all requests and frees the model and the pools at once, without a garbage
-        collection. A second call completes what an exception has interrupted.
+        collection. A second call completes what an exception has interrupted. With tensor
+        parallelism the other ranks end too. A fork of the process only forgets the engine: its
+        requests belong to the parent.
         """
         engine = self._engine
         with Interrupts():

@@ -255,7 +255,9 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request in any state; its samples come out of the next `step` with reason "abort".
-        False if it is unknown or has finished.
+        A waiting request holds nothing. A running one gives its row, slot and pages back at once, or
+        after the last launched step that names it was consumed. False if it is unknown or has
+        finished.
         """
         with self.turns.now:
             return self._end(self._samples.samples_of_request(request_id), self._samples.abort)

@@ -63,7 +63,7 @@ class Scheduler:
     """Continuous batching with chunked prefill: by priority, then first come, first served.
 
     Every step includes all running requests that can decode. Prefill gets the rest of
-    `chunked_prefill_size`, and at least half of it, so that prompts advance in every step. A
+    `chunked_prefill_size`, but never less than half of `chunked_prefill_size`. A
     request is admitted when a row, a slot and the pages of all its tokens are free, with a page to
     spare for each running request. If a decode row finds no page, and no launched step may still
     free one, the latest arrival of the last priority is retracted: it returns to the queue, and its
@@ -174,7 +174,7 @@ class Scheduler:
             self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
 
     def remove(self, request: Request) -> None:
-        """Removes a finished request from the queues. Releases it now, or in `complete` once no
+        """Removes a finished request from the queues. Releases it now, or in `step_consumed` once no
         launched step names it.
         """
         if request.row is None:

@@ -63,7 +63,9 @@ class StepWork(NamedTuple):
         return "mixed" if self.decode_tokens and self.prompt_tokens else "decode" if self.decode_tokens else "prefill"
 
     def features(self, tokens: int) -> list[float]:
-        """The features, each of which has one cost. `tokens`: of the step, padding included."""
+        """The numbers of the linear model: constants of the step's kind, tokens above each knot, decode
+        tokens and their context, prompts, pairs of prompt tokens, passes. `tokens`: all tokens of the
+        step, with padding."""
         return [
             *_OF_KIND[self.kind], *(max(tokens - knot, 0) for knot in _KNOTS), self.decode_tokens, self.decode_context,
             self.prompt_rows, self.prompt_pairs, self.passes,

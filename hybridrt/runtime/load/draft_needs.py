@@ -74,12 +74,12 @@ class DeviceDrafter(Protocol):
         """Launches `steps` drafts for each row.
 
         Returns:
-            Of each row, as its tokens: for every place its draft, then the `topk` likeliest tokens
-                there.
+            The handle of [rows, steps * (1 + topk)] tokens: for every step the draft, then the
+            `topk` likeliest tokens of its place.
         """
 
 
-# As DeviceDrafter.draft, on every rank; returns what the first one's call returns.
+# Calls DeviceDrafter.draft on every rank, and returns the handle of rank 0.
 Everywhere = Callable[[Sequence[DraftRow], int, int], StepHandle]
 
 
