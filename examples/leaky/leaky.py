@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybridrt.base.config import LinearConfig
 from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, FieldTypes
 from hybridrt.base.forward_batch import ForwardBatch
+from hybridrt.config import LinearConfig
 from hybridrt.kernels.core.slots import advance_states, pad_mask
 from hybridrt.kinds.base import LinearKind, StateShape, split_over
 from hybridrt.layers.attention import Attention
