@@ -141,14 +141,22 @@ def test_the_document_s_code_is_taken_from_files_that_tests_run() -> None:
         PACKAGE / "pyproject.toml",
         chat / "reasoning.py",
         chat / "tool_parsers" / "hermes.py",
+        ROOT / "hybridrt" / "recurrent" / "gdn.py",
     ]
     files += [support / f"outside_{name}.py" for name in ("attention", "drafter", "method")]
     texts = [file.read_text() for file in files]
     blocks = re.findall(r"```(?:python|toml)\n(.*?)```", TEXT, re.DOTALL)
-    assert len(blocks) == 10
+    assert len(blocks) == 11
     for block in blocks:
         code = block.strip().removesuffix("...").strip()
         assert any(code in text for text in texts), f"in no file: {code[:80]}"
+
+
+def test_the_table_of_stable_things_names_every_module_that_the_package_imports() -> None:
+    stable = TEXT.partition("## What is stable")[2]
+    imported = set(re.findall(r"^from (hybridrt\.[\w.]+) import", (PACKAGE / "leaky.py").read_text(), re.MULTILINE))
+    named = imported - {"hybridrt.config", "hybridrt.kinds.base"}  # configurations, and fields of records
+    assert named and {module for module in named if f"`{module}`" not in stable} == set()
 
 
 def test_the_document_lists_every_group_of_entry_points() -> None:
