@@ -233,7 +233,21 @@ def test_file_table_is_up_to_date() -> None:
     assert file_table.document() == text, "run python scripts/file_table.py"
     listed = set(re.findall(r"^\| `([\w./]+\.py)` \|", text, re.MULTILINE))
     assert {str(f.relative_to(ROOT)) for f in SOURCES.values() if f.read_text().strip()} <= listed
-    assert all(file_table.first_line(ROOT / name) for name in listed)
+    assert all(file_table.summary(ROOT / name) for name in listed)
+
+
+@pytest.mark.parametrize("docstring", ["Wraps the", "Limits number, memory and.\ntime.", "", "Word " * 50 + "."])
+def test_the_summary_of_a_file_is_a_whole_sentence(docstring: str) -> None:
+    with pytest.raises(ValueError, match="sentence"):
+        file_table.first_sentence(docstring)
+
+
+def test_a_summary_may_be_wrapped_and_ends_before_the_next_sentence() -> None:
+    assert (
+        file_table.first_sentence("Rows and\ncolumns (Qin et al. 2024). Not this.")
+        == "Rows and columns (Qin et al. 2024)."
+    )
+    assert file_table.first_sentence("The formula:\n\n    a = b") == "The formula:"
 
 
 # Besides hybridrt/base/device.py. This one puts a GPU that is not there in torch.cuda's place.
