@@ -63,7 +63,7 @@ SECTIONS = (
 )
 
 
-DANGLING = re.compile(r"\b(a|an|and|by|for|from|in|of|or|that|the|to|with)[.:]$")
+DANGLING = re.compile(r"\b(a|an|and|by|for|from|in|of|or|that|the|to|with)[.:](?= |$)")
 LONGEST = 200  # two lines
 
 

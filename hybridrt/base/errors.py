@@ -1,4 +1,4 @@
-"""Typed errors. Each is raised before any state changes, and its text says what to do."""
+"""Typed errors: each is raised before any state changes, and its text says what to do."""
 
 from typing import TYPE_CHECKING
 

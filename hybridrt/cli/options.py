@@ -1,4 +1,4 @@
-"""Options that commands share, as dataclasses. None: not given, so the config class decides."""
+"""Options that commands share, as dataclasses: None means not given, so the config class decides."""
 
 import inspect
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""RMS norms. Weights are float32: a zero-centred (1 + w) would lose bits in bfloat16."""
+"""RMS norms with float32 weights, because a zero-centred (1 + w) would lose bits in bfloat16."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Starts the GPU's driver in a thread. That takes seconds, in which this process imports packages."""
+"""Starts the GPU's driver in a thread: it takes seconds, in which this process imports packages."""
 
 import ctypes
 import threading

@@ -1,5 +1,4 @@
-"""Metrics for Prometheus. Names are vLLM's if it has one, so dashboards and gateways work
-unchanged."""
+"""Metrics for Prometheus, under vLLM's names if it has them: its dashboards and gateways work."""
 
 import time
 from bisect import bisect_left

@@ -1,5 +1,6 @@
-"""Bodies of requests. Unlisted fields are ignored as in vLLM; a listed one of the wrong type is
-refused.
+"""Bodies of completion and chat requests as records: a field of a wrong type is refused.
+
+Unlisted fields are ignored, as in vLLM.
 
 SamplingParams and the engine check the values themselves.
 """
