@@ -21,7 +21,7 @@ class GPUFacts:
     Attributes:
         capability: such as (9, 0).
         shared_memory: most bytes that a program may have.
-        total_bytes, free_bytes: of its memory.
+        total_bytes, free_bytes: size of its memory, and what is free.
     """
 
     name: str

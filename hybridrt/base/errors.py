@@ -115,7 +115,7 @@ class HandshakeError(TransferError):
     """Two workers disagree on something that their states depend on; no byte of state has moved.
 
     Attributes:
-        field: of hybridrt.transfer.handshake.handshake_of.
+        field: name of a field of hybridrt.transfer.handshake.handshake_of.
         ours, theirs: its values here and there.
     """
 

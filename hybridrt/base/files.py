@@ -54,7 +54,7 @@ def read_text(file: str | Path, max_bytes: int = MAX_BYTES) -> str:
     """UTF-8 text with "\n" line ends.
 
     Raises:
-        OSError: as `read_bytes`.
+        OSError: the errors of `read_bytes`.
         UnicodeDecodeError: it is not UTF-8.
     """
     return read_bytes(file, max_bytes).decode().replace("\r\n", "\n").replace("\r", "\n")

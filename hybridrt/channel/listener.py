@@ -33,7 +33,7 @@ class Listener:
 
     Args:
         address: host and port; port 0 picks a free one, see `port`.
-        timeout: of the channels, see SocketChannel.
+        timeout: timeout of the channels, see SocketChannel.
 
     Attributes:
         refused: connections closed because they did not prove that they hold the key.

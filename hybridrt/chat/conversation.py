@@ -32,7 +32,7 @@ class Tool:
 
     Attributes:
         parameters: JSON schema of its arguments.
-        definition: as templates read it, {"type": "function", "function": {...}}.
+        definition: what templates read, {"type": "function", "function": {...}}.
         strict: its arguments must follow the schema.
     """
 

@@ -192,7 +192,7 @@ class RemoteModel:
     """A model on a server.
 
     Args:
-        fields: of each request, such as temperature.
+        fields: further fields of each request, such as temperature.
     """
 
     def __init__(self, server: OpenAIServer, name: str, fields: dict[str, Any]) -> None:

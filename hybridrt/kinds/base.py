@@ -69,7 +69,7 @@ class LinearKind:
             kept.
         cut_state: whether ranks shard the recurrent state's first dimension, or each keeps all of
             it.
-        state_dtype: of the recurrent state; None for `EngineConfig.mamba_ssm_dtype`.
+        state_dtype: dtype of the recurrent state; None for `EngineConfig.mamba_ssm_dtype`.
         ring_shapes: (state, W) to the shapes of a row's `ring_values`, `ring_keys` (activations'
             dtype) and `ring_gates` (float32); empty if only a conv window is kept, None without
             state mode "replay". `fold_ring` folds S = decay * S + value * key^T, with one gate a

@@ -30,7 +30,8 @@ class LatentAttention(nn.Module):
         config: with `latent`.
         cos_sin: rotary table; None rotates nothing. Rotated pairs are neighbours in checkpoints and
             half a head apart in our kernels: loading sorts the rows.
-        bias: of the projections to latent vectors and compressed queries, and of the output.
+        bias: whether there is one in the projections to latent vectors and compressed queries, and
+            of the output.
         gated: the sigmoid of one projected number multiplies each head's output (Ling 3).
     """
 

@@ -73,7 +73,7 @@ class GatedRMSNorm(nn.Module):
 
     Args:
         size: width on this rank. `group_size` divides it, or is the width over all ranks.
-        activation: of the gate.
+        activation: activation of the gate.
     """
 
     def __init__(

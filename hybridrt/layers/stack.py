@@ -17,7 +17,7 @@ class ResidualPart:
     """One norm and its part.
 
     Attributes:
-        norm_key, key: of norm and part in a checkpoint, below the layer's; "" if the part's keys
+        norm_key, key: checkpoint keys of norm and part, below the layer's; "" if the part's keys
             are directly below it.
         part: a module with `targets(key)`, and with `forward(norm, x, residual, batch)`, which
             returns what it adds to x + residual, and that sum.
@@ -75,7 +75,7 @@ class ResidualStack(nn.Module):
         sort: the first part of a model has no residual to add to, and launches another norm.
 
         Args:
-            sorts: of layers. Equal sorts have equal part types and weight shapes.
+            sorts: a sort for each layer. Equal sorts have equal part types and weight shapes.
         """
         counts, kept = Counter[str](), []
         parts: Any = zip(self.keys, self.norms, self.parts)

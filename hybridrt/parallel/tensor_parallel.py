@@ -44,7 +44,7 @@ class TensorParallelExecutor:
 
     Args:
         ranks: those to lead, which outlive this executor; None uses torchrun's or starts some.
-        ahead: as in ModelRunner, also on ranks that are started here.
+        ahead: that of ModelRunner, also on ranks that are started here.
 
     Raises:
         ConfigError, DeviceError: the model or the machine cannot be split so; nothing was started.

@@ -131,7 +131,7 @@ class Mamba2Block(nn.Module):
     """A Mamba-2 mixer with its two projections.
 
     Args:
-        bias: of the projections.
+        bias: whether the projections have one.
         out_scale: multiplier of the output, applied to its weights.
     """
 

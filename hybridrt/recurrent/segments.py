@@ -118,9 +118,9 @@ class ForwardMetadata:
     """The plan of a step, and its segments, which its first layer makes.
 
     Attributes:
-        plans: of extend rows, by chunk size.
+        plans: chunk plans of extend rows, by chunk size.
         decode: None without decode rows.
-        extends: by chunk size; empty without extend rows.
+        extends: extend segments by chunk size; empty without extend rows.
         begun: the segments exist.
         open: a commit has to come.
         previous: the last earlier step with a commit to come; None once it has come.

@@ -28,7 +28,7 @@ class ShortConvMixer(nn.Module):
     """Gated short convolution (Liquid AI 2025). Its conv window is in MambaPool, under `layer_id`.
 
     Args:
-        bias: of the projections and of the conv.
+        bias: whether the projections and the conv have one.
     """
 
     kind = "short_conv"

@@ -41,8 +41,9 @@ class SimpleGLAMixer(nn.Module):
     Args:
         rates: [all heads] float32: a head's state decays by exp(-rate) a token.
         cos_sin: rotary table (hybridrt.layers.rotary).
-        eps: of all norms.
-        groups: of the norm after the state. A rank holds whole groups, or a part of the only one.
+        eps: epsilon of all norms.
+        groups: groups of the norm after the state. A rank holds whole groups, or a part of the only
+            one.
     """
 
     kind = "simple_gla"

@@ -99,10 +99,10 @@ class DraftModelDrafter(Drafter):
     is read. The draft model runs whole on rank 0.
 
     Args:
-        config: of the target; device, lengths and page size are taken from it.
+        config: configuration of the target; device, lengths and page size are taken from it.
         plan: the target's memory plan; the draft model has as many rows.
         vocab_size: the target's, which must be the draft model's too.
-        ahead: as in ModelRunner.
+        ahead: that of ModelRunner.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ class DraftRequest(Protocol):
     Attributes:
         arrival: its number, unique in an engine.
         rules: the rules for single tokens that `params` give.
-        row: of the target's pools; None while the request does not run.
+        row: row in the target's pools; None while the request does not run.
         computed: tokens with KV and state in the target.
         pending: tokens that launched steps draw and the host has not read; 0 where drafts are
             proposed.

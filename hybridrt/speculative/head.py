@@ -66,7 +66,7 @@ class HeadRunner:
     Args:
         runner: its pools exist. Its sampler draws drafts as the model would, with the same random
             numbers.
-        own_pages: of each row, after the pages that the runner's pool lends: for drafts past the
+        own_pages: pages of each row, after those that the runner's pool lends: for drafts past the
             lent pages.
 
     Attributes:

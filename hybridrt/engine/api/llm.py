@@ -63,7 +63,7 @@ class LLM:
         RankError: a tensor-parallel rank was lost.
 
     Attributes:
-        default_sampling_params: of requests without SamplingParams: the checkpoint's
+        default_sampling_params: parameters of requests without SamplingParams: the checkpoint's
             generation_config.json, else temperature 1 and the other defaults
             (sampling_defaults.py). To change single fields, pass
             `dataclasses.replace(llm.default_sampling_params, ...)`.
@@ -237,7 +237,7 @@ class LLM:
         Raises:
             RequestError, MemoryBudgetError: a conversation cannot be taken; none was started.
             CheckpointError: there is no chat template, or it fails.
-            EngineError: as `generate`.
+            EngineError: the errors of `generate`.
         """
         chat = self.chats(chat_template, tool_parser, reasoning_parser)
         given = as_conversations(messages, {"tools": tools, "tool_choice": tool_choice, **options})
@@ -302,9 +302,9 @@ class LLM:
         """Writes KV and states of a text's longest cached prefix to a file, for `load_session`.
 
         Args:
-            path: of a safetensors file, which is replaced as a whole.
+            path: path of a safetensors file, which is replaced as a whole.
             prompt: most often prompt and answer of a request that has ended, best as token ids.
-            cache_salt: of that request.
+            cache_salt: the salt of that request.
             note: text of the caller's own, up to 2**20 characters.
 
         Returns:

@@ -40,7 +40,7 @@ class ChunkBudget:
         cost: predicts the step's time; None: there is no target.
         target: seconds within which the step is to end.
         work: present work of the step.
-        share: of the time of `work` alone; the step may always be longer by this.
+        share: the step may always take longer than `work` alone, by this share of its time.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ItlTarget:
         seconds: between tokens.
         cost: None: one without graphs for prompts.
         clock: seconds, as `RequestMetrics.arrival_time` has them.
-        share: as for `ChunkBudget`.
+        share: the share of `ChunkBudget`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ItlTarget:
 
     @classmethod
     def from_config(cls, config: EngineConfig, device: torch.device, buckets: Iterable[Bucket]) -> "ItlTarget | None":
-        """The target of `EngineConfig.target_itl_ms`; None if there is none. `buckets`: of the
+        """The target of `EngineConfig.target_itl_ms`; None if there is none. `buckets`: those of the
         captured graphs of steps with prompts.
         """
         asked = config.target_itl_ms

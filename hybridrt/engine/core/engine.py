@@ -53,7 +53,7 @@ class Engine:
     Args:
         tokenizer: None: token ids go in and come out.
         overlap: launch a step before the tokens of the step before it are read.
-        seed: of requests whose `SamplingParams.seed` is None. Request number i gets
+        seed: seed of requests whose `SamplingParams.seed` is None. Request number i gets
             derive_seed(seed, i); sample k > 0 of a request with seed s gets derive_seed(s, k), and
             sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.

@@ -88,7 +88,7 @@ class StepCost:
     many tokens as the largest graph.
 
     Args:
-        buckets: of the graphs of steps with prompts. Empty: no such step runs as a graph.
+        buckets: sizes of the graphs of steps with prompts. Empty: no such step runs as a graph.
 
     Attributes:
         max_prompt_tokens: prompt tokens of the largest step that has run.

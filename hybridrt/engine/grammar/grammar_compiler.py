@@ -63,7 +63,7 @@ class GrammarCompiler:
 
     Args:
         tokenizer: None: requests are refused.
-        vocab_size: of the model. Tokens beyond the tokenizer's are never allowed.
+        vocab_size: tokens of the model. Tokens beyond the tokenizer's are never allowed.
         eos_token_ids: allowed where an output may end.
         seconds: most time that a request waits for each turn, and for the process.
         threads: that compute masks; None: four of five CPUs, 16 at most.

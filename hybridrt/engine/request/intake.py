@@ -77,7 +77,7 @@ class EngineLimits:
         max_model_len: longest prompt + output of a request, in tokens.
         chunked_prefill_size: tokens of one step.
         eos_token_ids: end a request unless it says `ignore_eos`.
-        image_tokens: as in ModelConfig.
+        image_tokens: those of ModelConfig.
     """
 
     vocab_size: int
@@ -103,7 +103,7 @@ class Intake:
     """Makes prepared prompts of a caller's arguments.
 
     Attributes:
-        compiler: of grammars.
+        compiler: compiles grammars.
         check_fits: raises MemoryBudgetError if a request of so many tokens could not run even
             alone.
     """
@@ -118,7 +118,7 @@ class Intake:
         grammar. Changes nothing.
 
         Args:
-            known: of one batch: results for the prompt before, reused for the same parameters. The
+            known: results of one batch for the prompt before, reused for the same parameters. The
                 largest ones take long, and a batch may have a thousand prompts.
 
         Raises:

@@ -185,7 +185,7 @@ class Request:
         Raises:
             NotFinite: a token stands for logits that are not finite.
             NoTokenLeftError: no token was allowed.
-            GrammarError: as Matcher.advance.
+            GrammarError: the errors of Matcher.advance.
         """
         output, max_output = self.output, self.max_len - len(self.prompt)
         stop_ids, stop_strings, matcher = self.stop_ids, self.params.stop, self.matcher

@@ -66,8 +66,8 @@ class DeviceDrafter(Protocol):
 
         Args:
             batch, hidden: the step and the model's hidden states [T, hidden].
-            accepted: of a verify step.
-            prompts: of a step with extend rows, packed with `following`.
+            accepted: accepted tokens of a verify step.
+            prompts: extend rows of a step that has some, packed with `following`.
         """
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:

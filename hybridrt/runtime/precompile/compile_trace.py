@@ -52,7 +52,7 @@ class Kernel(NamedTuple):
     """A kernel to compile.
 
     Attributes:
-        module, name: of the Triton function.
+        module, name: place of the Triton function.
         specialisation: argument types, constants and options, as Triton's JSON.
     """
 

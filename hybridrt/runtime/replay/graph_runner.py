@@ -56,8 +56,8 @@ class StaticBuffers:
         padding: [packed_size] int32, max_bs padding rows; starts: where each array's section begins
             there.
         packed: one copy fills it; `arrays` are its views (hybridrt.runtime.step.pack.pack_rows).
-        inputs: of all tokens, which the graph derives from `arrays`.
-        spec_info: of a verify step, over these buffers; None if T is 1.
+        inputs: inputs of all tokens, which the graph derives from `arrays`.
+        spec_info: the SpecInfo of a verify step, over these buffers; None if T is 1.
     """
 
     def __init__(

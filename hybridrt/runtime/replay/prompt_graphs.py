@@ -76,7 +76,7 @@ class PromptGraphs:
         saves: steps may save states within their prompts.
         enter_tables: changes the tables; recorded at the start of each graph.
         recorder: how a step is recorded; by the device's kind if None.
-        sizes: of the buckets: decode rows and prompt tokens.
+        sizes: decode rows and prompt tokens of the buckets.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ class ForwardPart(NamedTuple):
     """What one forward pass leaves to sample from.
 
     Attributes:
-        lines: of the decode rows, then of the prompts that end.
+        lines: logits of the decode rows, then of the prompts that end.
         batch, arrays, hidden: the step, its packed arrays and the hidden states [T, hidden]. None
             where no drafts are verified, no drafter follows and no prompt is scored.
         scored: prompts that get log-probabilities; their places and tokens are in `arrays`.
@@ -60,8 +60,8 @@ class _Drawn(NamedTuple):
 
     Attributes:
         tokens: [n, T]; accepted: [n], how many of a row's tokens count, None for all.
-        logprobs: of each token [n * T], then ids and log-probabilities of the likeliest [n * T, k];
-            or empty.
+        logprobs: log-probability of each token [n * T], then ids and log-probabilities of the
+            likeliest [n * T, k]; or empty.
         wanted: how many alternatives each row gets, None for no log-probabilities; empty if no row
             gets any.
     """
@@ -270,7 +270,7 @@ def _split_lines(lines: SampledLines, n: int, split: int) -> tuple[SampledLines,
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None], path: torch.Tensor | None = None
 ) -> Sequence[torch.Tensor]:
-    """`_Drawn.logprobs` of tokens [n * T] or [n, T] and their logits; path: as `Accepted.path`."""
+    """`_Drawn.logprobs` of tokens [n * T] or [n, T] and their logits; path: see `Accepted.path`."""
     if path is not None:
         logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
     return token_logprobs(logits, tokens.flatten(), max(n for n in wanted if n is not None))

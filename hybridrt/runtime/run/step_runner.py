@@ -43,12 +43,12 @@ class StepRunner:
         staging: copies integers of the host to the device.
         last_tokens: [R + 1] int32, the next input of every row: sampled here, read by the next
             step, never waited for by the host.
-        graphs: of decode and verify steps, by tokens of a row.
-        prompt_graphs: of short prefill and mixed steps; None without.
+        graphs: graphs of decode and verify steps, by tokens of a row.
+        prompt_graphs: graphs of short prefill and mixed steps; None without.
         arena: images of states for other workers; None without EngineConfig.transfer_bytes.
         host: the prefix cache's tier in main memory; None without one.
         trees: drafts are trees.
-        recordings: of decode steps on a CPU.
+        recordings: recorded decode steps on a CPU.
         drafter: the device part of a drafter; None without one.
     """
 

@@ -105,7 +105,7 @@ class StepArrays(NamedTuple, Generic[A]):
     Attributes:
         rows, seq_lens: [B] request rows, decode rows first, and their lengths, the step's tokens
             included.
-        output_indices: of the rows that sample.
+        output_indices: index of the next output token of the rows that sample.
         new_pages: [n], for each decode row the KV page of its last draft if the graph enters it,
             else -1.
         drafts: None where decode rows have one token; prompts: None without extend rows.
@@ -140,7 +140,7 @@ def pack_step(
     Args:
         tree: drafts are trees.
         following: also pack the token after each prompt token, for a prediction head.
-        chunk_sizes, at_chunks: as for `recurrent_lists`.
+        chunk_sizes, at_chunks: arguments of `recurrent_lists`.
     """
     none = np.full(len(plan.decode), -1, np.int32)
     step, tables = pack_rows(plan.decode, tokens, tree, none), pack_tables(plan)

@@ -108,7 +108,7 @@ class PaddedStep:
     numbers.
 
     Args:
-        sizes: of chunks.
+        sizes: chunk sizes of the backends.
         seq_len_fill: tokens of a padding row of the decode segment.
 
     Attributes:

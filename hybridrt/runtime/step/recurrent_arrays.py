@@ -72,7 +72,7 @@ def recurrent_lists(extend: Sequence[ExtendRow], sizes: Sequence[int], at_chunks
     Each further pass computes up to the next saved state, or the row's end.
 
     Args:
-        sizes: of chunks.
+        sizes: chunk sizes of the backends.
         at_chunks: the backends save a state after any chunk (`saves_at_chunks`), one per row. Then
             one pass suffices.
     """

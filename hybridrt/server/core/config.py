@@ -24,7 +24,8 @@ class ServerConfig:
     Args:
         host: address to listen on. The default is reached from this machine alone.
         port: 0 takes any free one.
-        served_model_names: of the model in requests; empty: the name under which it was loaded.
+        served_model_names: names of the model in requests; empty: the name under which it was
+            loaded.
         api_keys: requests need one of them (`Authorization: Bearer KEY`), except /health and
             /ready. Empty: none needed.
         tls_certificate, tls_key: PEM files; both, or neither for plain HTTP.

@@ -25,7 +25,7 @@ class Reply(ABC):
     Args:
         name: the answer's id.
         deltas: the stream of the requests that run for it.
-        body: of the request; `streams` says whether as a stream.
+        body: body of the request; `streams` says whether as a stream.
 
     Attributes:
         in_thread: runs work in a thread that makes large answers. `weight` says what is large.

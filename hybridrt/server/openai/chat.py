@@ -167,7 +167,8 @@ def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
     """The chat request for the body of another endpoint.
 
     Args:
-        fields: of ChatRequest, in addition to those of Sampling that the body sets. None: not set.
+        fields: fields of ChatRequest, in addition to those of Sampling that the body sets. None:
+            not set.
 
     Raises:
         APIError: the body has an option whose result cannot be part of its answer.
