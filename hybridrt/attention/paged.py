@@ -98,7 +98,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         check_range("req_pool_indices", rows, table.num_rows + 1, BackendError)
         check_own("req_pool_indices", rows[: batch.num_real])
         check_range("out_cache_loc", batch.out_cache_loc, num_slots, BackendError)
-        pages = table.req_to_token[:, ::size][rows]  # by first slots
+        pages = table.req_to_token[:, ::size][rows]  # named by their first slots
         starts, lens = torch.arange(pages.shape[1], device=pages.device) * size, batch.seq_lens.clone()
         spec, split = batch.spec_info, batch.num_decode_rows
         if spec is not None and spec.num_drafts is not None:  # padding drafts, the last tokens of a row, have no page

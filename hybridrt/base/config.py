@@ -404,5 +404,5 @@ def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.d
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As options spell it: "float32" for torch.float32."""
+    """The spelling of options: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -21,8 +21,8 @@ class Message(msgspec.Struct, omit_defaults=True):
     reasoning_content: str | None = None
 
     def to_dict(self) -> dict[str, str]:
-        """As templates and servers read it, without reasoning: models are trained without that of
-        earlier answers."""
+        """The message in the form that templates and servers read, without reasoning: models are
+        trained without that of earlier answers."""
         return {"role": self.role, "content": self.content}
 
 

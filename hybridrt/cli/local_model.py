@@ -25,7 +25,7 @@ class LocalModel:
         self._llm, self._params, self._chat = llm, params, chat
 
     def answer(self, messages: list[Message]) -> Generator[Piece | Totals, None, None]:
-        """As ChatModel.answer. Ctrl-C is taken between two steps."""
+        """See ChatModel.answer. Ctrl-C is taken between two steps."""
         stream: Any = self._llm.stream_chat([message.to_dict() for message in messages], self._params, chat=self._chat)
         with Interrupts() as interrupts, closing(stream) as deltas:
             for delta in deltas:

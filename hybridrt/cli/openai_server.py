@@ -13,7 +13,7 @@ from hybridrt.base.errors import ConfigError, RequestError, ServerError, shown
 from hybridrt.cli.conversation import Message, Piece, Totals
 
 _CONNECT_SECONDS = 10.0
-_MAX_BYTES = 2**24  # of a line of a stream, and of an answer that is no stream
+_MAX_BYTES = 2**24  # bytes of a line of a stream, and of an answer that is no stream
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding raises
 
 

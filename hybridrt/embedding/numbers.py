@@ -64,7 +64,7 @@ class Places:
         return self.inside(given)
 
     def real(self, name: str, numbers: Array) -> np.ndarray:
-        """As `all`, scratch refused."""
+        """Like `all`, and refuses scratch."""
         found = self.all(name, numbers)
         if not found.all():
             raise PoolError(f"{name} holds {self.scratch}, which is scratch: padding uses it, no request may")

@@ -12,7 +12,7 @@ from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter
 
-NORM_EPS = 1e-6  # of latent vectors and compressed queries; rms_norm_eps is for other norms
+NORM_EPS = 1e-6  # epsilon of latent vectors and compressed queries; rms_norm_eps is for other norms
 
 
 class LatentAttentionLayer:

@@ -39,7 +39,7 @@ class ResidualStack(nn.Module):
     def __init__(self, layers: dict[str, Sequence[ResidualPart]], hidden_size: int, **norm: Any) -> None:
         super().__init__()
         self.norms, self.parts = nn.ModuleList(), nn.ModuleList()
-        self.keys: list[tuple[int, str, str]] = []  # of each part: its layer, its norm's key, its own key
+        self.keys: list[tuple[int, str, str]] = []  # each part's layer, its norm's key, its own key
         self._short: list[tuple[RMSNorm, Any]] | None = None
         self._between: tuple[frozenset[int], Callable[[], None]] | None = None
         for i, (name, parts) in enumerate(layers.items()):

@@ -135,6 +135,6 @@ class ForwardMetadata:
 
     @property
     def num_tokens(self) -> int:
-        """Of both segments, once they exist."""
+        """Tokens of both segments, once they exist."""
         extend = next(iter(self.extends.values()), None)
         return (self.decode.num_tokens if self.decode else 0) + (extend.prompts.plan.num_tokens if extend else 0)

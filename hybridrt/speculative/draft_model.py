@@ -70,7 +70,7 @@ class _Tenant:
     start: int = 0
     computed: int = 0
     admitted: bool = False
-    chain: list[int] = field(default_factory=list)  # of the current proposal
+    chain: list[int] = field(default_factory=list)  # tokens of the current proposal
     siblings: list[list[int]] = field(default_factory=list)
 
     @property
@@ -113,7 +113,7 @@ class DraftModelDrafter(Drafter):
         own = replace(draft_config(config), max_running_requests=plan.num_rows)
         self.runner = ModelRunner(own, plan=own_plan, ahead=ahead)
         attends = bool(self.runner.model_config.full_attention_layer_ids)
-        self._pages = own_plan.num_pages // plan.num_rows if attends else 0  # of a row
+        self._pages = own_plan.num_pages // plan.num_rows if attends else 0  # pages of a row
         if self.runner.model_config.vocab_size != vocab_size:
             raise ConfigError(
                 f"the draft model's vocabulary has {self.runner.model_config.vocab_size} tokens and the target's "

@@ -172,7 +172,7 @@ class AdaptiveDrafter(Drafter):
         self.inner, self.longest, self.patience = inner, num_draft_tokens, patience
         self.always = False
         self._earned: dict[int, int] = {}  # how long a request's drafts may be
-        self._depths: dict[int, int] = {}  # of the drafts whose outcome is not known yet
+        self._depths: dict[int, int] = {}  # depths of the drafts whose outcome is not known yet
 
     def begin(self, request: DraftRequest) -> None:
         self._earned[request.arrival] = self.longest
@@ -210,7 +210,7 @@ class AdaptiveDrafter(Drafter):
             drafts[i] = draft.first(n)
         if self.always:
             drafts = [d or Draft([0] * min(n, self.longest)) for d, n in zip(drafts, max_drafts, strict=True)]
-        if self._depths:  # of drafts that no step has verified
+        if self._depths:  # depths of drafts that no step has verified
             for request in requests:
                 self._depths.pop(request.arrival, None)
         self._depths |= {r.arrival: d.depth for r, d in zip(requests, drafts) if d.tokens}

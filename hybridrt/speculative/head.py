@@ -83,7 +83,7 @@ class HeadRunner:
         self.tokens = torch.zeros(runner.memory_plan.num_rows + 1, dtype=torch.int32, device=runner.device)
         self._first_page, self._pages = runner.memory_plan.num_pages + 1, own_pages
         self._staging, self._last_tokens = StagingRing(runner.device), runner.last_tokens
-        self._graphs = runner.graphs  # by tokens of a row; the head's own steps get the number AHEAD among them
+        self._graphs = runner.graphs  # graphs by tokens of a row; the head's own steps get the number AHEAD among them
 
     def capture(self, max_bs: int, progress: bool = False) -> None:
         """Records the steps that draft ahead as graphs."""

@@ -118,7 +118,7 @@ def read_text(
     block: bool,
     within_string: Callable[[], bool] = lambda: False,
 ) -> Step[str]:
-    """As `read_typed`, but the value is passed on as it is.
+    """Like `read_typed`, but the value is passed on as it is.
 
     Args:
         within_string: whether the text so far ends within a JSON string, which contains tags on its

@@ -71,7 +71,7 @@ class EngineLoop:
         # `abort` relies on it.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._unfinished: dict[str, tuple[set[int], RequestMetrics]] = {}  # unfinished samples of each request
-        self._count = 0  # of all samples in `_unfinished`
+        self._count = 0  # number of all samples in `_unfinished`
         self._lock = threading.Lock()  # guards the three attributes above and `error`
         self._deltas = DeltaQueue(arrays=True)
         self._closing = False

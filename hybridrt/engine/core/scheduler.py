@@ -85,7 +85,7 @@ class Scheduler:
         target: ItlTarget | None = None,
     ) -> None:
         self.waiting: list[Request] = []  # in order of `_priority_key`
-        self.running: dict[int, Request] = {}  # by arrival, in order of admission
+        self.running: dict[int, Request] = {}  # requests by arrival, in order of admission
         self.num_retractions = 0
         self._coordinator = coordinator
         self._chunk = chunked_prefill_size

@@ -17,7 +17,7 @@ _KNOTS = (0, 64, 256, 1024)
 _KINDS = ("decode", "prefill", "mixed")
 _OF_KIND = {kind: tuple(float(kind == other) for other in _KINDS) for kind in _KINDS}
 _DECAY = 0.98  # weight of a step after the next one of its kind
-_RIDGE = 1e-6  # of normalised features: makes the fit unique
+_RIDGE = 1e-6  # ridge of normalised features: makes the fit unique
 _ENOUGH, _FIT_EVERY, _REMEMBERED = 8, 32, 128  # steps
 
 

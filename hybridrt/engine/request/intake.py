@@ -168,7 +168,7 @@ class Intake:
     def _of_model(self, params: SamplingParams) -> ModelParams:
         limits = self.limits
         eos = () if params.ignore_eos else limits.eos_token_ids
-        # As in vLLM, min_tokens forbids end-of-sequence ids even if they would not end the request.
+        # Like vLLM, min_tokens forbids end-of-sequence ids even if they would not end the request.
         forbidden = {*limits.eos_token_ids, *params.stop_token_ids}
         rules = make_rules(params, forbidden, self._bad_words(params), limits.vocab_size)
         _check_constants(params, rules)

@@ -59,8 +59,8 @@ class TokenCounters:
 
 @dataclass(slots=True)
 class RequestMetrics(TokenCounters):
-    """Of one sample. Times are seconds of `time.monotonic()`; `admission_time` is its first start.
-    `cached_tokens` came from the prefix cache.
+    """Times and counts of one sample. Times are seconds of `time.monotonic()`; `admission_time` is
+    its first start. `cached_tokens` came from the prefix cache.
     """
 
     prompt_tokens: int

@@ -30,7 +30,7 @@ class Turns:
         self._line: deque[tuple[Lock, int]] = deque()
         self._owner: int | None = None
         self._process = os.getpid()
-        self._entered: list[AbstractContextManager[None]] = []  # by the owner, with `with turns`
+        self._entered: list[AbstractContextManager[None]] = []  # turns that the owner has entered with `with turns`
 
     def __enter__(self) -> None:
         turn = _HELD if self._owner == get_ident() else self._turn(wait=True)

@@ -208,8 +208,8 @@ def _report_row(op: str, device: str) -> ReportRow:
 
 
 def _ranked(op: str, device_type: str) -> list[By]:
-    """By falling priority. On a CPU torch comes first, since others only interpret kernels
-    there."""
+    """Implementations by falling priority. On a CPU torch comes first, since others only interpret
+    kernels there."""
     if op not in _IMPLEMENTATIONS:
         _import_operations()
     if op not in _IMPLEMENTATIONS:

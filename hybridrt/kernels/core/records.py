@@ -61,7 +61,7 @@ class DecodeRowInputs(NamedTuple):
 
 
 class RowTables(NamedTuple):
-    """By request row, [R + 1] each: the state slot and the cursors of the state ring."""
+    """The state slot and the cursors of the state ring by request row, [R + 1] each."""
 
     req_to_state_slot: Tensor
     ring_start: Tensor

@@ -43,7 +43,7 @@ from hybridrt.kernels.delta_rule.kda_chunks_triton import prepare_channels
 from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, log_decay, strides
 
 MAX_CHUNK = 64
-PREFETCH_BYTES = 213_000  # of chunks on the way to a program; the rest of its 227 KB holds operands
+PREFETCH_BYTES = 213_000  # bytes of chunks on the way to a program; the rest of its 227 KB holds operands
 
 
 @triton.jit

@@ -17,7 +17,7 @@ _COLLECTED, _MASS_BEFORE, _MASS = (tl.constexpr(BINS.value + i) for i in range(3
 TALLY = tl.constexpr(BINS.value + 3)
 _ONE = tl.constexpr(float(1 << 40))  # the largest entry's share of the integer sums
 _SLACK = tl.constexpr(1.001)  # more than rounding moves a bound, or the last bin exceeds its nominal end
-_NOISE = tl.constexpr(1e-6)  # of all mass; more than the error of float32 differences
+_NOISE = tl.constexpr(1e-6)  # share of all mass; more than the error of float32 differences
 _LOWEST = tl.constexpr(-0x7FFFFFFF)
 LIST_BLOCK = 1024
 

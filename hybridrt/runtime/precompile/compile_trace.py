@@ -196,7 +196,7 @@ def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
 
 
 def _first_steps(make: "_Plans") -> Iterator[_NamedStep]:
-    """By name: prompts of several lengths, and one greedy token more."""
+    """Steps by name: prompts of several lengths, and one greedy token more."""
     greedy = SamplingParams(temperature=0.0)
     for tokens in make.lengths:
         yield f"prompts of {tokens} tokens", partial(make.run, make.prompts([tokens], greedy))

@@ -28,7 +28,7 @@ from hybridrt.runtime.step.batch import fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_rows
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, PageWrite, int32s
 
-POISON = -(2**30)  # as an index it is out of every range
+POISON = -(2**30)  # out of the range of every index
 
 
 class StepModel(Protocol):
@@ -204,7 +204,7 @@ class GraphRunner:
         self._staging = StagingRing(device)
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)
-        self._replays: dict[int, Callable[[], None]] = {}  # by batch size, the smallest first
+        self._replays: dict[int, Callable[[], None]] = {}  # graphs by batch size, the smallest first
         self._cached_views: dict[int, GraphRows] = {}
         self.captured_bytes = 0
 

@@ -80,8 +80,8 @@ class MaskedLines(NamedTuple):
 
     @classmethod
     def from_plan(cls, plan: StepPlan, tokens: int) -> "MaskedLines":
-        """Of a decode row's `tokens` lines, those of its input and its drafts have masks; a
-        sampling extend row has one."""
+        """The lines of a plan's rows. Of a decode row's `tokens` lines, those of its input and its
+        drafts have masks; a sampling extend row has one."""
         n, drafts = len(plan.decode), plan.decode.num_drafts.tolist()
         lines = list[int]()
         for i in plan.constrained:
@@ -141,7 +141,7 @@ class LaunchedStep:
 
     @torch.inference_mode()
     def sample(self, masks: np.ndarray) -> None:
-        """As StepHandle.sample."""
+        """Samples a step with constrained rows (see StepHandle.sample)."""
         self.check_masks(masks)
         runner, masked, waiting = self._runner, self._masked, self._waiting
         assert runner is not None and masked is not None
@@ -158,7 +158,7 @@ class LaunchedStep:
         self._problem = ""
 
     def drop(self) -> None:
-        """As StepHandle.drop."""
+        """Gives up a step that needs masks (see StepHandle.drop)."""
         if self.needs_masks:
             if self._runner is not None:
                 self._runner.backend.drop_step()  # it is never committed; without this, later steps would raise
@@ -170,11 +170,13 @@ class LaunchedStep:
         self._runner, self._masked, self._waiting = None, None, []
 
     def ready(self) -> bool:
-        """As StepHandle.ready; also True before the step has its masks, when `result` raises."""
+        """Whether `result` returns at once. Also True before the step has its masks, when `result`
+        raises."""
         return self._event.query()
 
     def result(self) -> StepResult:
-        """As StepHandle.result. EngineError if the step has not sampled."""
+        """Waits for the step's tokens (see StepHandle.result). EngineError if the step has not
+        sampled."""
         if self._problem:
             raise EngineError(f"the step has not sampled: {self._problem}")
         self._event.synchronize()
@@ -295,7 +297,7 @@ def _read_drawn(drawn: _Drawn, result: StepResult) -> None:
 
 
 def _read_scores(scored: Sequence[Wanted], found: Sequence[Sequence[torch.Tensor]]) -> dict[int, TokenScores]:
-    """By request row, the log-probabilities of its prompt tokens."""
+    """The log-probabilities of prompt tokens by request row."""
     (own, ids, best), end = (torch.cat(parts).numpy() for parts in zip(*found)), 0
     scores = {}
     for each in scored:

@@ -90,7 +90,8 @@ class StepRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """As hybridrt.runtime.step.plan.Executor.launch. Samples too, without `constrained` rows.
+        """Launches a plan: moves states, packs, prepares, computes, and samples if no row is
+        constrained. Returns at once (see Executor.launch in hybridrt/runtime/step/plan.py).
 
         Raises:
             ConfigError: the plan is not for this runner. Nothing has changed.
@@ -121,7 +122,7 @@ class StepRunner:
             )
 
     def drop_last(self) -> None:
-        """As Executor.drop_last."""
+        """Gives up the step launched last if it needs masks."""
         if self._last_masked is not None:
             self._last_masked.drop()
 
@@ -130,7 +131,7 @@ class StepRunner:
         return self.host is None or self.host.copied(ticket)
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
-        """As DeviceDrafter.draft. ConfigError without a device drafter."""
+        """Launches drafts (see DeviceDrafter.draft). ConfigError without a device drafter."""
         if self.drafter is None:
             raise ConfigError("drafts are asked of a runner without a device drafter")
         return self.drafter.draft(rows, steps, topk)

@@ -146,7 +146,7 @@ def pack_step(
     step, tables = pack_rows(plan.decode, tokens, tree, none), pack_tables(plan)
     if not plan.extend:
         return StepArrays(step.rows, step.seq_lens, step.output_indices, none, step.drafts, None, tables, scored)
-    # Of the extend rows. One array is faster than several short ones.
+    # Entries of the extend rows. One array is faster than several short ones.
     row, computed, new, indices, sample = int32_array(
         [(r.row, r.computed, len(r.tokens), r.output_index, r.sample) for r in plan.extend]
     ).T
@@ -244,7 +244,7 @@ class StagingRing:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pinned: list[torch.Tensor | None] = [None] * 3
-        self._views: list[tuple[torch.Tensor, np.ndarray] | None] = [None] * 3  # of the last size, of each
+        self._views: list[tuple[torch.Tensor, np.ndarray] | None] = [None] * 3  # views of the last size, for each
         self._events: list[Event] = [PAST] * 3
         self._next = 0
 

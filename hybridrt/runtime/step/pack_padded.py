@@ -28,8 +28,8 @@ from hybridrt.runtime.step.recurrent_arrays import (
 )
 from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
-# Of a step; larger ones keep a device busy without graphs. Padding costs as much as tokens, unless
-# there are fewer than 200 or so: then reading the weights takes longer.
+# Prompt tokens of a step; larger ones keep a device busy without graphs. Padding costs as much as
+# tokens, unless there are fewer than 200 or so: then reading the weights takes longer.
 PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024)
 DECODE_ROWS = (0, 32, 64, 128)
 # In bucket 384, decode rows + prompt tokens = 384, because GEMM tiles are 128 tokens: 320 prompt

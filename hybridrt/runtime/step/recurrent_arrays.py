@@ -39,7 +39,7 @@ class PassArrays(NamedTuple, Generic[A]):
 
 
 class RecurrentArrays(NamedTuple, Generic[A]):
-    """Of the extend rows of a step: either passes, or the rest.
+    """What recurrent layers need of a step's extend rows: either passes, or the rest.
 
     Attributes:
         read_state_slots: [rows]; None: all rows start from their own slots.
@@ -157,7 +157,7 @@ def _chunk_plans(
     new: Sequence[int],
     sizes: Sequence[int],
 ) -> Mapping[int, ChunkPlan]:
-    """By chunk size."""
+    """Chunk plans by chunk size."""
     return {size: chunk_plan(device, host, new, size) for size, device, host in zip(sizes, on_device, on_host)}
 
 

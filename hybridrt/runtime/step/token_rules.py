@@ -18,7 +18,7 @@ from hybridrt.kernels.sampling.token_rules import RULE_COLUMNS, TokenRules, Toke
 if TYPE_CHECKING:
     from hybridrt.runtime.step.plan import Admission
 
-MAX_RULES = 2048  # of a row, and tokens of all its prefixes
+MAX_RULES = 2048  # rules of a row, and tokens of all its prefixes
 HISTORY = 64  # output tokens kept per row: bad words have at most one token more
 _ALWAYS = 2**31 - 1
 

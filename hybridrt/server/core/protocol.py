@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fail
 from hybridrt.base.pace import rest
 from hybridrt.base.sampling_params import MAX_BIASES
 
-# Of one request: more would hold up other requests, and few models have room for as many.
+# Limit of one request: more would hold up other requests, and few models have room for as many.
 MAX_MESSAGES = 16384
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 

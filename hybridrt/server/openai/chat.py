@@ -47,7 +47,7 @@ class ChatAnswer(Answer):
         return super().weight(delta) + uncounted // 4
 
     def gain(self, delta: Delta) -> Iterator[bytes]:
-        """As Reply.gain. The finish reason has a chunk of its own after the last call: OpenAI's
+        """See Reply.gain. The finish reason has a chunk of its own after the last call: OpenAI's
         client reads it before the calls of the same chunk, and would not end them."""
         choice = self._gained(delta)
         if choice is None:
@@ -63,7 +63,7 @@ class ChatAnswer(Answer):
         yield from self._event(last)
 
     def opening(self) -> Iterator[bytes]:
-        """As Reply.opening; the first chunk has the prompt's tokens, if they are wanted."""
+        """See Reply.opening. The first chunk has the prompt's tokens, if they are wanted."""
         for index in range(len(self._places)):
             yield from self._event(self._first_choice(index), {} if index else self._prompt_tokens())
 
