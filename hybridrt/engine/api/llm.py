@@ -114,6 +114,7 @@ class LLM:
             read_model_config(path)
         self.tokenizer = load_tokenizer(path)  # before the weights, whose loading may take minutes
         start: dict[str, Any] = {"progress": progress, "ahead": KernelsAhead}
+        # The executor over several ranks, which `close` ends; None with one rank.
         self._split = TensorParallelExecutor(config, **start) if config.tp_size > 1 else None
         runner = self._split.runner if self._split else ModelRunner(config, **start)
         self.model_config = runner.model_config
