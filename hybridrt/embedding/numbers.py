@@ -108,7 +108,7 @@ class Numbers:
 def _places(what: str, real: int, scratch: int) -> Places:
     if not -real - 1 <= scratch <= real:
         raise PoolError(
-            f"the scratch {what} is {scratch}; the table has {real} beside it: 0 to {real}, or -1, the last"
+            f"the scratch {what} is {scratch}; the table has {real} in addition: 0 to {real}, or -1, the last"
         )
     return Places(real + 1, scratch % (real + 1))
 

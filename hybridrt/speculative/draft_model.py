@@ -159,10 +159,10 @@ class DraftModelDrafter(Drafter):
             return []
         tenants = [self._tenants[request.arrival] for request in requests]
         # A request without a new token, for example because its last drafts found no page, gets the same drafts again.
-        behind = [(t, -(-n // self._topk)) for t, n in zip(tenants, max_drafts) if t.computed < num_tokens(t.request)]
-        launched = self._start([tenant for tenant, _ in behind])
-        for step in range(1, max((steps for _, steps in behind), default=0)):
-            going = [tenant for tenant, steps in behind if steps > step]
+        lagging = [(t, -(-n // self._topk)) for t, n in zip(tenants, max_drafts) if t.computed < num_tokens(t.request)]
+        launched = self._start([tenant for tenant, _ in lagging])
+        for step in range(1, max((steps for _, steps in lagging), default=0)):
+            going = [tenant for tenant, steps in lagging if steps > step]
             rows = (DecodeRow(t.row, t.held + step - 1, len(t.request.output) + step) for t in going)
             plan = StepPlan(decode=DecodeRows.from_rows(rows))  # draws draft number `step`, 0 being the first
             launched.append((self.runner.launch(plan), going))

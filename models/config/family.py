@@ -70,7 +70,7 @@ class Family:
         mtp_head: "module:class" of its multi-token-prediction head.
         section: config.json's object of the text part of a model with images. Only the text part
             runs.
-        image_tokens: config.json fields with the tokens that stand for images.
+        image_tokens: config.json fields with the placeholder tokens of images.
     """
 
     model: str

@@ -183,7 +183,7 @@ class Request:
             Why the request ends, or None.
 
         Raises:
-            NotFinite: a token stands for logits that are not finite.
+            NotFinite: a token is -1, because logits were not finite.
             NoTokenLeftError: no token was allowed.
             GrammarError: the errors of Matcher.advance.
         """

@@ -48,12 +48,12 @@ class StopStrings:
             The new state, and the number of characters from the beginning of the first found string
                 to the end; 0 if none was found.
         """
-        behind = 0
+        past = 0
         for read, character in enumerate(text, 1):
             state = self._step(state, character)
             if self._found[state]:
-                behind = max(behind, self._found[state] + len(text) - read)
-        return state, behind
+                past = max(past, self._found[state] + len(text) - read)
+        return state, past
 
     def string_at(self, text: str, start: int) -> str:
         """The string that ends first of those at `start`, where `scan` has found one."""

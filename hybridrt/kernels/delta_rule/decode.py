@@ -28,7 +28,7 @@ def _check(qkv: Tensor, a: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
     check_step(qkv, step)
     if step.ring is not None and (kept := step.ring.gates.ndim) != a.ndim:
         raise ConfigError(
-            f"a state ring whose gates have {kept} dimensions, beside raw gates of {a.ndim}: both have a gate for each "
+            f"a state ring whose gates have {kept} dimensions, and raw gates of {a.ndim}: both have a gate for each "
             "head (3), or one for each channel of its keys (4)"
         )
 

@@ -209,7 +209,7 @@ def _further_steps(make: "_Plans") -> Iterator[_NamedStep]:
     greedy, rows = SamplingParams(temperature=0.0), sorted({1, min(2, make.plan.num_rows), make.plan.num_rows})
     for tokens in make.lengths:
         yield f"{tokens} tokens that leave a state", partial(make.run, make.saving(tokens, greedy))
-        yield f"{tokens} tokens behind others", partial(make.run, make.behind(tokens, greedy))
+        yield f"{tokens} tokens after others", partial(make.run, make.after_others(tokens, greedy))
     yield "a donation", partial(make.run, StepPlan(moves=[StateMove(1, 1, 1, When.FIRST)]))
     if make.recurrent and keeps_prefixes(make.runner.config, make.runner.model_config):
         move = StateMove(1, 1, make.plan.num_slots, When.BEFORE_ROWS)
@@ -251,7 +251,7 @@ class _Plans:
         plan.extend = [ExtendRow(1, 0, [0] * tokens, 0, True, saves=[(at, self.plan.num_slots)])]
         return plan
 
-    def behind(self, tokens: int, params: SamplingParams) -> StepPlan | None:
+    def after_others(self, tokens: int, params: SamplingParams) -> StepPlan | None:
         """A prompt with a cached first page and state."""
         runner = self.runner
         if not keeps_prefixes(runner.config, runner.model_config) or tokens + _SAVE >= self.plan.max_model_len:

@@ -71,7 +71,7 @@ def tag_of(default: str | None = None) -> Callable[[Any], str]:
 
 
 class StreamOptions(Body):
-    """What a stream tells besides text."""
+    """What a stream tells in addition to text."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False

@@ -52,14 +52,14 @@ class ChatAnswer(Answer):
         choice = self._gained(delta)
         if choice is None:
             return
-        beside = self._prompt_logprobs(delta.request_id) if delta.prompt_scores is not None else {}
+        facts = self._prompt_logprobs(delta.request_id) if delta.prompt_scores is not None else {}
         large = self.weight(delta) > SLICE
         if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
-            yield from self._event(choice, beside, large)
+            yield from self._event(choice, facts, large)
             return
         ending = {"finish_reason": choice["finish_reason"], "stop_reason": choice.pop("stop_reason")}
         last = {"index": choice["index"], "delta": {}, "logprobs": None, **ending}
-        yield from self._event(choice | {"finish_reason": None}, beside, large)
+        yield from self._event(choice | {"finish_reason": None}, facts, large)
         yield from self._event(last)
 
     def opening(self) -> Iterator[bytes]:
