@@ -228,6 +228,21 @@ def test_the_walk_finds_every_unpacking() -> None:
     assert not any(map(found, ("a, b = x", "a, b, c = x.shape", "a, b, c = f(x)", "a, b, c = x.a, x.b, x.c")))
 
 
+def test_no_backend_or_layer_rebinds_its_argument_out() -> None:
+    """`out` is where the caller wants the result. Another tensor of that name would hide that it is elsewhere."""
+    rebound = [
+        f"{file.relative_to(ROOT)}:{name.lineno}"
+        for module, file in SOURCES.items()
+        if module.startswith(("hybridrt.attention.", "hybridrt.layers.", "hybridrt.recurrent.", "hybridrt.models."))
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        and "out" in {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+        for name in ast.walk(function)
+        if isinstance(name, ast.Name) and name.id == "out" and isinstance(name.ctx, ast.Store)
+    ]
+    assert rebound == []
+
+
 def test_file_table_is_up_to_date() -> None:
     text = file_table.DOCUMENT.read_text()
     assert file_table.document() == text, "run python scripts/file_table.py"
