@@ -1,4 +1,4 @@
-"""Host time of an engine step: scheduling, packing, reading tokens and handing out outputs, with no model behind it.
+"""Host time of an engine step: scheduling, packing, reading tokens and handing out outputs, without a model.
 
     python -m benchmarks.bench_host
 

@@ -38,7 +38,7 @@ class HybridSSMAdapter(nn.Module):
     hidden], to be added to attention's before the sum over ranks.
 
     Args:
-        time_step_rank: of dt's projection; None: ceil(hidden_size / 16).
+        time_step_rank: rank of dt's projection; None: ceil(hidden_size / 16).
         mode: "enabled"; "disabled": zeros, no state; "prefix_sum": running sums of hidden states
             within each request, to test the wiring; "benchmark": computes and writes all, returns
             zeros.

@@ -112,7 +112,7 @@ TEXT_01 = replace(FAMILY, model="hybridrt.models.minimax:MiniMaxText01ForCausalL
 M1 = replace(TEXT_01, model="hybridrt.models.minimax:MiniMaxM1ForCausalLM")
 
 
-LIGHTNING_EPS = 1e-6  # of lightning attention's norm; rms_norm_eps is for other norms
+LIGHTNING_EPS = 1e-6  # epsilon of lightning attention's norm; rms_norm_eps is for other norms
 
 
 class OntoNormed(nn.Module):

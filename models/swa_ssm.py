@@ -66,11 +66,11 @@ class SwaSsmConfig:
 
     Attributes:
         sliding_window: keys that a token sees, itself included.
-        history_mode: of all history branches, or a list by layer
+        history_mode: mode of all history branches, or a list by layer
             (hybridrt.models.hybrid_attention.HybridSSMAdapter).
         head_dim, ssm_intermediate_size, ssm_time_step_rank: None for hidden_size /
             num_attention_heads, 2 x hidden_size and hidden_size / 16.
-        intermediate_size: of the MLP.
+        intermediate_size: channels within the MLP.
     """
 
     vocab_size: int

@@ -123,7 +123,7 @@ FAMILY = Family(
 )
 
 
-GATED_NORM_EPS = 1e-5  # of Mamba-2's norm; config.json's is for other norms
+GATED_NORM_EPS = 1e-5  # epsilon of Mamba-2's norm; config.json's is for other norms
 
 
 class HybridPart(nn.Module):
@@ -164,7 +164,7 @@ class Zamba2ForCausalLM(CausalLM):
     def make_stack(self, layer_ids: Iterable[int]) -> ResidualStack:
         config, hf = self.config, self.config.hf
         hybrid = list(enumerate(config.full_attention_layer_ids))
-        # As in transformers: untied embeddings mean one block for each hybrid layer.
+        # Like transformers: untied embeddings mean one block for each hybrid layer.
         count = hf.num_mem_blocks if hf.tie_word_embeddings else len(hybrid)
         table = self.cos_sin(config.attention)
         places = [dict(hybrid[b::count]) for b in range(min(count, len(hybrid)))]

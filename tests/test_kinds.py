@@ -261,6 +261,14 @@ def test_a_record_agrees_with_its_layer_backend_and_config(name: str) -> None:
     assert len(state_shape(CONFIGS[name]).temporal) == max(1, len(kind.temporal_dims))
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_graphs_hold_prompts_of_the_kinds_that_say_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = Stack(make_layers(name, "mamba2" if name == "gdn" else "gdn"), torch.zeros(3, HIDDEN)).backend
+    assert backends.captures_prompts
+    monkeypatch.setattr(load_object(linear_kind(name).backend), "extend_in_graphs", False)
+    assert not backends.captures_prompts, "one kind that reads on the host is enough"
+
+
 def test_a_package_brings_a_kind() -> None:
     """A conv window without a recurrent state: pool, memory, transfer and inspect take it from the record."""
     assert "outside" in kind_names() and linear_kind("outside") is OUTSIDE

@@ -228,12 +228,41 @@ def test_the_walk_finds_every_unpacking() -> None:
     assert not any(map(found, ("a, b = x", "a, b, c = x.shape", "a, b, c = f(x)", "a, b, c = x.a, x.b, x.c")))
 
 
+def test_no_backend_or_layer_rebinds_its_argument_out() -> None:
+    """`out` is where the caller wants the result. Another tensor of that name would hide that it is elsewhere."""
+    rebound = [
+        f"{file.relative_to(ROOT)}:{name.lineno}"
+        for module, file in SOURCES.items()
+        if module.startswith(("hybridrt.attention.", "hybridrt.layers.", "hybridrt.recurrent.", "hybridrt.models."))
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        and "out" in {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+        for name in ast.walk(function)
+        if isinstance(name, ast.Name) and name.id == "out" and isinstance(name.ctx, ast.Store)
+    ]
+    assert rebound == []
+
+
 def test_file_table_is_up_to_date() -> None:
     text = file_table.DOCUMENT.read_text()
     assert file_table.document() == text, "run python scripts/file_table.py"
     listed = set(re.findall(r"^\| `([\w./]+\.py)` \|", text, re.MULTILINE))
     assert {str(f.relative_to(ROOT)) for f in SOURCES.values() if f.read_text().strip()} <= listed
-    assert all(file_table.first_line(ROOT / name) for name in listed)
+    assert all(file_table.summary(ROOT / name) for name in listed)
+
+
+@pytest.mark.parametrize("docstring", ["Wraps the", "Limits number, memory and.\ntime.", "", "Word " * 50 + "."])
+def test_the_summary_of_a_file_is_a_whole_sentence(docstring: str) -> None:
+    with pytest.raises(ValueError, match="sentence"):
+        file_table.first_sentence(docstring)
+
+
+def test_a_summary_may_be_wrapped_and_ends_before_the_next_sentence() -> None:
+    assert (
+        file_table.first_sentence("Rows and\ncolumns (Qin et al. 2024). Not this.")
+        == "Rows and columns (Qin et al. 2024)."
+    )
+    assert file_table.first_sentence("The formula:\n\n    a = b") == "The formula:"
 
 
 # Besides hybridrt/base/device.py. This one puts a GPU that is not there in torch.cuda's place.

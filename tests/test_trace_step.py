@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hybridrt.kernels.core.decay_sums import left
+from hybridrt.kernels.core.decay_sums import exp_of
 from hybridrt.kernels.core.slots import pad_mask
 from scripts.trace_step import Trace, called_lengths, percentile
 
@@ -34,11 +34,11 @@ def test_calls_files_and_switches_are_counted() -> None:
     sys.setprofile(trace.record)
     pad_mask(slots, 1)
     pad_mask(slots, 1)
-    left(slots)
+    exp_of(slots)
     pad_mask(slots, 1)
     sys.setprofile(None)
     calls = {code.co_name: count for code, count in trace.calls.items()}
-    assert calls == {"pad_mask": 3, "left": 1}
+    assert calls == {"pad_mask": 3, "exp_of": 1}
     assert (len(trace.files), trace.switches) == (2, 3)
     assert sorted(called_lengths(trace)) == [3, 3]
     assert percentile(iter(range(11))) == 9

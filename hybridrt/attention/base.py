@@ -48,7 +48,7 @@ class AttentionBackend(ContractHooks, ABC):
 
     needs_host_lens = False  # True if a replay plans on the host (flashinfer), which needs exact lengths
     saves_at_chunks = False  # True if recurrent layers can leave a state after any chunk of a prompt
-    captures_prompts = False  # True if a graph may hold extend rows: kernels need no lengths on the host
+    captures_prompts = False  # True if a graph may hold extend rows: kernels read nothing on the host
     seq_len_fill = 1  # seq_len of a graph's padding row of one token
 
     @property
@@ -165,7 +165,10 @@ class AttentionBackend(ContractHooks, ABC):
             BackendError: extend rows cannot be captured (`captures_prompts`).
         """
         if not self.captures_prompts:
-            raise BackendError(f"{type(self).__name__} needs the lengths of prompts on the host: run them eagerly")
+            raise BackendError(
+                f"{type(self).__name__} reads lengths or slots of prompts on the host (captures_prompts is False): run "
+                "prompts eagerly"
+            )
         view = GraphView(max_bs, 1, prompts=True)
         self.allocate_graph(view)
         return view

@@ -49,7 +49,8 @@ def check_graph_batch(batch: ForwardBatch, view: GraphView) -> None:
 
 def _check_prompt_graph(batch: ForwardBatch, view: GraphView) -> None:
     if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED) or batch.spec_info is not None:
-        raise BackendError(f"{batch.forward_mode.name} step in a view of graphs of prompts, beside plain decode rows")
+        mode = batch.forward_mode.name
+        raise BackendError(f"{mode} step in a view of graphs of prompts; use a step of prompts and plain decode rows")
     if not 0 <= batch.num_real <= batch.num_decode_rows <= view.max_bs:
         raise BackendError(
             f"{batch.num_real} real ones of {batch.num_decode_rows} decode rows in a view of graphs of up to "

@@ -32,6 +32,6 @@ class Fa3AttnBackend(PagedAttnBackend):
         kv, heads = self.layer_kv(layer), q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
         if step.plan is None:  # in the first layer, when the page table is complete
             step.plan = self._library.plan_extend(kv, step.extend)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        self._library.run_extend(step.plan, heads, kv, out.view(heads.shape))
-        return out
+        result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        self._library.run_extend(step.plan, heads, kv, result.view(heads.shape))
+        return result

@@ -27,7 +27,7 @@ class Segment:
 
     Attributes:
         rows: [n] request rows, on the device. query_lens, seq_lens: on the host.
-        plans: by head layout, kept for all steps.
+        plans: flashinfer's wrappers by head layout, kept for all steps.
         current: layout -> its first layer, which looks up the pages. Only layouts planned in this
             step.
         graph: (bs, buffers) of a graph's decode segment.

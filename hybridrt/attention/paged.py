@@ -15,7 +15,7 @@ from hybridrt.base.device import capability
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
-from hybridrt.kernels.core.providers import objection, require, select
+from hybridrt.kernels.core.providers import provider_objection, require, select
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
 from hybridrt.kernels.core.views import by_head
 from hybridrt.kernels.state.state_commit import move_kv
@@ -78,7 +78,7 @@ class PagedKVBackend(SegmentedAttnBackend):
                 return f'{cls.__name__} has no kernels for latent attention (variant "mla"); use "triton" or "torch"'
             if not latent and spec.v_head_dim != spec.head_dim:
                 return f"head_dim is {spec.head_dim} and v_head_dim {spec.v_head_dim}; {cls.__name__} takes equal ones"
-            if reason := objection(cls.provider, device.type):
+            if reason := provider_objection(cls.provider, device.type):
                 return reason
             if cls.head_dims and spec.dtype.itemsize != 2:
                 return f"the KV cache is {spec.dtype}, it takes bfloat16 and float16"
@@ -98,7 +98,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         check_range("req_pool_indices", rows, table.num_rows + 1, BackendError)
         check_own("req_pool_indices", rows[: batch.num_real])
         check_range("out_cache_loc", batch.out_cache_loc, num_slots, BackendError)
-        pages = table.req_to_token[:, ::size][rows]  # by first slots
+        pages = table.req_to_token[:, ::size][rows]  # named by their first slots
         starts, lens = torch.arange(pages.shape[1], device=pages.device) * size, batch.seq_lens.clone()
         spec, split = batch.spec_info, batch.num_decode_rows
         if spec is not None and spec.num_drafts is not None:  # padding drafts, the last tokens of a row, have no page

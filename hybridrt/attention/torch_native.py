@@ -29,7 +29,7 @@ class TorchPlan:
     """What the layers of a CPU step share, computed by the first layer that needs it.
 
     Attributes:
-        contexts: of decode rows, by window.
+        contexts: the keys that decode rows see, by window.
         rotations: cosines and sines, by the address of their table.
         places: where keys and values are written.
     """

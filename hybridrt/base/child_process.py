@@ -36,7 +36,7 @@ def start_child(
     Args:
         arguments: plain data, sent as JSON.
         environment: added to this process's.
-        options: of subprocess.Popen.
+        options: further arguments of subprocess.Popen.
     """
     here = os.path.realpath(os.curdir)
     given = {

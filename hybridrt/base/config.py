@@ -43,11 +43,11 @@ class AttentionConfig:
     """Softmax attention of a layer, before sharding. A model without attention layers has no heads.
 
     Attributes:
-        head_dim: of cached keys, and of the queries that are multiplied by them.
+        head_dim: numbers of a cached key, and of the queries that are multiplied by them.
         rope: the Hugging Face rope_parameters dict, None for none.
         sliding_window: keys that a token sees, its own included; None for all.
-        v_head_dim: of values; None for head_dim.
-        scale: of the scores; None for head_dim ** -0.5.
+        v_head_dim: numbers of a value; None for head_dim.
+        scale: factor of the scores; None for head_dim ** -0.5.
         latent: the projections of variant "mla", which has one KV head; None for "gqa".
     """
 
@@ -71,8 +71,9 @@ class AttentionSpec:
     """Softmax attention of one layer on one rank, as its KV cache and its kernels see it.
 
     Attributes:
-        sliding_window, head_dim, v_head_dim, scale: as in AttentionConfig, defaults filled in.
-        dtype: of the KV cache.
+        sliding_window, head_dim, v_head_dim, scale: those of AttentionConfig, with defaults filled
+            in.
+        dtype: dtype of the KV cache.
         variant: "gqa" keeps keys and values of every KV head. "mla" keeps one latent vector of
             head_dim numbers for a token; its first v_head_dim numbers are the values (DeepSeek-AI
             2024, section 2.1).
@@ -142,9 +143,9 @@ class ModelConfig:
     """A model as the runtime sees it, the same for all families (`read_model_config` makes it).
 
     Attributes:
-        attention: of the layers that have no configuration of their own.
+        attention: configuration of the layers that have no configuration of their own.
         hf: the fields of config.json, for numbers that only one model file reads.
-        mtp_layers: of the multi-token-prediction head; their ids follow the model's last.
+        mtp_layers: layers of the multi-token-prediction head; their ids follow the model's last.
         image_tokens: placeholders of images, with the names of their fields. A prompt that contains
             one is refused.
     """
@@ -364,7 +365,8 @@ class EngineConfig:
 
 
 def resolve_device(name: str) -> torch.device:
-    """A device name as a device that exists. DeviceError for any other name."""
+    """The device of a name: "cpu", "cuda" or "cuda:N". "auto" is the first GPU, or the CPU without
+    one. DeviceError if the name is another one or the device does not exist."""
     if name == "auto":
         name = "cuda" if gpu_count() else "cpu"
     try:
@@ -402,5 +404,5 @@ def _on_device(option: str, dtype: torch.dtype, device: torch.device) -> torch.d
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As options spell it: "float32" for torch.float32."""
+    """The spelling of options: "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")

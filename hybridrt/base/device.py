@@ -21,7 +21,7 @@ class GPUFacts:
     Attributes:
         capability: such as (9, 0).
         shared_memory: most bytes that a program may have.
-        total_bytes, free_bytes: of its memory.
+        total_bytes, free_bytes: size of its memory, and what is free.
     """
 
     name: str
@@ -33,7 +33,8 @@ class GPUFacts:
 
     @classmethod
     def of_device(cls, device: torch.device) -> "GPUFacts":
-        """Of a device of this machine. Memory that torch keeps without using it counts as free."""
+        """Facts of a device of this machine. Memory that torch keeps without using it counts as
+        free."""
         found: Any = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -229,7 +230,7 @@ class GraphCapture:
     def __init__(self) -> None:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         self._mode = ""
-        self._pieces: list[torch.cuda.CUDAGraph] = []  # of the capture that is going on
+        self._pieces: list[torch.cuda.CUDAGraph] = []  # pieces of the capture that is going on
 
     def record(self, step: Callable[[], None], mode: str) -> Callable[[], None]:
         """Runs a step as a recording, and returns a function that replays it.

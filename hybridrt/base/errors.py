@@ -1,4 +1,4 @@
-"""Typed errors. Each is raised before any state changes, and its text says what to do."""
+"""Typed errors: each is raised before any state changes, and its text says what to do."""
 
 from typing import TYPE_CHECKING
 
@@ -115,7 +115,7 @@ class HandshakeError(TransferError):
     """Two workers disagree on something that their states depend on; no byte of state has moved.
 
     Attributes:
-        field: of hybridrt.transfer.handshake.handshake_of.
+        field: name of a field of hybridrt.transfer.handshake.handshake_of.
         ours, theirs: its values here and there.
     """
 

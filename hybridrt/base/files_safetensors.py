@@ -15,7 +15,7 @@ import torch
 
 _LENGTH = 8  # bytes in front of the header, which say how long it is
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # to open a pipe does not wait
-_MAX_SIZE = 1 << 62  # of a tensor in bytes, as far as its shape tells
+_MAX_SIZE = 1 << 62  # bytes of a tensor, as far as its shape tells
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,

@@ -68,7 +68,7 @@ class GraphView:
         max_bs: most decode rows of a batch.
         tokens_per_row: tokens of each of them.
         prompts: the batches have extend rows too.
-        buffers: by backend, in a form of its own.
+        buffers: each backend's buffers, in a form of its own.
     """
 
     max_bs: int
@@ -123,7 +123,7 @@ class ForwardBatch:
             None: recurrent backends plan their chunks themselves.
         read_state_slots: [B - num_decode_rows] int32, the state slot that each extend row starts
             from, 0 for its own; None: all start from their own. A row always writes its own slot.
-        extend_passes: of a step that keeps states within its chunks; then chunk_plans and
+        extend_passes: passes of a step that keeps states within its chunks; then chunk_plans and
             read_state_slots are not read. Empty: each chunk is computed at once.
         saved_states: `kernels.core.records.SavedStates` of the extend rows by chunk size, for
             backends that save states without a further pass (`saves_at_chunks`).
@@ -132,7 +132,7 @@ class ForwardBatch:
             without any.
         batch_size: B.
         tokens_per_row: tokens of each row of the decode segment: 1, or T when verifying.
-        num_decode_tokens, num_extend_rows: of the two segments.
+        num_decode_tokens, num_extend_rows: sizes of the two segments.
     """
 
     forward_mode: ForwardMode

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-WORK_SECONDS = 0.002  # of CPU time, after which a thread rests
+WORK_SECONDS = 0.002  # CPU time after which a thread rests
 REST = 4  # times as long as it has worked
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ class Plugins:
     """A registry. An object is imported when it is loaded.
 
     Attributes:
-        group: of entry points "name = module:object".
+        group: name of a group of entry points "name = module:object".
         built_in: "module:object" by name; comes before an entry point of the same name.
         what: what the names name, for errors.
         base: class of the objects; with `classes`, they are subclasses of it.

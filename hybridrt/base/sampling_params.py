@@ -46,8 +46,8 @@ def is_number(value: object, kind: type) -> bool:
 
 
 def _plain(value: Any, kind: type) -> int | float:
-    """As a Python number, which compares with any range without overflow; NaN, which is in no
-    range, for anything else."""
+    """The value as a Python number, which compares with any range without overflow; NaN, which is
+    in no range, for anything else."""
     if not is_number(value, kind):
         return math.nan
     try:
@@ -78,7 +78,7 @@ def _token_ids(name: str, value: Any, max_entries: int) -> tuple[int, ...]:
     return tuple(map(int, ids))
 
 
-# Of each field that is a number: Integral or Real, the least and the largest value, and how an error states them.
+# For each field that is a number: Integral or Real, the least and the largest value, and how an error states them.
 _NUMBERS: dict[str, tuple[type, float, float, str]] = {
     "max_tokens": (Integral, 1, _INT32_MAX, "an integer from 1 to 2**31 - 1, or None"),
     "temperature": (Real, 0, _FLOAT32_MAX, "a finite float32 >= 0 (0 is greedy)"),

@@ -9,7 +9,7 @@ from typing import Any
 from hybridrt.base.errors import RequestError, is_text, shown
 from hybridrt.base.errors_foreign import knows_fields
 
-MAX_CHARACTERS = 2**19  # of a schema, an expression or a grammar, and of all choices together
+MAX_CHARACTERS = 2**19  # characters of a schema, an expression or a grammar, and of all choices together
 MAX_CHOICES = 4096
 MAX_TEXT = 2**16  # characters of one choice, expression or literal, of a schema's names and values, too
 # Between the tokens of a JSON text. Without a limit a model that prefers white space may give nothing else.

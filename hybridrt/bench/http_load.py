@@ -119,8 +119,9 @@ class Load:
     """The result of a load.
 
     Attributes:
-        timings: of the requests that have ended.
-        client_cpu_share: of the load's time. A client near 1 has measured itself.
+        timings: times of the requests that have ended.
+        client_cpu_share: CPU time of the client as a share of the load's time. A client near 1 has
+            measured itself.
         client_loop: the module of its event loop.
     """
 

@@ -71,8 +71,9 @@ class Challenge:
         return _proof(self._key, b"listens", both), _tagger(self._key, both, b"listens", b"connects")
 
 
-def join(connection: socket.socket, key: bytes, deadline: float) -> Tagger:
-    """The connecting side. Waits until `deadline` (of time.monotonic) at most.
+def prove_key(connection: socket.socket, key: bytes, deadline: float) -> Tagger:
+    """Proves to the listening side that this process holds the key, and checks its proof. Waits
+    until `deadline` (of time.monotonic) at most.
 
     Raises:
         PeerGoneError: the other side does not answer in time, or hangs up.

@@ -17,7 +17,7 @@ import time
 from collections import deque
 
 from hybridrt.base.errors import MessageError, PeerGoneError
-from hybridrt.channel.auth import TAG_BYTES, Tagger, join
+from hybridrt.channel.auth import TAG_BYTES, Tagger, prove_key
 
 MAX_MESSAGE_BYTES = 1 << 24
 MAX_QUEUED_BYTES = 1 << 26  # that wait for a peer to read
@@ -64,7 +64,7 @@ class SocketChannel:
         except OSError as e:
             raise PeerGoneError(f"no process answers at {address[0]}:{address[1]} ({e})") from e
         try:
-            tagger = join(connection, key, deadline)
+            tagger = prove_key(connection, key, deadline)
         except BaseException:
             connection.close()
             raise

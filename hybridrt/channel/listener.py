@@ -1,5 +1,4 @@
-"""Accepts authenticated channels, and limits connections without the key in number, memory and.
-time."""
+"""Accepts authenticated channels, and limits the others in number, memory and time."""
 
 import errno
 import socket
@@ -34,7 +33,7 @@ class Listener:
 
     Args:
         address: host and port; port 0 picks a free one, see `port`.
-        timeout: of the channels, see SocketChannel.
+        timeout: timeout of the channels, see SocketChannel.
 
     Attributes:
         refused: connections closed because they did not prove that they hold the key.
@@ -57,7 +56,8 @@ class Listener:
         self._strangers: deque[_Stranger] = deque()  # the longest wait first
 
     def accept(self) -> list[SocketChannel]:
-        """Channels to processes that have proved the key since the last call."""
+        """Does not wait. Returns the channels whose processes have proved since the last call that they
+        hold the key. Closes connections that gave a wrong proof, or none in time."""
         self._take_strangers()
         found = []
         for stranger in list(self._strangers):

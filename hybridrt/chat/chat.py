@@ -125,7 +125,7 @@ class Chat:
                 text bounds the work.
 
         Raises:
-            CheckpointError: as `render`.
+            CheckpointError: the errors of `render`.
             RequestError: the model or its parsers do not support what the conversation needs.
         """
         tools, reasoning = self._parsers(conversation)

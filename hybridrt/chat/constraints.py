@@ -1,6 +1,7 @@
-"""One grammar of an answer: forced calls, strict arguments, a form. Reasoning before it is no part
-of the grammar if its
-tags are tokens (hybridrt.base.structured_outputs.Thinking).
+"""One grammar of an answer: forced calls, strict arguments, a form.
+
+Reasoning before the answer is no part of the grammar if its tags are tokens
+(hybridrt.base.structured_outputs.Thinking).
 
 Grammars are llguidance's variant of Lark (base/structured_outputs.py). A tag that is a token is
 `<[ID]>`; text holds no

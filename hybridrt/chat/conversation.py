@@ -16,7 +16,7 @@ from hybridrt.chat.sizes import check_sizes
 
 MAX_TOOLS = 1024
 MAX_NAME_CHARACTERS = 256
-MAX_DEPTH = 64  # of objects and lists within arguments of earlier calls
+MAX_DEPTH = 64  # depth of objects and lists within arguments of earlier calls
 BROKEN = "arguments"  # the parameter that holds the text of arguments that are no object
 # Arguments of transformers' apply_chat_template and of ours; a caller sets variables of the template alone.
 RESERVED = {
@@ -32,7 +32,7 @@ class Tool:
 
     Attributes:
         parameters: JSON schema of its arguments.
-        definition: as templates read it, {"type": "function", "function": {...}}.
+        definition: what templates read, {"type": "function", "function": {...}}.
         strict: its arguments must follow the schema.
     """
 

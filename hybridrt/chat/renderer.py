@@ -24,7 +24,7 @@ from hybridrt.base.errors import CheckpointError, RequestError
 
 TIMEOUT_S = 10.0
 START_TIMEOUT_S = 120.0
-MAX_BYTES = 1 << 30  # of memory for a template, in addition to the process at its start
+MAX_BYTES = 1 << 30  # memory for a template, in addition to the process at its start
 _CHILD = Path(__file__).with_name("render_child.py")
 
 

@@ -131,7 +131,7 @@ class Scanner:
         return ""
 
     def expect(self, *literals: str) -> Step[str]:
-        """As `accept`. Malformed if none of them comes."""
+        """Like `accept`. Malformed if none of them comes."""
         found = yield from self.accept(*literals)
         if not found:
             raise Malformed
@@ -154,7 +154,7 @@ class Scanner:
         return "".join(pieces)
 
     def pass_on(self, pattern: re.Pattern[str], emit: Callable[[str], None]) -> Step[None]:
-        """As `run`, but emits each piece as it arrives."""
+        """Like `run`, but emits each piece as it arrives."""
         while True:
             match = pattern.match(self._text, self._place)
             if match is not None and match[0]:

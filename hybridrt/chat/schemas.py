@@ -26,7 +26,7 @@ _IMPLIED = {
     "properties": "object", "additionalProperties": "object", "patternProperties": "object", "items": "array",
     "prefixItems": "array",
 }  # fmt: skip
-_MAX_PARTS = 256  # of a schema, that tell its types
+_MAX_PARTS = 256  # parts of a schema that tell its types
 _MAX_REFERENCES = 8
 _DESCRIBE = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}  # what may describe properties elsewhere
 # Keywords about a whole object. Formats that write arguments one by one do not enforce them.

@@ -7,9 +7,9 @@ from typing import Any
 from hybridrt.base.errors import RequestError
 from hybridrt.base.pace import rest
 
-# Of a whole conversation. Reading, passing on and rendering take microseconds for each.
-MAX_PARTS = 2**15  # of all messages' contents
-MAX_CALLS = 2**14  # of all earlier answers
+# Limits of a whole conversation. Reading, passing on and rendering take microseconds for each.
+MAX_PARTS = 2**15  # parts of all messages' contents
+MAX_CALLS = 2**14  # calls of all earlier answers
 MAX_KWARGS = 2**10  # values in chat_template_kwargs, on all levels
 MAX_KWARGS_CHARACTERS = 2**16
 MAX_VALUES = 2**18  # in messages and tools, on all levels

@@ -108,7 +108,7 @@ def _close(scanner: Scanner, emit: Emit, stack: list[str]) -> Step[bool]:
     yield from scanner.take()
     bracket = stack.pop()
     emit(bracket[0])
-    yield from scanner.accept(*bracket[1:])  # of a doubled one
+    yield from scanner.accept(*bracket[1:])  # the rest of a doubled bracket
     return True
 
 

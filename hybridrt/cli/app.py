@@ -26,7 +26,7 @@ from hybridrt.cli.terminal import discard_output, open_streams
 
 RUNTIME_FAILURES = (EngineError, PoolError, ServerError, TransferError)
 COMPLETION = {"--install-completion": install_callback, "--show-completion": show_callback}
-INVOKED = "hybridrt.params"  # of the command that runs, in what nested contexts share
+INVOKED = "hybridrt.params"  # key of the running command in what nested contexts share
 SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 

@@ -7,7 +7,7 @@ from hybridrt.engine.cache.cache_dump import CacheDump, DumpedNode
 
 _ROW, _INDENT, _WIDTH, _BAR = 18, 14, 960, 360
 _TEXT = 48  # characters of an edge's text that are shown
-_LEVELS = 20  # of indentation, which deeper nodes share
+_LEVELS = 20  # levels of indentation, which deeper nodes share
 _LETTER = 7  # width of one, rounded up
 
 

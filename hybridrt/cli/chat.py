@@ -76,7 +76,7 @@ def chat(
 
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.
     """
-    from hybridrt.cli.conversation import Turn
+    from hybridrt.cli.conversation import Message
     from hybridrt.cli.line_reader import make_reader
     from hybridrt.cli.repl import COMMANDS, Repl, Screen
 
@@ -90,7 +90,7 @@ def chat(
             answering = _local(stack, model or EMBEDDED, format, sampling.given(), options)
         repl = Repl(answering, make_reader(list(COMMANDS)), Screen())
         if system:
-            repl.turns = [Turn("system", system)]
+            repl.messages = [Message("system", system)]
         repl.run()
 
 

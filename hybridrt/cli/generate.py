@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LABEL_WIDTH = 60
 _PATH = re.compile(r"(\.{0,2}|~)/[\w.-][\w./~-]*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-JSON_FIELDS = ("index", "text", "token_ids", "finish_reason", "logprobs")  # of Delta, in a line of --json
+JSON_FIELDS = ("index", "text", "token_ids", "finish_reason", "logprobs")  # fields of Delta in a line of --json
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A model under a configuration. Bytes are those of one tensor-parallel rank. `free_bytes`: for
-    weights and pools together. `plan` is None if they do not fit; `plan_error` says why."""
+    """A model under a configuration. Bytes are those of one tensor-parallel rank.
+
+    Attributes:
+        free_bytes: memory for weights and pools together.
+        plan: None if weights and pools need more than `free_bytes`; `plan_error` says why.
+    """
 
     model: str
     architecture: str

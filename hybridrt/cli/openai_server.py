@@ -10,10 +10,10 @@ import httpx
 import msgspec
 
 from hybridrt.base.errors import ConfigError, RequestError, ServerError, shown
-from hybridrt.cli.conversation import Piece, Totals, Turn
+from hybridrt.cli.conversation import Message, Piece, Totals
 
 _CONNECT_SECONDS = 10.0
-_MAX_BYTES = 2**24  # of a line of a stream, and of an answer that is no stream
+_MAX_BYTES = 2**24  # bytes of a line of a stream, and of an answer that is no stream
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding raises
 
 
@@ -192,21 +192,21 @@ class RemoteModel:
     """A model on a server.
 
     Args:
-        fields: of each request, such as temperature.
+        fields: further fields of each request, such as temperature.
     """
 
     def __init__(self, server: OpenAIServer, name: str, fields: dict[str, Any]) -> None:
         self.name = name
         self._server, self._fields = server, fields
 
-    def answer(self, turns: list[Turn]) -> Generator[Piece | Totals, None, None]:
-        messages = [turn.message() for turn in turns]
-        return self._server.stream_chat({"model": self.name, "messages": messages, **self._fields})
+    def answer(self, messages: list[Message]) -> Generator[Piece | Totals, None, None]:
+        dicts = [message.to_dict() for message in messages]
+        return self._server.stream_chat({"model": self.name, "messages": dicts, **self._fields})
 
-    def save_session(self, file: Path, turns: list[Turn]) -> None:
+    def save_session(self, file: Path, messages: list[Message]) -> None:
         raise _no_states(file)
 
-    def load_session(self, file: Path) -> list[Turn]:
+    def load_session(self, file: Path) -> list[Message]:
         raise _no_states(file)
 
 

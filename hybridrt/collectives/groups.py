@@ -41,7 +41,7 @@ class Communicator:
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, *, loopback: bool = True) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.check_ranks: Callable[[], None] = lambda: None
-        self._groups: dict[str, Any] = {}  # by the type of the device that their tensors lie on
+        self._groups: dict[str, Any] = {}  # process groups by the type of their tensors' device
         self._aborting: threading.Thread | None = None
         self._loopback = loopback
         disown_in_child(self)

@@ -64,7 +64,7 @@ class Places:
         return self.inside(given)
 
     def real(self, name: str, numbers: Array) -> np.ndarray:
-        """As `all`, scratch refused."""
+        """Like `all`, and refuses scratch."""
         found = self.all(name, numbers)
         if not found.all():
             raise PoolError(f"{name} holds {self.scratch}, which is scratch: padding uses it, no request may")
@@ -108,7 +108,7 @@ class Numbers:
 def _places(what: str, real: int, scratch: int) -> Places:
     if not -real - 1 <= scratch <= real:
         raise PoolError(
-            f"the scratch {what} is {scratch}; the table has {real} beside it: 0 to {real}, or -1, the last"
+            f"the scratch {what} is {scratch}; the table has {real} in addition: 0 to {real}, or -1, the last"
         )
     return Places(real + 1, scratch % (real + 1))
 

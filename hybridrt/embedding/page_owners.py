@@ -43,7 +43,7 @@ class PageOwners:
         self.page_of = np.zeros((rows + 1, max_pages), np.int32)
         self._writer = np.zeros(num_pages + 1, np.int32)  # the row that writes a page; 0: none
         self._users = np.zeros(num_pages + 1, np.int32)  # how many rows have a page
-        self._sum = np.zeros(num_pages + 1, np.int64)  # of the rows that have a page: of two, it tells the other
+        self._sum = np.zeros(num_pages + 1, np.int64)  # sum of the rows that have a page: with two, it tells the other
         self._reach = np.zeros(rows + 1, np.int64)  # tokens of a row, those of prepared steps among them
         self._floor = np.zeros(rows + 1, np.int64)  # the first position at which its next step may begin
         self._lost = np.zeros((rows + 1, 2), np.int32)  # the page that a row has lost, and the row that has it now

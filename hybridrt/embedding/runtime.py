@@ -106,7 +106,7 @@ class EmbeddedRuntime:
 
         Raises:
             BackendError: shapes, dtypes or devices are wrong.
-            PoolError: as for `write_pages`; or a token is at another offset in its page.
+            PoolError: the errors of `write_pages`; or a token is at another offset in its page.
         """
         table, numbers = self.pools.req_to_token, self.numbers
         if not table.max_context:
@@ -268,8 +268,8 @@ class EmbeddedRuntime:
         """Records decode steps of one token a row; see `DecodeGraphs`.
 
         Args:
-            max_rows: of the largest graph; None: all rows of the plan.
-            sizes: of the graphs' batches; (): a default choice.
+            max_rows: rows of the largest graph; None: all rows of the plan.
+            sizes: rows of the graphs' batches; (): a default choice.
 
         Raises:
             ConfigError: max_rows is below 1. PoolError: a step waits for its commit.
@@ -354,7 +354,8 @@ class DecodeGraphs:
             [n, vocab] logits in the model's dtype, in memory that the next replay overwrites.
 
         Raises:
-            BackendError, PoolError: as for `EmbeddedRuntime.batch`; or no graph holds n rows.
+            BackendError, PoolError: the errors of `EmbeddedRuntime.batch`; or no graph holds n
+                rows.
         """
         batches = self._batches
         self._runtime._require_commit("replay", BackendError)

@@ -15,7 +15,7 @@ class KDAConfig(LinearConfig):
 
     Attributes:
         gate_rank: rank of the projections of decay and output gate; None for full rank.
-        lower_bound: of the log decay, as in hybridrt.kernels.core.records.GateWeights.
+        lower_bound: bound of the log decay, see hybridrt.kernels.core.records.GateWeights.
     """
 
     kind = "kda"

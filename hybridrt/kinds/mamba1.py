@@ -1,4 +1,4 @@
-"""Mamba-1 (Gu & Dao 2023): N states per channel, each with its own decay."""
+"""Mamba-1 (Gu & Dao 2023, arXiv:2312.00752): N states per channel, each with its own decay."""
 
 from dataclasses import dataclass
 

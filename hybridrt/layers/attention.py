@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
     Args:
         cos_sin: rotary table (hybridrt.layers.rotary); None rotates nothing.
-        bias: of all projections.
+        bias: whether all projections have one.
         qk_norm: (epsilon, zero-centred) of RMS norms of each head of q and k; None: no norms. Needs
             `cos_sin`.
         gated: the sigmoid of a fourth projection multiplies the output. Its rows follow those of q,

@@ -40,7 +40,7 @@ class _SegmentedLinear(nn.Module):
 
     Args:
         name: prefix of piece names, unique in the model.
-        width: of the other dimension.
+        width: size of the other dimension.
     """
 
     dim: ClassVar[int]
@@ -148,7 +148,8 @@ class RowLinear(_SegmentedLinear):
         return list(like.new_empty(like.shape[0], sum(self.sizes)).split_with_sizes(self.sizes, dim=-1))
 
     def targets(self, key: str, name: str, *, scale: float = 1.0) -> CheckpointMap:
-        """Targets of `key`.weight (and .bias), which reads segment `name`. `scale`: of its output."""
+        """Targets of `key`.weight (and .bias), which reads segment `name`. `scale`: factor of its
+        output."""
         found = self.method.targets(key, [self._part([name], name, scale)])
         if self.bias is not None and self.segments[name].bias:
             piece = Piece(f"{self.name}.{name}.bias", self.bias.data, unchanged, scale, accumulate=True)

@@ -35,7 +35,7 @@ class Part:
     Attributes:
         name: prefix of piece names, unique in the model.
         dim: the weight's segments are rows (0, outputs) or columns (1, inputs).
-        start, size: of the segment in the weight, along `dim`.
+        start, size: place of the segment in the weight, along `dim`.
         select: takes a checkpoint tensor with the matrix's rows (columns) at `dim` to this rank's.
         scale: multiplier of the matrix. The method chooses the numbers to multiply.
     """
@@ -78,7 +78,7 @@ class ExpertsMethod(Method, ABC):
     """A stack of experts: up [E, rows, in], down [E, in, size].
 
     Args:
-        count: E. rows: of up: `size`, or twice as many, with the gate first.
+        count: E. rows: rows of up: `size`, or twice as many, with the gate first.
     """
 
     @abstractmethod

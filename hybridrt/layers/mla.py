@@ -13,7 +13,7 @@ from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, Piece, Transform, parameter
 
-NORM_EPS = 1e-6  # of latent vectors and compressed queries; rms_norm_eps is for other norms
+NORM_EPS = 1e-6  # epsilon of latent vectors and compressed queries; rms_norm_eps is for other norms
 
 
 class LatentAttentionLayer:
@@ -31,7 +31,8 @@ class LatentAttention(nn.Module):
         config: with `latent`.
         cos_sin: rotary table; None rotates nothing. Rotated pairs are neighbours in checkpoints and
             half a head apart in our kernels: loading sorts the rows.
-        bias: of the projections to latent vectors and compressed queries, and of the output.
+        bias: whether there is one in the projections to latent vectors and compressed queries, and
+            of the output.
         gated: the sigmoid of one projected number multiplies each head's output (Ling 3).
     """
 

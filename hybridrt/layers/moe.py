@@ -103,7 +103,7 @@ class Experts(nn.Module):
         shared_size: intermediate size of an MLP for every token. It is stored as `num_shared`
             experts E, E + 1, ... of size I, the last one padded with zeros.
         scales: multipliers of the outputs of experts and of that MLP, applied to weights.
-        limit: of SwiGLU, as in ExpertStack.
+        limit: bound of SwiGLU, see ExpertStack.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class SharedBlock(nn.Module):
     Args:
         places: index of a place among those of all blocks -> layer id.
         attention_adapters: q, k and v have adapters too.
-        bias: of the MLP.
+        bias: whether the MLP has one.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class ResidualPart:
     """One norm and its part.
 
     Attributes:
-        norm_key, key: of norm and part in a checkpoint, below the layer's; "" if the part's keys
+        norm_key, key: checkpoint keys of norm and part, below the layer's; "" if the part's keys
             are directly below it.
         part: a module with `targets(key)`, and with `forward(norm, x, residual, batch)`, which
             returns what it adds to x + residual, and that sum.
@@ -69,7 +69,7 @@ class ResidualStack(nn.Module):
     def __init__(self, layers: dict[str, Sequence[ResidualPart]], hidden_size: int, **norm: Any) -> None:
         super().__init__()
         self.norms, self.parts = nn.ModuleList(), nn.ModuleList()
-        self.keys: list[tuple[int, str, str]] = []  # of each part: its layer, its norm's key, its own key
+        self.keys: list[tuple[int, str, str]] = []  # each part's layer, its norm's key, its own key
         self._short: list[tuple[RMSNorm, Any]] | None = None
         self._between: tuple[frozenset[int], Callable[[], None]] | None = None
         for i, (name, parts) in enumerate(layers.items()):
@@ -104,11 +104,11 @@ class ResidualStack(nn.Module):
 
     @contextmanager
     def shortened(self, sorts: Sequence[Any]) -> Iterator[None]:
-        """In this context, iteration gives two parts of each sort, which launch all kernels (the
-        first part may lack a residual).
+        """In this context, iteration gives two parts of each sort. Two launch all kernels of the
+        sort: the first part of a model has no residual to add to, and launches another norm.
 
         Args:
-            sorts: of layers. Equal sorts have equal part types and weight shapes.
+            sorts: a sort for each layer. Equal sorts have equal part types and weight shapes.
         """
         counts, kept = Counter[str](), []
         parts: Any = zip(self.keys, self.norms, self.parts)

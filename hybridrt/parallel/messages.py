@@ -1,5 +1,4 @@
-"""Messages between ranks, as bytes: configurations, steps and tasks from rank 0, signs of life to.
-it."""
+"""Messages between ranks: configurations, steps and tasks from rank 0, heartbeats to it."""
 
 import importlib
 import operator
@@ -40,7 +39,7 @@ class Hello(Message):
 
 
 class Beat(Message):
-    """A rank's sign of life."""
+    """A rank's heartbeat."""
 
 
 class Failed(Message):

@@ -44,7 +44,8 @@ class Place:
     Attributes:
         host, port: where rank 0 listens for links of ranks with `key`.
         store: through which gloo and NCCL find their peers.
-        directory: of a run on one host: readable by this user only, with the key and the store.
+        directory: a directory for a run on one host: readable by this user only, with the key and
+            the store.
     """
 
     host: str
@@ -71,8 +72,8 @@ def start_ranks(size: int, kind: str, ahead: StartAhead | None = None) -> Ranks:
     """Starts ranks 1 to `size` - 1 on this machine, as processes that end with this one.
 
     Args:
-        kind: of their devices, "cpu" or "cuda".
-        ahead: as in ModelRunner; they find it by its name.
+        kind: type of their devices, "cpu" or "cuda".
+        ahead: that of ModelRunner; they find it by its name.
 
     Raises:
         ConfigError: the time-out in the environment is not a number of seconds, or `ahead` has no
@@ -134,7 +135,7 @@ def torchrun_ranks(world: World, kind: str) -> Ranks:
     """Rank 0's view of torchrun's processes, once per process; they leave when it ends.
 
     Raises:
-        ConfigError: as `torchrun_place`.
+        ConfigError: the errors of `torchrun_place`.
         RankError: not all ranks came.
     """
     key, timeout = _torchrun_key(world), rank_timeout()

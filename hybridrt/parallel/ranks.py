@@ -130,14 +130,14 @@ class Ranks:
         self._links, self._processes, self._directory, self._leaving = (), (), None, True
 
     def _read_messages(self, rank: int, link: Link) -> None:
-        """Runs in a thread: receives signs of life, or `Failed`. If the rank has failed or is lost,
+        """Runs in a thread: receives heartbeats, or `Failed`. If the rank has failed or is lost,
         ends the other ranks."""
         try:
             while messages := link.listen(self._timeout):
                 for message in (unpack(data, FromRank) for data in messages):
                     if isinstance(message, Failed):
                         self._fail(rank, message.reason)
-            reason = f"it has sent no sign of life for {self._timeout:g} seconds"
+            reason = f"it has sent no heartbeat for {self._timeout:g} seconds"
         except PeerGoneError as e:
             reason = self._ending(rank) or str(e)
         if not self._leaving:

@@ -1,4 +1,4 @@
-"""Tasks from rank 0 to the other ranks besides steps: masks, drafts, copies of a prefix."""
+"""Tasks from rank 0 to the other ranks that are no steps: masks, drafts, copies of a prefix."""
 
 from collections.abc import Iterator, Sequence
 

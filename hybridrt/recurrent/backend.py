@@ -64,6 +64,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     kind: str
     inputs: ClassVar[type[tuple[Any, ...]]]  # the record that a mixer passes
     scan: ClassVar[str | None] = None  # the operation of its chunks, if libraries have it
+    extend_in_graphs: ClassVar[bool] = False  # True if `extend` reads no tensor on the host: graphs may hold it
 
     def __init__(
         self, *, layers: Mapping[int, LayerT], req_to_token_pool: HybridReqToTokenPool, chunk_size: int
@@ -149,11 +150,13 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
 
     @abstractmethod
     def decode(self, layer: LayerT, inputs: InputsT, segment: DecodeSegment, out: Tensor | None = None) -> Tensor:
-        """Decode or verify rows: [n * tokens_per_row, width], maybe in `out`."""
+        """Decode or verify rows: [n * tokens_per_row, width]. The result may be written to `out` and
+        returned, or `out` is ignored. Graphs hold this method: it must not wait for the device."""
 
     @abstractmethod
     def extend(self, layer: LayerT, inputs: InputsT, segment: ExtendSegment, out: Tensor | None = None) -> Tensor:
-        """Prompt chunks: [tokens, width], maybe in `out`."""
+        """Prompt chunks: [tokens, width]. The result may be written to `out` and returned, or `out`
+        is ignored."""
 
     def _extend_in_passes(
         self, layer: LayerT, inputs: InputsT, segment: ExtendSegment, out: Tensor | None = None
@@ -263,7 +266,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     @property
     def captures_prompts(self) -> bool:  # type: ignore[override]
         device = self.pools.req_to_state_slot.device.type
-        return not any(member.scan and needs_host(member.scan, device) for member in self.members)
+        return all(m.extend_in_graphs and not (m.scan and needs_host(m.scan, device)) for m in self.members)
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
         if batch.num_extend_rows:

@@ -62,7 +62,7 @@ def resolve_prefill_name(config: EngineConfig, device: torch.device, specs: Coll
     model.
 
     Args:
-        specs: of the model's attention layers.
+        specs: a spec for each of the model's attention layers.
     """
     if config.prefill_attention_backend is not None:
         return resolve_attention_name(config.prefill_attention_backend, device)
@@ -87,7 +87,7 @@ def load_attention_backend(name: str, device: torch.device) -> type[SegmentedAtt
     """The class of a name, with its library installed. "auto" chooses by device.
 
     Raises:
-        BackendError: as `backend_class`.
+        BackendError: the errors of `backend_class`.
         ProviderNotInstalledError: its library is missing.
     """
     name = resolve_attention_name(name, device)

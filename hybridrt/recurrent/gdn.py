@@ -1,4 +1,4 @@
-"""Gated Delta Net (Yang et al. 2025): mixer and backend."""
+"""Gated Delta Net (Yang et al. 2024, arXiv:2412.06464): mixer and backend."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,7 +111,6 @@ class GDNMixer(nn.Module):
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         keys, key_heads = self.keys, self.config.num_k_heads
-
         found = {
             **self.out_proj.targets(f"{key}.{keys.out}", "x"),
             f"{key}.A_log": sharded(self.tp, f"{self.name}.A_log", self.A_log.data),
@@ -160,18 +159,18 @@ def _deinterleave(heads: int, dims: list[int]) -> Transform:
 
 
 class GDNAttnBackend(MambaAttnBackendBase[GDNLayer, GDNInputs]):
-    """Conv over q|k|v, gates from a and b, gated delta rule (Yang et al. 2025). The mixer norms."""
+    """Conv over q|k|v, gates from a and b, gated delta rule (arXiv:2412.06464). The mixer norms."""
 
     inputs = GDNInputs
-    kind, scan = "gdn", "chunk_gated_delta_rule"
+    kind, scan, extend_in_graphs = "gdn", "chunk_gated_delta_rule", True
 
     def decode(
         self, layer: GDNLayer, inputs: GDNInputs, segment: DecodeSegment, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         qkv, a, b = (segment.by_row(each) for each in inputs)
         step = segment.fused_step(layer.conv_weights, self.layer_cache(layer.layer_id))
-        out = gdn_decode(qkv, a, b, weights=layer.weights, step=step)
-        return out.flatten(0, 1).flatten(1)
+        y = gdn_decode(qkv, a, b, weights=layer.weights, step=step)
+        return y.flatten(0, 1).flatten(1)
 
     def extend(
         self, layer: GDNLayer, inputs: GDNInputs, segment: ExtendSegment, out: torch.Tensor | None = None

@@ -36,7 +36,7 @@ class LightningMixer(nn.Module):
 
     Args:
         rates: [all heads] float32; `decay_rates` by default.
-        eps: of the norm.
+        eps: epsilon of the norm.
         out_scale: multiplier of the output, applied to its weights.
     """
 

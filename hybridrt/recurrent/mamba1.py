@@ -1,4 +1,4 @@
-"""Mamba-1 (Gu & Dao 2023): mixer and backend."""
+"""Mamba-1 (Gu & Dao 2023, arXiv:2312.00752): mixer and backend."""
 
 from typing import Any, NamedTuple, cast
 
@@ -121,7 +121,6 @@ class Mamba1Mixer(nn.Module):
         return BCNorms(b.weight, c.weight, b.eps)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
-
         found = {
             **self.in_proj.targets(f"{key}.in_proj", ["x", "z"]),
             **self.x_proj.targets(f"{key}.x_proj", "x"),
@@ -145,7 +144,7 @@ class Mamba1AttnBackend(MambaAttnBackendBase[Mamba1Mixer, Mamba1Inputs]):
     """Mamba-1 layers (Gu & Dao 2023). A mixer calls `run` twice, because it projects between conv
     and scan. Strided views are fine."""
 
-    kind, saves_at_chunks = "mamba1", True
+    kind, saves_at_chunks, extend_in_graphs = "mamba1", True, True
 
     def inputs_from(self, q: Any, k: Any, v: Any, save_kv_cache: bool, **kwargs: Any) -> Mamba1Inputs:
         return SSMInputs(**kwargs) if "dt" in kwargs else Mamba1ConvInputs(**kwargs)

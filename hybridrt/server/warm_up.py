@@ -77,9 +77,9 @@ async def _run_all(llm: AsyncLLM, max_prompt: int, draws: list[SamplingParams], 
 
     for _ in range(2):  # where two prompts part, the second one leaves a state
         await run(1, draws[0], _CACHED)
-    for beside in (0, min(3, rows - 1)):
+    for decoders in (0, min(3, rows - 1)):
         longer = replace(draws[0], max_tokens=min(_DECODED, llm.llm.plan.max_model_len - 2))
-        decoding = [asyncio.ensure_future(run(1, longer)) for _ in range(beside)]
+        decoding = [asyncio.ensure_future(run(1, longer)) for _ in range(decoders)]
         for length in lengths:
             await run(length, draws[0])
             await run(length, draws[0], _CACHED)

@@ -70,7 +70,7 @@ class _Tenant:
     start: int = 0
     computed: int = 0
     admitted: bool = False
-    chain: list[int] = field(default_factory=list)  # of the current proposal
+    chain: list[int] = field(default_factory=list)  # tokens of the current proposal
     siblings: list[list[int]] = field(default_factory=list)
 
     @property
@@ -99,10 +99,10 @@ class DraftModelDrafter(Drafter):
     is read. The draft model runs whole on rank 0.
 
     Args:
-        config: of the target; device, lengths and page size are taken from it.
+        config: configuration of the target; device, lengths and page size are taken from it.
         plan: the target's memory plan; the draft model has as many rows.
         vocab_size: the target's, which must be the draft model's too.
-        ahead: as in ModelRunner.
+        ahead: that of ModelRunner.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class DraftModelDrafter(Drafter):
         own = replace(draft_config(config), max_running_requests=plan.num_rows)
         self.runner = ModelRunner(own, plan=own_plan, ahead=ahead)
         attends = bool(self.runner.model_config.full_attention_layer_ids)
-        self._pages = own_plan.num_pages // plan.num_rows if attends else 0  # of a row
+        self._pages = own_plan.num_pages // plan.num_rows if attends else 0  # pages of a row
         if self.runner.model_config.vocab_size != vocab_size:
             raise ConfigError(
                 f"the draft model's vocabulary has {self.runner.model_config.vocab_size} tokens and the target's "
@@ -159,10 +159,10 @@ class DraftModelDrafter(Drafter):
             return []
         tenants = [self._tenants[request.arrival] for request in requests]
         # A request without a new token, for example because its last drafts found no page, gets the same drafts again.
-        behind = [(t, -(-n // self._topk)) for t, n in zip(tenants, max_drafts) if t.computed < num_tokens(t.request)]
-        launched = self._start([tenant for tenant, _ in behind])
-        for step in range(1, max((steps for _, steps in behind), default=0)):
-            going = [tenant for tenant, steps in behind if steps > step]
+        lagging = [(t, -(-n // self._topk)) for t, n in zip(tenants, max_drafts) if t.computed < num_tokens(t.request)]
+        launched = self._start([tenant for tenant, _ in lagging])
+        for step in range(1, max((steps for _, steps in lagging), default=0)):
+            going = [tenant for tenant, steps in lagging if steps > step]
             rows = (DecodeRow(t.row, t.held + step - 1, len(t.request.output) + step) for t in going)
             plan = StepPlan(decode=DecodeRows.from_rows(rows))  # draws draft number `step`, 0 being the first
             launched.append((self.runner.launch(plan), going))

@@ -66,7 +66,7 @@ class HeadRunner:
     Args:
         runner: its pools exist. Its sampler draws drafts as the model would, with the same random
             numbers.
-        own_pages: of each row, after the pages that the runner's pool lends: for drafts past the
+        own_pages: pages of each row, after those that the runner's pool lends: for drafts past the
             lent pages.
 
     Attributes:
@@ -83,7 +83,7 @@ class HeadRunner:
         self.tokens = torch.zeros(runner.memory_plan.num_rows + 1, dtype=torch.int32, device=runner.device)
         self._first_page, self._pages = runner.memory_plan.num_pages + 1, own_pages
         self._staging, self._last_tokens = StagingRing(runner.device), runner.last_tokens
-        self._graphs = runner.graphs  # by tokens of a row; the head's own steps get the number AHEAD among them
+        self._graphs = runner.graphs  # graphs by tokens of a row; the head's own steps get the number AHEAD among them
 
     def capture(self, max_bs: int, progress: bool = False) -> None:
         """Records the steps that draft ahead as graphs."""
@@ -101,7 +101,8 @@ class HeadRunner:
         accepted: Accepted | None,
         prompts: PromptArrays[torch.Tensor] | None,
     ) -> None:
-        """As DeviceDrafter.follow."""
+        """Predicts a token for each row that has sampled, from the model's hidden states (see
+        `DeviceDrafter.follow` in hybridrt/runtime/load/draft_needs.py)."""
         n, split = batch.num_decode_rows, batch.num_decode_tokens
         rows, ids = batch.req_pool_indices[:n], self._last_tokens[batch.req_pool_indices[:n]]
         ends = torch.arange(n, device=rows.device)
@@ -122,7 +123,9 @@ class HeadRunner:
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
-        """As DeviceDrafter.draft."""
+        """Launches `steps` drafts of each row. The handle has [rows, steps * (1 + topk)] tokens: for
+        every step the draft, then the likeliest tokens (see `DeviceDrafter.draft` in
+        hybridrt/runtime/load/draft_needs.py)."""
         packed = _pack(rows, steps, self.table.page_size, self._first_page, self._pages)
         step_rows: DraftedRows[torch.Tensor] = self._staging.upload(packed)
         if (entries := step_rows.pages) is not None:

@@ -19,7 +19,7 @@ class _Ngrams:
     def __init__(self, size: int) -> None:
         self.size = size
         self._latest: dict[int, int] = {}  # end by hash
-        self.earlier = array("i")  # of each n-gram in order: the end of the same one before it
+        self.earlier = array("i")  # for each n-gram in order, the end of its earlier occurrence
 
     def extend(self, text: Sequence[int], start: int) -> None:
         """Adds all n-grams up to the end of the text.

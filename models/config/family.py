@@ -15,8 +15,8 @@ from hybridrt.kinds.mamba2 import Mamba2Config
 
 FamilyFields = dict[str, Any]
 
-# Older names of layer kinds.
-KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+# Older names of layer types in config.json, and the present ones.
+OLDER_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 # Fields of Mamba-2 under transformers' names.
 MAMBA2: FieldTypes = {
     **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_expand"), SIZE),
@@ -63,7 +63,7 @@ class Family:
         older: older field names. They win, unless null where the field may be null.
         derive: fills fields that follow from others, whose types are checked. Raises ConfigError.
         read: (config.json's object, its path) to the object for `describe`, for a family with its
-            own reader. The four attributes above are unused then.
+            own reader. model_type, defaults, older and derive are then ignored.
         rewrite: (config.json's object, its path) to the object to read, for other spellings of
             fields. Raises ConfigError.
         activation: hidden_act that the model implements.
@@ -208,7 +208,7 @@ def interleaved(
 
 
 def current_kind(kind: Any) -> Any:
-    return KINDS.get(kind, kind) if isinstance(kind, str) else kind
+    return OLDER_LAYER_TYPES.get(kind, kind) if isinstance(kind, str) else kind
 
 
 def check_heads(hf: Any) -> None:

@@ -123,8 +123,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     for key, name in weight_map.items():
         if not isinstance(name, str) or not _is_plain(name):
             raise CheckpointError(
-                f"{index}: the shard of {key} is {shown(name)}; it must be the name of a *.safetensors file beside the "
-                "index"
+                f"{index}: the shard of {key} is {shown(name)}; it must be the name of a *.safetensors file next to "
+                "the index"
             )
     return weight_map
 

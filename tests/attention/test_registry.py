@@ -41,7 +41,7 @@ def test_prefill_takes_a_faster_library_where_no_backend_is_named(
     """By name, or the first that is installed and serves this KV cache; one that is installed and cannot says why."""
     cuda, answers = torch.device("cuda"), {"sgl_kernel": "head_dim is 80", "flashinfer": None}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(paged, "objection", lambda provider, device: answers[provider])
+    monkeypatch.setattr(paged, "provider_objection", lambda provider, device: answers[provider])
     monkeypatch.setattr(registry, "is_installed", lambda provider: provider == "sgl_kernel")
 
     def resolved(device: torch.device = cuda, **config: Any) -> str:
@@ -67,7 +67,7 @@ def test_what_flash_attention_3_cannot_serve(
     changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: changes.get("capability", (9, 0)))
-    monkeypatch.setattr(paged, "objection", lambda provider, device: None)
+    monkeypatch.setattr(paged, "provider_objection", lambda provider, device: None)
     cuda, spec = torch.device("cuda"), replace(SPEC, dtype=torch.bfloat16, head_dim=128, v_head_dim=128)
     head_dim = changes.get("head_dim", 128)
     other = replace(spec, dtype=changes.get("dtype", spec.dtype), head_dim=head_dim, v_head_dim=head_dim)

@@ -58,7 +58,7 @@ class Bench:
     def complete(self, step: ScheduledStep) -> None:
         for r, most in step.rows:
             r.output += [0] * min(most, 1)
-        self.scheduler.complete(step, [min(most, 1) for _, most in step.rows])
+        self.scheduler.step_consumed(step, [min(most, 1) for _, most in step.rows])
         self.pools.check()
 
     def run(self, steps: int = 1) -> list[ScheduledStep]:
@@ -292,7 +292,7 @@ def test_launched_tokens_are_upper_bounds_that_results_lower() -> None:
     assert step.rows == [(r, 4)] and (r.computed, r.pending, len(r.pages)) == (6, 4, 6)
     assert bench.scheduler.schedule() is None, "drafts wait for the tokens that they follow"
     r.output += [0, 0]
-    bench.scheduler.complete(step, [2])
+    bench.scheduler.step_consumed(step, [2])
     assert (r.computed, r.pending) == (4, 0)
     assert bench.launch().plan.decode.computed.tolist() == [4]
 
@@ -318,7 +318,7 @@ def test_prefill_leaves_no_page_behind_an_abort_in_flight() -> None:
     r.finish_reason = "abort"
     bench.scheduler.remove(r)
     assert bench.pools.pages.num_used == 20, "the step in flight writes them"
-    bench.scheduler.complete(step, [0])
+    bench.scheduler.step_consumed(step, [0])
     assert bench.pools.pages.num_used == bench.pools.rows.num_used == bench.pools.slots.num_used == 0
 
 
@@ -374,7 +374,7 @@ def test_locked_pages_are_not_evicted() -> None:
     assert len(second.pages) == 4 and (pages.num_used, pages.num_locked) == (1, 3)
     assert not pools.admit(third, 0, StepPlan()) and pages.num_cached == 3
     assert not pools.admit(request(1, 15), 0, StepPlan()) and pages.num_locked == 3, "a refused admission locks nothing"
-    scheduler.complete(step, [1])
+    scheduler.step_consumed(step, [1])
     pools.release(second)
     assert (pages.num_cached, pages.num_used, pages.num_locked) == (3, 0, 0)
     assert pools.admit(third, 0, StepPlan()), "unlocked ones give way"

@@ -59,14 +59,14 @@ def last_tokens() -> Tensor:
     return found
 
 
-def runner_of(hand: ByHand, saves: bool, exact: bool = True, sizes: Any = SIZES) -> PromptGraphs:
+def runner_of(hand: ByHand, saves: bool, exact_lens: bool = True, sizes: Any = SIZES) -> PromptGraphs:
     constants = SamplingTable(ROWS, hand.model.config.vocab_size, torch.device("cpu"))
     graphs = PromptGraphs(
         model=hand.model, backend=hand.backend, req_to_token_pool=hand.pools.req_to_token, last_tokens=last_tokens(),
         max_bs=3, max_tokens=48, saves=saves, sizes=sizes,
         enter_tables=partial(enter_tables, hand.pools, constants),
     )  # fmt: skip
-    graphs.exact = exact
+    graphs.exact_lens = exact_lens
     graphs.capture()
     return graphs
 
@@ -155,7 +155,7 @@ def test_kernels_see_bounds_alone(
     monkeypatch.setattr(prompt_columns, "TOKENS_OF_ONE", 8)
     path = checkpoints[name].path
     replayed, other = twins(path, "classic", attention_backend="triton")
-    graphs = runner_of(replayed, True, exact=False, sizes=((2,), (16,)))
+    graphs = runner_of(replayed, True, exact_lens=False, sizes=((2,), (16,)))
     saving = ExtendRow(4, 0, TEXT[4:13], 0, True, saves=[(6, SPARE)])
     first = StepPlan(extend=[saving, ExtendRow(2, 0, TEXT[9:14], 0, True)])
     behind = [ExtendRow(2, 5, TEXT[14:16], 0, True), ExtendRow(5, 0, TEXT[3:5], 0, True, read_state_slot=SPARE)]

@@ -252,7 +252,7 @@ def wait_for_loss(ranks: Ranks) -> str:
 
 
 def test_a_silent_rank_is_lost(links: tuple[Link, Link]) -> None:
-    assert "rank 1 was lost: it has sent no sign of life for 0.1 seconds" in wait_for_loss(leader(links[0], 0.1))
+    assert "rank 1 was lost: it has sent no heartbeat for 0.1 seconds" in wait_for_loss(leader(links[0], 0.1))
 
 
 def test_a_rank_whose_connection_ends_is_lost(links: tuple[Link, Link]) -> None:

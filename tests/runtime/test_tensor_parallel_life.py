@@ -100,7 +100,7 @@ def test_a_stopped_rank_is_named_and_an_interrupt_is_taken(
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         tokens(llm)
-    with pytest.raises(EngineError, match="rank 1 was lost: it has sent no sign of life for 4 seconds"):
+    with pytest.raises(EngineError, match="rank 1 was lost: it has sent no heartbeat for 4 seconds"):
         tokens(llm)
     llm.close()
     assert statuses(started[0]) == [-signal.SIGKILL]

@@ -37,7 +37,7 @@ _CLOSED = r"CLOSED: /(?s:.*)<\/arg_value>/ & ~/(?s:.*)(<arg_key>|<\/tool_call>|<
 
 
 class Glm(ToolParser):
-    """Of Ling 2.6 and 3, Ring 2.6."""
+    """The format of Ling 2.6 and 3, and Ring 2.6."""
 
     opens = ("<tool_call>",)
     closes = (_END,)

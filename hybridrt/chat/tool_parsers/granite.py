@@ -9,7 +9,7 @@ from hybridrt.chat.tool_parsers.json_calls import JsonCalls
 
 
 class Granite(JsonCalls):
-    """Of Granite 3."""
+    """The format of Granite 3."""
 
     opens = ("<|tool_call|>", "<tool_call>")
     closes = ("</tool_call>", "<|/tool_call|>", "</|tool_call|>")

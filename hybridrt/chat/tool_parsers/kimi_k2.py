@@ -21,7 +21,7 @@ _NUMBER = re.compile(r":\d*$")  # after the name, which may contain a colon
 
 
 class KimiK2(ToolParser):
-    """Of Kimi K2 and Kimi-Linear."""
+    """The format of Kimi K2 and Kimi-Linear."""
 
     opens = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", _BEGIN)
     closes = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")

@@ -8,7 +8,7 @@ from hybridrt.chat.tool_parsers.python_calls import PythonCalls
 
 
 class Lfm2(PythonCalls):
-    """Of LFM2 and LFM2.5."""
+    """The format of LFM2 and LFM2.5."""
 
     opens = ("<|tool_call_start|>",)
     closes = ("<|tool_call_end|>",)

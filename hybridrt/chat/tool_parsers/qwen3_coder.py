@@ -42,7 +42,7 @@ _LAYOUT = Layout(
     close=json_text("\n</parameter>\n"),
     end='"</function>"',
 )
-_NAME = re.compile(r"(?!\s)[^>\n]+(?<!\s)")  # of a function or a parameter, as a schema may have it
+_NAME = re.compile(r"(?!\s)[^>\n]+(?<!\s)")  # a name of a function or a parameter that a schema may have
 _CALLED = re.compile(r"[^\s<>=]+")
 # Rules of grammars: what a function without a strict schema holds, and text as a parameter.
 _FREE = ('free: ("<parameter=" KEY ">\\n" value)* "</function>"', r"KEY: /[^\s<>=]{1,256}/")

@@ -87,8 +87,9 @@ def read_typed(
     """Reads a value and emits its JSON text. Text streams; other values are converted when whole.
 
     Args:
-        types: of the schema. Empty: unknown; the value is an object, a list, or text.
-        names: of parameters that may follow; None: any may.
+        types: types that the schema allows. Empty: unknown; the value is an object, a list, or
+            text.
+        names: parameters that may follow; None: any may.
         block: the value began on a line of its own.
 
     Returns:
@@ -117,7 +118,7 @@ def read_text(
     block: bool,
     within_string: Callable[[], bool] = lambda: False,
 ) -> Step[str]:
-    """As `read_typed`, but the value is passed on as it is.
+    """Like `read_typed`, but the value is passed on as it is.
 
     Args:
         within_string: whether the text so far ends within a JSON string, which contains tags on its

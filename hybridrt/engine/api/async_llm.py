@@ -73,7 +73,7 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self.watchers: list[Callable[[StepMessage], None]] = []
         self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()
-        self._left: dict[str, int] = {}  # by request: samples whose last delta has not been handed out
+        self._left: dict[str, int] = {}  # by request, how many samples have not handed out their last delta
         self._names = count()
         self.draining = False
         self._events: asyncio.AbstractEventLoop | None = None
@@ -248,7 +248,8 @@ class AsyncLLM:
         chat: Chat | None = None,
         **options: Any,
     ) -> AsyncIterator[ChatDelta]:
-        """As `LLM.stream_chat`. If the iteration ends early, the request is aborted."""
+        """Streams an answer (see `LLM.stream_chat`). If the iteration ends early, the request is
+        aborted."""
         params = self.llm.chat_sampling_params(params)
         prepared = await self.prepare_chat(read_conversation(messages, **options), params, chat or self.llm.chats())
         deltas, reader = self.submit(prepared.prompt), ChatReader(prepared)

@@ -72,8 +72,8 @@ def prepare_chat(
     """Renders, tokenises and checks a conversation. Changes nothing; call it off an event loop.
 
     Raises:
-        RequestError, MemoryBudgetError: as `Engine.prepare`; also if the template fails on these
-            messages.
+        RequestError, MemoryBudgetError: the errors of `Engine.prepare`; also if the template fails
+            on these messages.
     """
     _check_kind("conversation", conversation, Conversation)
     _check_kind("sampling_params", params, SamplingParams)

@@ -30,7 +30,7 @@ class DeltaStream(AsyncIterator[Delta]):
         self.arrival = time.monotonic()
         self.write_now: Callable[[Delta], bool] | None = None
         self._loop, self._process = loop, os.getpid()
-        self._gains: dict[tuple[str, int], Delta] = {}  # by sample
+        self._gains: dict[tuple[str, int], Delta] = {}  # deltas by sample
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: Delta) -> None:

@@ -71,7 +71,7 @@ class EngineLoop:
         # `abort` relies on it.
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._unfinished: dict[str, tuple[set[int], RequestMetrics]] = {}  # unfinished samples of each request
-        self._count = 0  # of all samples in `_unfinished`
+        self._count = 0  # number of all samples in `_unfinished`
         self._lock = threading.Lock()  # guards the three attributes above and `error`
         self._deltas = DeltaQueue(arrays=True)
         self._closing = False
@@ -139,7 +139,7 @@ class EngineLoop:
         Returns:
             Whether the thread has ended.
         """
-        if not self._turns.here:
+        if not self._turns.in_own_process:
             return True
         with self._lock:
             self._closing = True

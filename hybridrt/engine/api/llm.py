@@ -63,7 +63,7 @@ class LLM:
         RankError: a tensor-parallel rank was lost.
 
     Attributes:
-        default_sampling_params: of requests without SamplingParams: the checkpoint's
+        default_sampling_params: parameters of requests without SamplingParams: the checkpoint's
             generation_config.json, else temperature 1 and the other defaults
             (sampling_defaults.py). To change single fields, pass
             `dataclasses.replace(llm.default_sampling_params, ...)`.
@@ -114,6 +114,7 @@ class LLM:
             read_model_config(path)
         self.tokenizer = load_tokenizer(path)  # before the weights, whose loading may take minutes
         start: dict[str, Any] = {"progress": progress, "ahead": KernelsAhead}
+        # The executor over several ranks, which `close` ends; None with one rank.
         self._split = TensorParallelExecutor(config, **start) if config.tp_size > 1 else None
         runner = self._split.runner if self._split else ModelRunner(config, **start)
         self.model_config = runner.model_config
@@ -237,7 +238,7 @@ class LLM:
         Raises:
             RequestError, MemoryBudgetError: a conversation cannot be taken; none was started.
             CheckpointError: there is no chat template, or it fails.
-            EngineError: as `generate`.
+            EngineError: the errors of `generate`.
         """
         chat = self.chats(chat_template, tool_parser, reasoning_parser)
         given = as_conversations(messages, {"tools": tools, "tool_choice": tool_choice, **options})
@@ -302,9 +303,9 @@ class LLM:
         """Writes KV and states of a text's longest cached prefix to a file, for `load_session`.
 
         Args:
-            path: of a safetensors file, which is replaced as a whole.
+            path: path of a safetensors file, which is replaced as a whole.
             prompt: most often prompt and answer of a request that has ended, best as token ids.
-            cache_salt: of that request.
+            cache_salt: the salt of that request.
             note: text of the caller's own, up to 2**20 characters.
 
         Returns:
@@ -356,12 +357,14 @@ class LLM:
 
     def close(self) -> None:
         """Aborts all requests and frees the model and the pools at once, without a garbage
-        collection. A second call completes what an exception has interrupted.
+        collection. A second call completes what an exception has interrupted. With tensor
+        parallelism the other ranks end too. A fork of the process only forgets the engine: its
+        requests belong to the parent.
         """
         engine = self._engine
         with Interrupts():
             try:
-                if engine is not None and engine.turns.here:
+                if engine is not None and engine.turns.in_own_process:
                     engine.intake.compiler.close()
                     with engine.turns:
                         engine.abort_all()

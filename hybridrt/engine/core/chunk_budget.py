@@ -21,8 +21,8 @@ LONG_EVERY, LONG_WAIT, MAX_LONG = 150, 4, 2.0
 # maximum. 91 of 100 steps end in time, more than two medians suggest: buckets seldom fill the time,
 # and steps without prompts need less.
 MARGIN_ERRORS, MAX_MARGIN = 2, 0.1
-# Of the time of a step's decode rows, what prompts may add with any target, and with
-# target_itl_ms="auto": then a step is at most four times as long as without prompts, and long
+# What prompts may add to a step, as a share of the time of its decode rows: with any target, and
+# with target_itl_ms="auto". Then a step is at most four times as long as without prompts, and long
 # enough that few tokens a second are lost.
 LEAST_SHARE, AUTO_SHARE = 0.1, 3.0
 _LATE_STEPS = 8  # at most so many steps that were read late are observed as one
@@ -40,7 +40,7 @@ class ChunkBudget:
         cost: predicts the step's time; None: there is no target.
         target: seconds within which the step is to end.
         work: present work of the step.
-        share: of the time of `work` alone; the step may always be longer by this.
+        share: the step may always take longer than `work` alone, by this share of its time.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ChunkBudget:
         share: float = LEAST_SHARE,
     ) -> None:
         self._tokens, self._cost, self._target, self._work = tokens, cost, target, work or StepWork()
-        self._rooms: dict[int, int] = {}  # by start, until the step has another chunk
+        self._rooms: dict[int, int] = {}  # tokens by start, until the step has another chunk
         alone = cost.predict(self._work) if cost is not None else None
         if alone is not None:
             self._target = max(target, (1 + share) * alone)
@@ -116,7 +116,7 @@ class ItlTarget:
         seconds: between tokens.
         cost: None: one without graphs for prompts.
         clock: seconds, as `RequestMetrics.arrival_time` has them.
-        share: as for `ChunkBudget`.
+        share: the share of `ChunkBudget`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ItlTarget:
 
     @classmethod
     def from_config(cls, config: EngineConfig, device: torch.device, buckets: Iterable[Bucket]) -> "ItlTarget | None":
-        """The target of `EngineConfig.target_itl_ms`; None if there is none. `buckets`: of the
+        """The target of `EngineConfig.target_itl_ms`; None if there is none. `buckets`: those of the
         captured graphs of steps with prompts.
         """
         asked = config.target_itl_ms

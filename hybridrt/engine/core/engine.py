@@ -53,7 +53,7 @@ class Engine:
     Args:
         tokenizer: None: token ids go in and come out.
         overlap: launch a step before the tokens of the step before it are read.
-        seed: of requests whose `SamplingParams.seed` is None. Request number i gets
+        seed: seed of requests whose `SamplingParams.seed` is None. Request number i gets
             derive_seed(seed, i); sample k > 0 of a request with seed s gets derive_seed(s, k), and
             sample 0 gets s itself.
         drafter: proposes drafts for speculative decoding.
@@ -195,7 +195,7 @@ class Engine:
                 Nothing has changed.
         """
         with self.turns.now:
-            if not self._samples.waits(request_id):
+            if not self._samples.not_queued(request_id):
                 raise RequestError(f"request {request_id!r} does not wait for its prompt to be computed elsewhere")
             check_arrived(arrived, len(self._samples.samples_of_request(request_id)[0].prompt))
             with self._change:
@@ -255,7 +255,9 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request in any state; its samples come out of the next `step` with reason "abort".
-        False if it is unknown or has finished.
+        A waiting request holds nothing. A running one gives its row, slot and pages back at once, or
+        after the last launched step that names it was consumed. False if it is unknown or has
+        finished.
         """
         with self.turns.now:
             return self._end(self._samples.samples_of_request(request_id), self._samples.abort)

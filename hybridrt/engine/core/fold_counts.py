@@ -18,7 +18,7 @@ class FoldCounts:
     """
 
     def __init__(self, num_rows: int, width: int, widest: int) -> None:
-        self._ends = np.zeros(num_rows + 1, np.int32)  # by row: the column after the last entry
+        self._ends = np.zeros(num_rows + 1, np.int32)  # the column after the last entry of each row
         self._last, self._phases = width - widest, width - widest + 1
 
     @classmethod

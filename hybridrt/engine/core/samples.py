@@ -30,7 +30,7 @@ class Samples:
         self.folds: FoldCounts | None = None
         self._scheduler = scheduler
         self._samples: dict[str, list[Request]] = {}
-        self._elsewhere: set[str] = set()  # requests whose prompts are computed elsewhere
+        self._not_queued: set[str] = set()  # request ids; their prompts are computed elsewhere
 
     def __bool__(self) -> bool:
         return bool(self._samples)
@@ -43,22 +43,22 @@ class Samples:
     def all(self) -> list[Request]:
         return [request for samples in self._samples.values() for request in samples]
 
-    def waits(self, request_id: str) -> bool:
+    def not_queued(self, request_id: str) -> bool:
         check_name(request_id)
-        return request_id in self._elsewhere
+        return request_id in self._not_queued
 
     def any_queued(self) -> bool:
-        return len(self._samples) > len(self._elsewhere)
+        return len(self._samples) > len(self._not_queued)
 
     def add(self, request_id: str, samples: list[Request]) -> None:
         self._samples[request_id] = samples
-        self._elsewhere.add(request_id)
+        self._not_queued.add(request_id)
 
     def queue(self, request_id: str, arrived: PrefixMatch | None) -> None:
         """Gives a request to the scheduler. `arrived`: the part of its prompt that was computed
         elsewhere.
         """
-        self._elsewhere.remove(request_id)
+        self._not_queued.remove(request_id)
         for request in self._samples[request_id]:
             request.arrived = arrived
             self._scheduler.add(request)
@@ -77,7 +77,7 @@ class Samples:
                 request.broken = True
         if self.folds is not None:
             self.totals.count_folds(self.folds.of_step(step.plan, gained[: len(step.plan.decode)]))
-        self._scheduler.complete(step, gained)
+        self._scheduler.step_consumed(step, gained)
 
     def _score(self, step: ScheduledStep, found: Mapping[int, TokenScores]) -> None:
         for (request, _), chunk in zip(step.rows[len(step.plan.decode) :], step.plan.extend, strict=True):
@@ -92,7 +92,7 @@ class Samples:
             request.broken = True
             if request.finish_reason is None:
                 self.fail(request, cause)
-        self._scheduler.complete(step, [0] * len(step.rows))
+        self._scheduler.step_consumed(step, [0] * len(step.rows))
 
     def fail(self, request: Request, cause: BaseException) -> None:
         kind = type(cause) if isinstance(cause, GrammarError | NoTokenLeftError) else EngineError
@@ -115,7 +115,7 @@ class Samples:
                 self.totals.count_end("abort", error)
             _notify(request)
         self._samples.clear()
-        self._elsewhere.clear()
+        self._not_queued.clear()
 
     def _accept(
         self, request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, verified: bool
@@ -157,13 +157,13 @@ class Samples:
         request_id = request.request_id
         request.finish(reason, error)
         self.totals.count_end(reason, error)
-        if request_id not in self._elsewhere:
+        if request_id not in self._not_queued:
             self._scheduler.remove(request)
         _notify(request)
         self._samples[request_id].remove(request)
         if not self._samples[request_id]:
             del self._samples[request_id]
-            self._elsewhere.discard(request_id)
+            self._not_queued.discard(request_id)
 
 
 def _notify(request: Request) -> None:

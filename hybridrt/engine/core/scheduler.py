@@ -54,7 +54,7 @@ def _pending(requests: Sequence[Request], columns: RowColumns) -> np.ndarray:
     return columns.output_index - int32s([len(request.output) for request in requests])
 
 
-def _turn(request: Request) -> tuple[int, int]:
+def _priority_key(request: Request) -> tuple[int, int]:
     """Sort key: the first request is started first, the last is retracted first."""
     return request.params.priority, request.arrival
 
@@ -63,7 +63,7 @@ class Scheduler:
     """Continuous batching with chunked prefill: by priority, then first come, first served.
 
     Every step includes all running requests that can decode. Prefill gets the rest of
-    `chunked_prefill_size`, and at least half of it, so that prompts advance in every step. A
+    `chunked_prefill_size`, but never less than half of `chunked_prefill_size`. A
     request is admitted when a row, a slot and the pages of all its tokens are free, with a page to
     spare for each running request. If a decode row finds no page, and no launched step may still
     free one, the latest arrival of the last priority is retracted: it returns to the queue, and its
@@ -84,8 +84,8 @@ class Scheduler:
         drafter: Drafter | None = None,
         target: ItlTarget | None = None,
     ) -> None:
-        self.waiting: list[Request] = []  # in order of `_turn`
-        self.running: dict[int, Request] = {}  # by arrival, in order of admission
+        self.waiting: list[Request] = []  # in order of `_priority_key`
+        self.running: dict[int, Request] = {}  # requests by arrival, in order of admission
         self.num_retractions = 0
         self._coordinator = coordinator
         self._chunk = chunked_prefill_size
@@ -97,7 +97,7 @@ class Scheduler:
         self._blocked: tuple[int, ...] = ()  # the request that was not admitted last, and the room stamp at that time
 
     def add(self, request: Request) -> None:
-        insort(self.waiting, request, key=_turn)
+        insort(self.waiting, request, key=_priority_key)
         self._coordinator.prefixes.expect(request)
 
     def schedule(self) -> ScheduledStep | None:
@@ -148,7 +148,7 @@ class Scheduler:
             self._schedule_decode(step, requests, rows, columns)
         return prefilling
 
-    def complete(self, step: ScheduledStep, gained: Sequence[int]) -> None:
+    def step_consumed(self, step: ScheduledStep, gained: Sequence[int]) -> None:
         """Call after reading a launched step. `gained`: tokens of each row. Releases finished
         requests that no other launched step names.
         """
@@ -174,7 +174,7 @@ class Scheduler:
             self._drafter.after_step([step.rows[i][0] for i in moved], [gained[i] for i in moved])
 
     def remove(self, request: Request) -> None:
-        """Removes a finished request from the queues. Releases it now, or in `complete` once no
+        """Removes a finished request from the queues. Releases it now, or in `step_consumed` once no
         launched step names it.
         """
         if request.row is None:
@@ -265,14 +265,14 @@ class Scheduler:
             found = self._find_pages(requests, drafts, short, step.plan)
             rows, requests, columns = rows[found], [requests[i] for i in found], columns.select_rows(found)
             drafts = [drafts[i] for i in found] if drafts else []
-        lent = rows.astype(np.int32), columns.computed, columns.output_index
+        columns_of_rows = rows.astype(np.int32), columns.computed, columns.output_index
         if drafts:
             tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
-            step.plan.decode = DecodeRows.with_drafts(*lent, tokens, parents)
+            step.plan.decode = DecodeRows.with_drafts(*columns_of_rows, tokens, parents)
             for request, draft in zip(requests, drafts, strict=True):
                 request.metrics.proposed += len(draft)
         else:
-            step.plan.decode = DecodeRows(*lent, np.zeros(len(rows), np.int32))
+            step.plan.decode = DecodeRows(*columns_of_rows, np.zeros(len(rows), np.int32))
         gains = step.plan.decode.num_drafts + 1
         self._coordinator.columns.advance(rows, columns, gains)
         step.rows = list(zip(requests, gains.tolist(), strict=True))
@@ -323,7 +323,7 @@ class Scheduler:
         return True
 
     def _retract_latest(self, plan: StepPlan) -> Request:
-        victim = max(self.running.values(), key=_turn)
+        victim = max(self.running.values(), key=_priority_key)
         assert victim.row is not None
         # Its row may be lent again in this step: do not write its new pages there.
         plan.page_writes = [write for write in plan.page_writes if write.row != victim.row.index]

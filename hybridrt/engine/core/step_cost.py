@@ -17,7 +17,7 @@ _KNOTS = (0, 64, 256, 1024)
 _KINDS = ("decode", "prefill", "mixed")
 _OF_KIND = {kind: tuple(float(kind == other) for other in _KINDS) for kind in _KINDS}
 _DECAY = 0.98  # weight of a step after the next one of its kind
-_RIDGE = 1e-6  # of normalised features: makes the fit unique
+_RIDGE = 1e-6  # ridge of normalised features: makes the fit unique
 _ENOUGH, _FIT_EVERY, _REMEMBERED = 8, 32, 128  # steps
 
 
@@ -63,7 +63,9 @@ class StepWork(NamedTuple):
         return "mixed" if self.decode_tokens and self.prompt_tokens else "decode" if self.decode_tokens else "prefill"
 
     def features(self, tokens: int) -> list[float]:
-        """The features, each of which has one cost. `tokens`: of the step, padding included."""
+        """The numbers of the linear model: constants of the step's kind, tokens above each knot, decode
+        tokens and their context, prompts, pairs of prompt tokens, passes. `tokens`: all tokens of the
+        step, with padding."""
         return [
             *_OF_KIND[self.kind], *(max(tokens - knot, 0) for knot in _KNOTS), self.decode_tokens, self.decode_context,
             self.prompt_rows, self.prompt_pairs, self.passes,
@@ -86,7 +88,7 @@ class StepCost:
     many tokens as the largest graph.
 
     Args:
-        buckets: of the graphs of steps with prompts. Empty: no such step runs as a graph.
+        buckets: sizes of the graphs of steps with prompts. Empty: no such step runs as a graph.
 
     Attributes:
         max_prompt_tokens: prompt tokens of the largest step that has run.

@@ -26,8 +26,8 @@ LIMITS = {"step_lexer_fuel": 50_000, "step_max_items": 10_000, "max_lexer_states
 # and the process dies. A level needs up to 8 KB, and a grammar has room for some 20,000. Untouched
 # pages need no memory.
 STACK_BYTES = 2**29
-MAX_BYTES = 2**29  # of memory, beyond the process's at its start
-MASK_SECONDS = 0.03  # of CPU time: a grammar with a slower mask is refused
+MAX_BYTES = 2**29  # bytes of memory, beyond the process's at its start
+MASK_SECONDS = 0.03  # CPU time: a grammar with a slower mask is refused
 TIME, BUSY, MEMORY = "time", "busy", "memory"  # why a process was ended: CPU time, time that went by, or another reason
 NICE = 5  # the server goes first; compiling still ends on a busy machine
 _WALKS, _STEPS = 3, 12  # outputs that are tried, and their tokens

@@ -35,7 +35,7 @@ class Verdict:
     Attributes:
         error: why it cannot be used; "" if it can.
         late: the process was ended, because it had used up its CPU time.
-        seconds: of CPU time that compiling took.
+        seconds: CPU time that compiling took.
     """
 
     error: str = ""
@@ -67,7 +67,7 @@ class CompileProcess:
 
     Args:
         tokenizer: text of a tokenizer.json.
-        vocab_size: of the model; eos: tokens that end an output.
+        vocab_size: tokens of the model; eos: tokens that end an output.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos: Sequence[int]) -> None:

@@ -18,11 +18,11 @@ import numpy as np
 from hybridrt.base.errors import QueueFullError, RequestError, is_failure
 from hybridrt.base.structured_outputs import StructuredOutputs
 from hybridrt.engine.grammar.compile_child import NICE, build, in_thread
+from hybridrt.engine.grammar.compile_limit import FULL, REST, CompileLimit
 from hybridrt.engine.grammar.compile_process import CompileProcess, Verdict
 from hybridrt.engine.grammar.grammar_text import MAX_REMAINDERS, NO_FORCING, grammar_text, remainders
 from hybridrt.engine.grammar.matcher import Grammar, Matcher, shortened
 from hybridrt.engine.grammar.thinking import ThinkingState
-from hybridrt.engine.grammar.turns import FULL, REST, Turns
 from hybridrt.engine.text.tokenizer import HFTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class GrammarCompiler:
 
     Args:
         tokenizer: None: requests are refused.
-        vocab_size: of the model. Tokens beyond the tokenizer's are never allowed.
+        vocab_size: tokens of the model. Tokens beyond the tokenizer's are never allowed.
         eos_token_ids: allowed where an output may end.
         seconds: most time that a request waits for each turn, and for the process.
         threads: that compute masks; None: four of five CPUs, 16 at most.
@@ -85,7 +85,11 @@ class GrammarCompiler:
         self._growing = 0
         self._lock = threading.Lock()  # guards `_compiled`, `_shared` and `_growing`
         self._loading = threading.Lock()
-        self._quick, self._medium, self._large = Turns(QUICK), Turns(MEDIUM, REST), Turns(LARGE, REST)
+        self._quick, self._medium, self._large = (
+            CompileLimit(QUICK),
+            CompileLimit(MEDIUM, REST),
+            CompileLimit(LARGE, REST),
+        )
         self._waiting = threading.Semaphore(WAITING)
 
     @property
@@ -186,9 +190,9 @@ class GrammarCompiler:
             late = f"compiling it takes more than {LARGE_CPU_SECONDS:g} seconds of CPU time; make it simpler"
             return late if found is None else found
 
-    def _compile_within(self, text: str, turns: Turns, cpu_seconds: float) -> "Grammar | str | None":
+    def _compile_within(self, text: str, limit: CompileLimit, cpu_seconds: float) -> "Grammar | str | None":
         """The grammar, or why it cannot be used. None: it needs more CPU time."""
-        with turns.turn(self.seconds):
+        with limit.enter(self.seconds):
             verdict = self._process.compile(text, cpu_seconds, self.seconds)
             return None if verdict.late else self._judged(text, verdict)
 

@@ -53,7 +53,7 @@ class Matcher:
     """Follows the output of one sample.
 
     Args:
-        grammar: of the output.
+        grammar: the grammar of the output.
         started: the number of a root, and a copy of it that has read the output so far. None:
             started on first use, when the grammar may have more roots.
         thinking: where the output is in its reasoning; None: not in reasoning.

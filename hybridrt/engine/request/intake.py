@@ -77,7 +77,7 @@ class EngineLimits:
         max_model_len: longest prompt + output of a request, in tokens.
         chunked_prefill_size: tokens of one step.
         eos_token_ids: end a request unless it says `ignore_eos`.
-        image_tokens: as in ModelConfig.
+        image_tokens: those of ModelConfig.
     """
 
     vocab_size: int
@@ -103,7 +103,7 @@ class Intake:
     """Makes prepared prompts of a caller's arguments.
 
     Attributes:
-        compiler: of grammars.
+        compiler: compiles grammars.
         check_fits: raises MemoryBudgetError if a request of so many tokens could not run even
             alone.
     """
@@ -118,7 +118,7 @@ class Intake:
         grammar. Changes nothing.
 
         Args:
-            known: of one batch: results for the prompt before, reused for the same parameters. The
+            known: results of one batch for the prompt before, reused for the same parameters. The
                 largest ones take long, and a batch may have a thousand prompts.
 
         Raises:
@@ -168,7 +168,7 @@ class Intake:
     def _of_model(self, params: SamplingParams) -> ModelParams:
         limits = self.limits
         eos = () if params.ignore_eos else limits.eos_token_ids
-        # As in vLLM, min_tokens forbids end-of-sequence ids even if they would not end the request.
+        # Like vLLM, min_tokens forbids end-of-sequence ids even if they would not end the request.
         forbidden = {*limits.eos_token_ids, *params.stop_token_ids}
         rules = make_rules(params, forbidden, self._bad_words(params), limits.vocab_size)
         _check_constants(params, rules)

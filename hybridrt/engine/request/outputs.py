@@ -31,7 +31,7 @@ class TokenCounters:
     """Output tokens and drafts of a request or of an engine.
 
     Attributes:
-        output_tokens: of a request, set when the sample ends.
+        output_tokens: number of tokens of a request's output, set when the sample ends.
         proposed, accepted: drafts of speculative decoding.
         target_steps: steps that gave tokens; verify_steps: those of them with drafts.
     """
@@ -59,8 +59,8 @@ class TokenCounters:
 
 @dataclass(slots=True)
 class RequestMetrics(TokenCounters):
-    """Of one sample. Times are seconds of `time.monotonic()`; `admission_time` is its first start.
-    `cached_tokens` came from the prefix cache.
+    """Times and counts of one sample. Times are seconds of `time.monotonic()`; `admission_time` is
+    its first start. `cached_tokens` came from the prefix cache.
     """
 
     prompt_tokens: int
@@ -135,7 +135,7 @@ class Delta(msgspec.Struct):
     as its text.
 
     Attributes:
-        request_id: as returned by `add_request`.
+        request_id: what `add_request` returned.
         index: which of the prompt's `n` samples.
         token_ids: new output tokens, the token that stopped the sample included. They may come
             before their text.

@@ -183,9 +183,9 @@ class Request:
             Why the request ends, or None.
 
         Raises:
-            NotFinite: a token stands for logits that are not finite.
+            NotFinite: a token is -1, because logits were not finite.
             NoTokenLeftError: no token was allowed.
-            GrammarError: as Matcher.advance.
+            GrammarError: the errors of Matcher.advance.
         """
         output, max_output = self.output, self.max_len - len(self.prompt)
         stop_ids, stop_strings, matcher = self.stop_ids, self.params.stop, self.matcher

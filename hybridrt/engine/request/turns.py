@@ -30,7 +30,7 @@ class Turns:
         self._line: deque[tuple[Lock, int]] = deque()
         self._owner: int | None = None
         self._process = os.getpid()
-        self._entered: list[AbstractContextManager[None]] = []  # by the owner, with `with turns`
+        self._entered: list[AbstractContextManager[None]] = []  # turns that the owner has entered with `with turns`
 
     def __enter__(self) -> None:
         turn = _HELD if self._owner == get_ident() else self._turn(wait=True)
@@ -41,7 +41,7 @@ class Turns:
         self._entered.pop().__exit__(kind, error, tb)
 
     @property
-    def here(self) -> bool:
+    def in_own_process(self) -> bool:
         """False in a process that was forked from the one that made this."""
         return os.getpid() == self._process
 

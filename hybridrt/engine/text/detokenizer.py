@@ -95,9 +95,9 @@ class Detokenizer:
         self._text += fresh
         if self._stop is None:
             return False
-        self._stop_state, behind = self._stop.scan(self._stop_state, fresh)
-        if behind and may_stop:
-            start = len(self._text) - behind
+        self._stop_state, past = self._stop.scan(self._stop_state, fresh)
+        if past and may_stop:
+            start = len(self._text) - past
             self.stopped_by = self._stop.string_at(self._text, start)
             self._text = self._text[: start + len(self.stopped_by) * self._include_stop]
-        return behind > 0 and may_stop
+        return past > 0 and may_stop

@@ -53,7 +53,7 @@ class HFTokenizer:
     and a regular expression of theirs may fail on one text alone.
 
     Raises:
-        CheckpointError: by every method, if the tokenizer's files make it fail.
+        CheckpointError: the tokenizer's files make a method fail.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -126,7 +126,7 @@ def encode_prompt(
     (repeated spaces). Of other text that is too long only the beginning is tokenised.
 
     Args:
-        bare: as `encode_bare` does.
+        bare: without special tokens, like `encode_bare`.
         truncated: the caller uses only the last tokens. Then the text may always have
             _MAX_TRUNCATED (2**20) characters.
 

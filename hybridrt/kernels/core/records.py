@@ -61,7 +61,7 @@ class DecodeRowInputs(NamedTuple):
 
 
 class RowTables(NamedTuple):
-    """By request row, [R + 1] each: the state slot and the cursors of the state ring."""
+    """The state slot and the cursors of the state ring by request row, [R + 1] each."""
 
     req_to_state_slot: Tensor
     ring_start: Tensor
@@ -117,7 +117,8 @@ class StateSlots(NamedTuple):
     Attributes:
         states: [S+1, *state] pool.
         read_state_slots, write_state_slots: [B], slots of the state before and after the step.
-        intermediate: of a verify step, which stores states there and does not write the pool.
+        intermediate: buffers of a verify step, which stores states there and does not write the
+            pool.
     """
 
     states: Tensor
@@ -149,7 +150,7 @@ class FusedStep(NamedTuple):
 
     Attributes:
         conv_weights: with SiLU after the conv.
-        conv_state, state: of the same slots; with a ring, read and write slots are equal.
+        conv_state, state: states in the same slots; with a ring, read and write slots are equal.
         ring: the inputs since the checkpoint in the pool.
         windows: for the draft tree of `state.intermediate`: [R+1, T, C, K-1], the raw conv inputs
             that end at each node. None for a chain.
@@ -280,7 +281,7 @@ class PagedKV(NamedTuple):
         k_cache, v_cache: [pages, page, Hkv, D] and [pages, page, Hkv, Dv]. Dv is D, or
             less in a latent cache of one head: its values are the first Dv numbers of the keys.
         req_to_token: [R+1, max_context] int32 table of token slots.
-        scale: of the scores.
+        scale: factor of the scores.
         sliding_window: position p sees keys at positions > p - window; None for all earlier keys.
     """
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from hybridrt.kernels.core.records import StateSlots
 
 # Entry 0 of a pool is scratch. So slot 0 is free to mean something else.
-SCRATCH = 0  # padding may write there, and nothing reads it
+SCRATCH = 0  # padding may read and write it: the numbers are finite, and no request gets them
 NO_SLOT = 0  # the model keeps no state, or this one is not saved
 OWN_SLOT = 0  # the slot that the row owns
 

@@ -28,7 +28,7 @@ def _check(qkv: Tensor, a: Tensor, *_: Any, step: FusedStep, **__: Any) -> None:
     check_step(qkv, step)
     if step.ring is not None and (kept := step.ring.gates.ndim) != a.ndim:
         raise ConfigError(
-            f"a state ring whose gates have {kept} dimensions, beside raw gates of {a.ndim}: both have a gate for each "
+            f"a state ring whose gates have {kept} dimensions, and raw gates of {a.ndim}: both have a gate for each "
             "head (3), or one for each channel of its keys (4)"
         )
 
@@ -38,17 +38,16 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
     """Advances each of B rows by T tokens.
 
     Args:
-        qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V). a, b: `[B, T, Hv]` raw
-        gates, or
-            a `[B, T, Hv, K]` in Kimi Delta Attention. Any row and token stride.
+        qkv: `[B, T, C]` raw conv inputs: q (Hk*K), k (Hk*K), v (Hv*V). Any row and token stride.
+        a, b: `[B, T, Hv]` raw gates; a is `[B, T, Hv, K]` in Kimi Delta Attention. Any strides of
+            rows and tokens.
 
     Returns:
         `[B, T, Hv, V]` in qkv's dtype.
 
     Raises:
         ConfigError: the conv ring or the state ring is too narrow for T tokens, the conv does not
-        end
-            in SiLU, or one of ring and step has gates of heads and the other of channels.
+            end in SiLU, or one of ring and step has gates of heads and the other of channels.
     """
     # The separate operations one after the other
     state = step.state

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrt.kernels.core.decay_sums import decay_sums, left
+from hybridrt.kernels.core.decay_sums import decay_sums, exp_of
 from hybridrt.kernels.core.records import DeltaInputs, StateRing, StateSlots
 from hybridrt.kernels.core.slots import pad_mask, read_rows, write_columns
 from hybridrt.kernels.delta_rule.delta_rule import decayed_products, l2_normalize
@@ -78,7 +78,7 @@ def _read_history(ring: StateRing) -> _History:
 def _read_past(checkpoint: Tensor, history: _History, vectors: Tensor, sums: Tensor) -> Tensor:
     """S x for vectors x `[B, Hk, n, K]`, S the state before this step, decayed by gates with sums `[B, Hv, n, D]`
     since: `[B, Hv, n, V]`."""
-    vectors = vectors.repeat_interleave(checkpoint.shape[1] // vectors.shape[1], 1) * left(sums)
+    vectors = vectors.repeat_interleave(checkpoint.shape[1] // vectors.shape[1], 1) * exp_of(sums)
     from_checkpoint = (vectors * history.log_decay.exp()) @ checkpoint.transpose(-1, -2)
     return from_checkpoint + (vectors @ history.keys.transpose(-1, -2)) @ history.values
 

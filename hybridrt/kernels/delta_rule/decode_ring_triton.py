@@ -174,7 +174,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
             tl.store(out + t * (HV * V), tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=v_mask)
         return
 
-    # What is read once is loaded first: it arrives after the first columns of the state.
+    # What is read once is loaded first: it arrives after the first block of K of the state [V, K].
     head = (b * HV + h) * (2 * T)
     vectors_row = vectors_ptr + (b * HK + h // (HV // HK)) * (2 * T * K)
     decays = tl.load(decays_ptr + head + n, mask=n_mask, other=0.0)

@@ -15,9 +15,10 @@ class PreparedChunks(NamedTuple):
         k_left: `[T, Hk, K]` k, normalised and scaled by the decay from its token to the chunk's end; None if q and k
             are unscaled.
         v: `[T, Hv, V]`.
-        solved, scores: `[n, Hv, Q, Q]` in v's dtype.
-        factors: `[n, Hv, 3, Q]` float32 scales of unscaled q and k; None for scaled ones.
-        decay: `[n, Hv]` or `[n, Hv, K]` float32, of the whole chunk.
+        solved: `[n, Hv, Q, Q]` in v's dtype, (I + A)^-1 diag(beta) of `delta_rule_triton.py`.
+        scores: `[n, Hv, Q, Q]` in v's dtype, its P.
+        factors: `[n, Hv, 3, Q]` float32 scales of unscaled k and q, in its order; None for scaled ones.
+        decay: `[n, Hv]` or `[n, Hv, K]` float32, the decay of a state over the whole chunk.
     """
 
     q: Tensor

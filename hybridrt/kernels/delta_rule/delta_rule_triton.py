@@ -1,7 +1,7 @@
-"""Triton kernels of the chunked gated delta rule (Yang et al. 2024, section 3.3), two launches.
+"""Triton kernels of the chunked gated delta rule (arXiv:2412.06464, section 3.3), two launches.
 
 1. `_prepare_kernel`: what depends on a chunk's tokens alone: gates, solved system, scores, decays.
-2. `_pass_kernel`: walks each row's chunks with a block of the state's columns on the chip.
+2. `_pass_kernel`: walks each row's chunks with a block of V of the state [V, K] on the chip.
 
 With G the running sum of g in a chunk, kappa_j = 1 / |k_j|, rho_i = K^-0.5 / |q_i|, and S the state
 before the chunk (A for i > j, P for i >= j):
@@ -12,9 +12,18 @@ before the chunk (A for i > j, P for i >= j):
     P_ij = rho_i kappa_j exp(G_i - G_j) q_i k_j
     S <- exp(G_end) S + u^T exp(G_end - G) kappa k
 
+`solved` is (I + A)^-1 diag(beta), and `scores` is P. G = M + R: `split_gates` splits each gate into
+a multiple of a unit and a rest, M and R are their running sums, and exp(R) is applied to a token.
+
 Factors are applied to products, not to k, q and v: asynchronous copies can then move tiles from
-memory to the tensor cores. In Kimi Delta Attention factors differ by channel: there
-`kda_chunks_triton.py` is the first launch and passes scaled q and k on.
+memory to the tensor cores. `factors` has three rows for each head of a chunk:
+
+    exp(G) kappa            of k, when it reads the state
+    exp(G) rho              of q, when it reads the state
+    exp(G_end - G) kappa    of k, when it is added to the state
+
+In Kimi Delta Attention factors differ by channel: there `kda_chunks_triton.py` is the first launch
+and passes scaled q and k on.
 """
 
 import torch
@@ -34,7 +43,7 @@ from hybridrt.kernels.delta_rule.kda_chunks_triton import prepare_channels
 from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, log_decay, strides
 
 MAX_CHUNK = 64
-PREFETCH_BYTES = 213_000  # of chunks on the way to a program; the rest of its 227 KB holds operands
+PREFETCH_BYTES = 213_000  # bytes of chunks on the way to a program; the rest of its 227 KB holds operands
 
 
 @triton.jit
@@ -93,7 +102,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid [parts of V, value heads, rows]. The tensors up to the decays are those of PreparedChunks."""
+    """Grid [blocks of V, value heads, rows]. The tensors up to the decays are those of PreparedChunks."""
     CHANNELS: tl.constexpr = k_left_ptr is not None
     h, row = tl.program_id(1), tl.program_id(2)
     t, i, j = tl.arange(0, Q), tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -219,9 +228,9 @@ def _prepare(
 
 
 def pass_tile(states: int, value_dim: int, size: int, widths: int, v: Tensor) -> dict[str, int]:
-    """Columns of the state in a program, and how many chunks of `size` tokens it prefetches, with
-    `widths` columns next to those of v. On an H200 a chunk takes 1.5 us with 32 columns and 2.0
-    us with 64: the latter where 32 would make programs wait for others to end.
+    """The block of V of a program, and how many chunks of `size` tokens it prefetches. A token of a
+    chunk has `widths` numbers in addition to those of v. On an H200 a chunk takes 1.5 us with a
+    block of 32 and 2.0 us with 64: the latter where 32 would make programs wait for others to end.
     """
     narrow = v.itemsize > 2 or states * value_dim <= 32 * multiprocessors(v.device)
     block_v = min(32 if narrow else 64, max(16, triton.next_power_of_2(value_dim)))

@@ -31,11 +31,11 @@ from hybridrt.kernels.core.records import DeltaInputs, GateWeights
 from hybridrt.kernels.delta_rule.delta_chunks_triton import PreparedChunks, unit_inverse
 from hybridrt.kernels.state.conv_and_gates_triton import L2_EPS, strides
 
-COLUMNS = 64  # of a key that a program takes at a time
+COLUMNS = 64  # channels of a key that a program computes at a time
 SCALE = tl.constexpr(256.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-255.0 * 256.0)  # of a gate: in float16's range, and its exponential is 0
-FAR = 100.0  # as a power of 2: 2^-FAR of a key is in float32's range, and so is 2^-26 of that
+LOWEST = tl.constexpr(-255.0 * 256.0)  # lowest gate: in float16's range, and its exponential is 0
+FAR = 100.0  # a power of 2: 2^-FAR of a key is in float32's range, and so is 2^-26 of that
 FAR_IN_FLOAT32 = 16.0  # differences of larger sums lose more than float32 products do
 # log(1 + z) / z for 0 <= z <= 1, highest power first, to 2e-7: weighted least squares.
 LOG1P = tl.constexpr(
@@ -168,7 +168,7 @@ def _channels_kernel(  # type: ignore[no-untyped-def]
         left = k * tl.exp2(_sums(matrices_ptr, LEVELS + 2, high, low))
         tl.store(k_left_ptr + cells, left.to(k_left_ptr.dtype.element_ty), mask=mask)
 
-        level = LEVELS  # of blocks of 2^level tokens
+        level = LEVELS  # blocks have 2^level tokens
         sums = _sums(matrices_ptr, level, high, low)
         while _is_far(sums, FAR):
             decay = tl.exp2(-tl.abs(sums))

@@ -10,7 +10,7 @@ from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.dense.gated_norm import GateActivation
 from hybridrt.kernels.state.conv_and_gates_triton import silu
 
-MOST_TOKENS = 8  # of a program, which is compiled for their number
+MOST_TOKENS = 8  # tokens of a program, which is compiled for their number
 
 
 @triton.jit(do_not_specialize=["tokens"])

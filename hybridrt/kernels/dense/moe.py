@@ -47,7 +47,7 @@ class ExpertStack(NamedTuple):
         w_up: `[E, 2I, D]` (gate rows, then up rows) of SwiGLU, else `[E, I, D]`; w_down: `[E, D,
             I]`.
         activation: "silu" for SwiGLU; "relu2" for squared ReLU, without a gate.
-        limit: of a clamped SwiGLU (`clamped_silu_and_mul`), or None.
+        limit: bound of a clamped SwiGLU (`clamped_silu_and_mul`), or None.
     """
 
     w_up: Tensor
@@ -91,7 +91,7 @@ def router_sigmoid_grouped(
     Args:
         logits: `[T, E]`.
         correction_bias: `[E]` float32, added to the sigmoid scores for the choice, not for weights.
-        rows: as in `router_softmax`.
+        rows: those of `router_softmax`.
 
     Returns:
         weights `[T, k + shared]` float32 and ids `[T, k + shared]` int32.

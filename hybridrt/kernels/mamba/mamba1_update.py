@@ -23,7 +23,7 @@ def mamba1_update(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, nor
     """Advances each row's state by T tokens. The result equals T calls of one token, bit for bit.
 
     Args:
-        inputs: of B rows with T tokens each; z, D and dt_bias are always there.
+        inputs: records of B rows with T tokens each; z, D and dt_bias are always there.
         norms: RMS norms of B and C over N; the results are rounded to B's dtype.
 
     Returns:

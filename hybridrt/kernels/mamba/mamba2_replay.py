@@ -10,7 +10,7 @@ The entry of token t itself is among the j.
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.core.decay_sums import decay_sums, finite_rates, left
+from hybridrt.kernels.core.decay_sums import decay_sums, exp_of, finite_rates
 from hybridrt.kernels.core.records import SSMInputs, SSMWeights, StateRing, StateSlots
 from hybridrt.kernels.core.slots import pad_mask, read_rows, write_columns
 from hybridrt.kernels.mamba.mamba2_common import skip_and_gate, time_step
@@ -40,10 +40,10 @@ def _read(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor, C: Tensor, 
     sums = decay_sums(g * finite_rates(A), 1)
     at_end = sums.gather(1, end.long()[:, :, None].expand(-1, -1, g.shape[2]))
     unseen = (entry > end[:, :, None])[..., None]
-    weight = left((at_end[:, :, None] - sums[:, None]).masked_fill_(unseen, -torch.inf)) * g[:, None]
+    weight = exp_of((at_end[:, :, None] - sums[:, None]).masked_fill_(unseen, -torch.inf)) * g[:, None]
 
     scores = torch.einsum("btgn,bwgn->btwg", C, k)[..., None]
     weight = (weight.unflatten(3, (k.shape[2], -1)) * scores).flatten(3)
     from_state = torch.einsum("bgmn,btgn->btgm", state.view(len(C), C.shape[2], -1, C.shape[3]), C)
     y = torch.einsum("btwh,bwhp->bthp", weight, v)
-    return y.addcmul_(from_state.reshape(y.shape), left(at_end)[..., None])
+    return y.addcmul_(from_state.reshape(y.shape), exp_of(at_end)[..., None])

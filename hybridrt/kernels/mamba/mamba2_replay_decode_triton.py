@@ -59,7 +59,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         # The T new x of a block of channels: raw to the conv ring, after the conv to the state ring.
         values_row, block, first = values_ptr + row * values_sr, part - G, start + length
         c = block * BLOCK_X + tl.arange(0, BLOCK_X)
-        mask = c < tl.where(slot < 0, 0, H * P)  # of padding nothing is read or written
+        mask = c < tl.where(slot < 0, 0, H * P)  # padding reads and writes nothing
         ring, taps = None, None
         if TAPS > 0 and T == 1:
             ring, taps = conv_ring(conv_row, c, mask, WC), conv_taps(weight_ptr, c, mask, TAPS, WC)

@@ -26,7 +26,7 @@ from hybridrt.kernels.mamba.scan_few_tokens_triton import ScanWork, block, chunk
 from hybridrt.kernels.mamba.scan_fixed_decay_triton import decays_are_fixed, fixed_decay_scan
 from hybridrt.kernels.state.conv_and_gates_triton import silu, strides, time_step
 
-FEW_TOKENS = 512  # of a step: up to so many, launches take longer than what they do one after the other
+FEW_TOKENS = 512  # tokens of a step: up to so many, launches take longer than what they do one after the other
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def prefix_sum_update(x: Tensor, state: StateSlots) -> Tensor:
 
     Args:
         x: [B, T, C].
-        state: as in `prefix_sum_varlen`.
+        state: the states of `prefix_sum_varlen`.
 
     Returns:
         [B, T, C] in x's dtype.

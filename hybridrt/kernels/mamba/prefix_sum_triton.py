@@ -9,7 +9,7 @@ from hybridrt.kernels.core.records import StateSlots
 from hybridrt.kernels.mamba.prefix_sum import prefix_sum_update
 from hybridrt.kernels.state.conv_and_gates_triton import strides
 
-COLUMNS, TOKENS = 32, 64  # of a program; tokens of one of its tiles at most
+COLUMNS, TOKENS = 32, 64  # columns of a program, and most tokens of one of its tiles
 
 
 @triton.jit

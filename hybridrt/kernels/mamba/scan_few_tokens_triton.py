@@ -95,7 +95,7 @@ class ScanWork(NamedTuple):
         chunk, of
             multiples and of rests (`decay_sums_triton.py`); step is dt over exp(rest).
         heads: [n, H, P, N] in x's dtype, the states before n chunks.
-        shape: of a head, as the kernels' constants.
+        shape: shape of a head, in the kernels' constants.
     """
 
     step: Tensor

@@ -25,7 +25,7 @@ from hybridrt.kernels.mamba.scan_few_tokens_triton import block
 from hybridrt.kernels.state.conv_and_gates_triton import strides
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-LOWEST = tl.constexpr(-256.0)  # of a token's decay, as a power of 2: 0, and 0 times it is 0, unlike that of -inf
+LOWEST = tl.constexpr(-256.0)  # log2 of a token's decay: 0, and 0 times it is 0, unlike that of -inf
 
 
 @triton.jit

@@ -23,7 +23,7 @@ def selective_state_update(
     """Advances each row's state by T tokens. The result equals T calls of one token, bit for bit.
 
     Args:
-        inputs: of B rows with T tokens each.
+        inputs: records of B rows with T tokens each.
         out: [B, T, H, P] of any row and token stride, for the result.
 
     Returns:

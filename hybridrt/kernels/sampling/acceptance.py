@@ -40,7 +40,7 @@ def accept_tree(
     """The path of drawn nodes: each equals its parent's draw.
 
     Args:
-        drawn, drafts, num_drafts: as in `accept_chain`; draft t is node t + 1.
+        drawn, drafts, num_drafts: those of `accept_chain`; draft t is node t + 1.
         parents: [B, T] int32, each node's parent, -1 for the root.
         mask: [B, T, T] bool, each node's ancestors and itself.
 

@@ -17,7 +17,7 @@ _COLLECTED, _MASS_BEFORE, _MASS = (tl.constexpr(BINS.value + i) for i in range(3
 TALLY = tl.constexpr(BINS.value + 3)
 _ONE = tl.constexpr(float(1 << 40))  # the largest entry's share of the integer sums
 _SLACK = tl.constexpr(1.001)  # more than rounding moves a bound, or the last bin exceeds its nominal end
-_NOISE = tl.constexpr(1e-6)  # of all mass; more than the error of float32 differences
+_NOISE = tl.constexpr(1e-6)  # share of all mass; more than the error of float32 differences
 _LOWEST = tl.constexpr(-0x7FFFFFFF)
 LIST_BLOCK = 1024
 
@@ -86,13 +86,13 @@ def _undecided(tally_ptr, b, top_k, top_p):  # type: ignore[no-untyped-def]
         # A bin cannot hold the threshold if all bins up to it are too light, or those after it too
         # heavy: the lighter side has the tighter bound.
         too_light = tl.cumsum(upper, 0) * _SLACK < top_p * lower_sum
-        behind = tl.cumsum(lower, 0, reverse=True) - lower
-        too_heavy = behind > ((1.0 - top_p) * _SLACK + _NOISE) * upper_sum
+        later = tl.cumsum(lower, 0, reverse=True) - lower
+        too_heavy = later > ((1.0 - top_p) * _SLACK + _NOISE) * upper_sum
         first = tl.sum((too_light | too_heavy).to(tl.int32), 0)
         if top_k == 0:
             enough = tl.cumsum(lower, 0) >= top_p * upper_sum * _SLACK
-            behind = tl.cumsum(upper, 0, reverse=True) - upper
-            little = behind * _SLACK <= (1.0 - top_p - _NOISE) * lower_sum
+            later = tl.cumsum(upper, 0, reverse=True) - upper
+            little = later * _SLACK <= (1.0 - top_p - _NOISE) * lower_sum
             last = tl.minimum(tl.sum((enough | little).to(tl.int32) ^ 1, 0), BINS - 1)
     return first, last, tl.sum(tl.where(j < first, counts, 0), 0)
 

@@ -108,7 +108,7 @@ def causal_conv1d_update(
 
     Args:
         x: [B, T, C] raw inputs, token t at position start_positions + t (tree: + depth of node t).
-        intermediate: of a tree, where the window of each node is stored.
+        intermediate: buffers of a tree, where the window of each node is stored.
 
     Returns:
         [B, T, C] in x's dtype.

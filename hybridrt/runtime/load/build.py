@@ -94,7 +94,9 @@ def resolve_model_path(name: str) -> Path:
 
 
 def find_checkpoint(name: str) -> Path:
-    """As `resolve_model_path`, but an unknown name gives a path that is no directory.
+    """The directory of a checkpoint. Downloads a hub name (org/model); "embedded" and
+    "embedded_draft" are the package's small models. Any other name is returned as a path, which
+    may not be a directory.
 
     Raises:
         ConfigError: no path can have such a name, it cannot be read, or the hub name cannot be
@@ -131,8 +133,8 @@ def empty_model(config: EngineConfig, target: RunTarget, device: torch.device) -
     # Padding drafts have positions past the last one of a request.
     max_len = min(config.max_model_len or mc.max_position_embeddings, mc.max_position_embeddings)
     max_len += config.num_verify_tokens - 1
-    family: Callable[..., CausalLM] = model_class(mc.architecture)
-    model = family(mc, Build(target.tp, target.dtype, device), max_len)
+    model_cls: Callable[..., CausalLM] = model_class(mc.architecture)
+    model = model_cls(mc, Build(target.tp, target.dtype, device), max_len)
     draft_needs(config).attach(model)
     return model
 

@@ -57,7 +57,7 @@ class CompileReport:
 
     Attributes:
         kernels: how many, those already in the cache included.
-        seconds: of one core, by the kernel's name; "trace": of finding them.
+        seconds: time of one core, by the kernel's name; "trace": time of finding them.
         problems: steps that could not be traced and kernels that do not compile, the same in every
             run.
         failures: processes that ended or took too long.
@@ -75,9 +75,9 @@ class CompileAhead:
     They start at once, and compile after `start_compiling` has named the GPU.
 
     Args:
-        config: of the run; its model is a directory.
+        config: configuration of the run; its model is a directory.
         workers: how many processes.
-        key: of Triton, for all of them.
+        key: Triton's key, for all of them.
     """
 
     def __init__(self, config: EngineConfig, workers: int, key: TritonKey) -> None:

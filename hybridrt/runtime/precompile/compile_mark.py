@@ -33,7 +33,7 @@ def has_marks(config: EngineConfig) -> bool:
 
 
 def _folder(config: EngineConfig) -> Path:
-    """Of the marks of a configuration, with these versions."""
+    """The path of a configuration's mark, with these versions."""
     import triton
 
     fields = {name: value for name, value in asdict(config).items() if name not in _CONFIG}

@@ -6,7 +6,7 @@ So the pools are planned and cut as in the real run, and steps of the same sizes
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,13 +45,14 @@ from hybridrt.runtime.step.token_rules import make_rules
 
 PROMPTS = (1, 15, 16, 100, 512)  # tokens: one, fewer than 16, divisible by 16 or not, few and many
 _SAVE = 16  # prefixes are saved at multiples of it
+_NamedStep = tuple[str, Callable[[], Any]]  # for messages, and what runs it
 
 
 class Kernel(NamedTuple):
     """A kernel to compile.
 
     Attributes:
-        module, name: of the Triton function.
+        module, name: place of the Triton function.
         specialisation: argument types, constants and options, as Triton's JSON.
     """
 
@@ -143,18 +144,26 @@ def trace(
     Returns:
         The steps that failed here and why: they may launch kernels that were not noted.
     """
-    problems: list[str] = []
     with pretended(gpu), noted(note), torch.inference_mode():
         runner, largest = _runners(config)
         with runner.model.shortened():
-            steps = {"the largest prefill": largest, "graphs": runner.capture if config.cuda_graph else None}
+            steps: list[_NamedStep] = [("the largest prefill", largest)]
+            if config.cuda_graph:
+                steps.append(("graphs", runner.capture))
             make = _Plans(runner)
-            for name, step in (*steps.items(), *_first_steps(make), ("", started), *_further_steps(make)):
-                try:
-                    if step is not None:
-                        step()
-                except Exception as e:  # a step that cannot be traced only costs time at the start
-                    problems.append(f"{name}: {described(e)}")
+            problems = _run_all([*steps, *_first_steps(make)])
+            started()
+            return problems + _run_all(_further_steps(make))
+
+
+def _run_all(steps: Iterable[_NamedStep]) -> list[str]:
+    """Runs steps. Returns those that failed, and why."""
+    problems = []
+    for name, step in steps:
+        try:
+            step()
+        except Exception as e:  # a step that cannot be traced only costs time at the start
+            problems.append(f"{name}: {described(e)}")
     return problems
 
 
@@ -186,8 +195,8 @@ def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
     return replace(config, **own)  # type: ignore[arg-type]
 
 
-def _first_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
-    """By name: prompts of several lengths, and one greedy token more."""
+def _first_steps(make: "_Plans") -> Iterator[_NamedStep]:
+    """Steps by name: prompts of several lengths, and one greedy token more."""
     greedy = SamplingParams(temperature=0.0)
     for tokens in make.lengths:
         yield f"prompts of {tokens} tokens", partial(make.run, make.prompts([tokens], greedy))
@@ -195,12 +204,12 @@ def _first_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "a decode step", partial(make.decode, 1, greedy)
 
 
-def _further_steps(make: "_Plans") -> Iterator[tuple[str, Callable[[], Any]]]:
+def _further_steps(make: "_Plans") -> Iterator[_NamedStep]:
     """Steps with the prefix cache, and with all sorts of sampling."""
     greedy, rows = SamplingParams(temperature=0.0), sorted({1, min(2, make.plan.num_rows), make.plan.num_rows})
     for tokens in make.lengths:
         yield f"{tokens} tokens that leave a state", partial(make.run, make.saving(tokens, greedy))
-        yield f"{tokens} tokens behind others", partial(make.run, make.behind(tokens, greedy))
+        yield f"{tokens} tokens after others", partial(make.run, make.after_others(tokens, greedy))
     yield "a donation", partial(make.run, StepPlan(moves=[StateMove(1, 1, 1, When.FIRST)]))
     if make.recurrent and keeps_prefixes(make.runner.config, make.runner.model_config):
         move = StateMove(1, 1, make.plan.num_slots, When.BEFORE_ROWS)
@@ -242,7 +251,7 @@ class _Plans:
         plan.extend = [ExtendRow(1, 0, [0] * tokens, 0, True, saves=[(at, self.plan.num_slots)])]
         return plan
 
-    def behind(self, tokens: int, params: SamplingParams) -> StepPlan | None:
+    def after_others(self, tokens: int, params: SamplingParams) -> StepPlan | None:
         """A prompt with a cached first page and state."""
         runner = self.runner
         if not keeps_prefixes(runner.config, runner.model_config) or tokens + _SAVE >= self.plan.max_model_len:

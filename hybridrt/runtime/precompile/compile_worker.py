@@ -44,7 +44,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "trace" in request:
-            worker.trace(request["trace"])
+            worker.trace_config(request["trace"])
         elif "key" in request:
             use_key(*request["key"])
         else:
@@ -70,8 +70,8 @@ class _Worker:
     def _say(self, **answer: Any) -> None:
         print(json.dumps(answer), file=self._answers)
 
-    def trace(self, fields: dict[str, Any]) -> None:
-        # Of this process alone: the others compile, and import no model.
+    def trace_config(self, fields: dict[str, Any]) -> None:
+        # Imported here because the other workers only compile.
         from hybridrt.runtime.precompile.compile_trace import described, trace
 
         start, problems = time.perf_counter(), list[str]()

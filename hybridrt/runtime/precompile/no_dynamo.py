@@ -26,7 +26,7 @@ class _Stand(types.ModuleType):
         return function
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("__spec__", "__file__"):  # of the import system, which finds a module without them
+        if name in ("__spec__", "__file__"):  # names of the import system, which finds a module without them
             raise AttributeError(name)
         if sys.modules.get(_NAME) is self:
             del sys.modules[_NAME]

@@ -28,7 +28,7 @@ from hybridrt.runtime.step.batch import fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_rows
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, PageWrite, int32s
 
-POISON = -(2**30)  # as an index it is out of every range
+POISON = -(2**30)  # out of the range of every index
 
 
 class StepModel(Protocol):
@@ -56,8 +56,8 @@ class StaticBuffers:
         padding: [packed_size] int32, max_bs padding rows; starts: where each array's section begins
             there.
         packed: one copy fills it; `arrays` are its views (hybridrt.runtime.step.pack.pack_rows).
-        inputs: of all tokens, which the graph derives from `arrays`.
-        spec_info: of a verify step, over these buffers; None if T is 1.
+        inputs: inputs of all tokens, which the graph derives from `arrays`.
+        spec_info: the SpecInfo of a verify step, over these buffers; None if T is 1.
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class GraphRunner:
         self._staging = StagingRing(device)
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)
-        self._replays: dict[int, Callable[[], None]] = {}  # by batch size, the smallest first
-        self._rows: dict[int, GraphRows] = {}
+        self._replays: dict[int, Callable[[], None]] = {}  # graphs by batch size, the smallest first
+        self._cached_views: dict[int, GraphRows] = {}
         self.captured_bytes = 0
 
     @torch.inference_mode()
@@ -247,36 +247,36 @@ class GraphRunner:
         lens = (decode.computed + self.tokens).tolist() if self.backend.needs_host_lens else None
         self._prepare(bs, n, lens)
         self._replays[bs]()
-        rows = self.rows(n)
-        rows.batch.metadata = self.prepared.metadata  # it is the same step, without padding
-        return rows.logits
+        views = self.views_of(n)
+        views.batch.metadata = self.prepared.metadata  # it is the same step, without padding
+        return views.logits
 
     def _upload(self, decode: DecodeRows, new_pages: np.ndarray) -> None:
         arrays = arrays_of(pack_rows(decode, self.tokens, self.tree, new_pages))
         self._staging.copy_rows(self.buffers.packed, arrays, self.buffers.padding, self.buffers.starts)
 
     def _prepare(self, bs: int, num_real: int, lens: list[int] | None) -> None:
-        batch = self.prepared = self.rows(bs).batch
+        batch = self.prepared = self.views_of(bs).batch
         batch.num_real, batch.seq_lens_cpu = num_real, lens
         self.backend.prepare(batch, graph=self._view)
 
-    def rows(self, n: int) -> GraphRows:
-        """The first n rows of a step. Cached, because making them takes the host 20 microseconds."""
-        if n in self._rows:
-            return self._rows[n]
+    def views_of(self, n: int) -> GraphRows:
+        """Views of the first n rows of the buffers. Cached, because making them takes the host 20 microseconds."""
+        if n in self._cached_views:
+            return self._cached_views[n]
         buffers, total = self.buffers, n * self.tokens
         lines, lens = buffers.arrays.rows[:n], buffers.arrays.seq_lens[:n]
         batch = make_batch(
             self.backend, lines, lens, self._starts[: n + 1], buffers.inputs.first(total), n, buffers.spec_info
         )
         indices = buffers.arrays.output_indices[:n]
-        self._rows[n] = GraphRows(batch, indices, buffers.logits[:total], buffers.hidden[:total])
-        return self._rows[n]
+        self._cached_views[n] = GraphRows(batch, indices, buffers.logits[:total], buffers.hidden[:total])
+        return self._cached_views[n]
 
     def _bind(self, bs: int) -> Callable[[], None]:
         """The step of one bucket, over views of the static buffers. It must not refer to this
         object, which keeps it: a cycle would keep the pools until the garbage collector runs."""
-        buffers, total, batch = self.buffers, bs * self.tokens, self.rows(bs).batch
+        buffers, total, batch = self.buffers, bs * self.tokens, self.views_of(bs).batch
         model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
 
         def step() -> None:

@@ -76,7 +76,7 @@ class PromptGraphs:
         saves: steps may save states within their prompts.
         enter_tables: changes the tables; recorded at the start of each graph.
         recorder: how a step is recorded; by the device's kind if None.
-        sizes: of the buckets: decode rows and prompt tokens.
+        sizes: decode rows and prompt tokens of the buckets.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PromptGraphs:
         self.saves = StateSaves.NONE
         if saves:
             self.saves = StateSaves.AT_CHUNKS if backend.saves_at_chunks else StateSaves.SECOND_PASS
-        self.exact = self.poisoned  # reference operations need each step's own numbers on the host
+        self.exact_lens = self.poisoned  # the reference operations of a CPU need each step's own lengths on the host
         self.recorder = recorder or make_recorder(model.device)
         rows, longest = min(max_bs, req_to_token_pool.num_rows), req_to_token_pool.max_context
         self.buckets = needed_buckets(rows, max_tokens, longest, sizes)
@@ -118,7 +118,7 @@ class PromptGraphs:
         for bucket in tqdm(largest_first, desc="capturing prompt graphs", disable=not progress):
             graph = self._allocate(bucket)
             self._fill(graph, StepPlan())
-            self._set_bounds(graph)
+            self._set_host_lengths(graph)
             self.backend.prepare(graph.batch, graph=self._view)
             # A run before the capture takes as long as the capture. One per number of decode rows
             # is enough.
@@ -145,8 +145,8 @@ class PromptGraphs:
         if self.poisoned:
             self._poison(graph)
         self._fill(graph, plan)
-        if self.exact:
-            self._set_bounds(graph)
+        if self.exact_lens:
+            self._set_host_lengths(graph)
         self.backend.prepare(graph.batch, graph=self._view)
         graph.replay()
         m = len(plan.decode) + sum(row.sample for row in plan.extend)
@@ -169,13 +169,13 @@ class PromptGraphs:
         self._staging.copy_packed(graph.packed, graph.host.flat)
         graph.batch.num_real = len(plan.decode)
 
-    def _set_bounds(self, graph: PromptGraph) -> None:
+    def _set_host_lengths(self, graph: PromptGraph) -> None:
         """The host's lengths of a step. A capture has one row with all tokens: bounds for all
         replays."""
         batch, arrays, prompts = graph.batch, graph.host.arrays, graph.host.arrays.prompts
         assert prompts is not None and graph.arrays.prompts is not None
         batch.query_lens_cpu = np.diff(prompts.query_start_loc).tolist()
-        batch.seq_lens_cpu = arrays.seq_lens.tolist() if self.exact else None
+        batch.seq_lens_cpu = arrays.seq_lens.tolist() if self.exact_lens else None
         set_recurrent(batch, prompts.recurrent, graph.arrays.prompts.recurrent, self.backend.chunk_sizes)
 
     @staticmethod

@@ -16,7 +16,7 @@ from hybridrt.kernels.core.recording import Recording, missing
 logger = logging.getLogger(__name__)
 
 RECORDS_AFTER = 8  # steps of one key in a row: to record one takes as long as about ten
-MOST_BYTES = 64 << 20  # of the tensors that recordings keep, outside of the memory plan
+MOST_BYTES = 64 << 20  # bytes of the tensors that recordings keep, outside of the memory plan
 MOST_KEPT = 256  # keys: the calls of a recording take memory too
 
 

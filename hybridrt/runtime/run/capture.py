@@ -82,7 +82,7 @@ def _capture_prompts(parts: GraphParts, progress: bool, recorder: Recorder) -> P
     if not config.cuda_graph_prompts:
         return None
     if not parts.backend.captures_prompts:
-        logger.info("steps with prompts run without graphs: their backends need lengths on the host")
+        logger.info("steps with prompts run without graphs: a backend reads their lengths or slots on the host")
         return None
     graphs = PromptGraphs(
         model=parts.model,

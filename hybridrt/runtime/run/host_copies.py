@@ -46,7 +46,7 @@ class HostCopies:
         self._staged_pages = torch.empty((self._at_once, plan.page_bytes), dtype=torch.uint8, device=device)
         self._staged_state = torch.empty(plan.state_bytes, dtype=torch.uint8, device=device)
         self._side = SideStream(device)
-        self._running: dict[int, Event] = {}  # by ticket, those that may not have ended
+        self._running: dict[int, Event] = {}  # copies by ticket, those that may not have ended
 
     @torch.inference_mode()
     def launch(self, copies: Sequence[HostCopy]) -> None:

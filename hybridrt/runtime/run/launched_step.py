@@ -42,7 +42,7 @@ class ForwardPart(NamedTuple):
     """What one forward pass leaves to sample from.
 
     Attributes:
-        lines: of the decode rows, then of the prompts that end.
+        lines: logits of the decode rows, then of the prompts that end.
         batch, arrays, hidden: the step, its packed arrays and the hidden states [T, hidden]. None
             where no drafts are verified, no drafter follows and no prompt is scored.
         scored: prompts that get log-probabilities; their places and tokens are in `arrays`.
@@ -60,8 +60,8 @@ class _Drawn(NamedTuple):
 
     Attributes:
         tokens: [n, T]; accepted: [n], how many of a row's tokens count, None for all.
-        logprobs: of each token [n * T], then ids and log-probabilities of the likeliest [n * T, k];
-            or empty.
+        logprobs: log-probability of each token [n * T], then ids and log-probabilities of the
+            likeliest [n * T, k]; or empty.
         wanted: how many alternatives each row gets, None for no log-probabilities; empty if no row
             gets any.
     """
@@ -80,8 +80,8 @@ class MaskedLines(NamedTuple):
 
     @classmethod
     def from_plan(cls, plan: StepPlan, tokens: int) -> "MaskedLines":
-        """Of a decode row's `tokens` lines, those of its input and its drafts have masks; a
-        sampling extend row has one."""
+        """The lines of a plan's rows. Of a decode row's `tokens` lines, those of its input and its
+        drafts have masks; a sampling extend row has one."""
         n, drafts = len(plan.decode), plan.decode.num_drafts.tolist()
         lines = list[int]()
         for i in plan.constrained:
@@ -141,7 +141,7 @@ class LaunchedStep:
 
     @torch.inference_mode()
     def sample(self, masks: np.ndarray) -> None:
-        """As StepHandle.sample."""
+        """Samples a step with constrained rows (see StepHandle.sample)."""
         self.check_masks(masks)
         runner, masked, waiting = self._runner, self._masked, self._waiting
         assert runner is not None and masked is not None
@@ -158,7 +158,7 @@ class LaunchedStep:
         self._problem = ""
 
     def drop(self) -> None:
-        """As StepHandle.drop."""
+        """Gives up a step that needs masks (see StepHandle.drop)."""
         if self.needs_masks:
             if self._runner is not None:
                 self._runner.backend.drop_step()  # it is never committed; without this, later steps would raise
@@ -170,11 +170,13 @@ class LaunchedStep:
         self._runner, self._masked, self._waiting = None, None, []
 
     def ready(self) -> bool:
-        """As StepHandle.ready; also True before the step has its masks, when `result` raises."""
+        """Whether `result` returns at once. Also True before the step has its masks, when `result`
+        raises."""
         return self._event.query()
 
     def result(self) -> StepResult:
-        """As StepHandle.result. EngineError if the step has not sampled."""
+        """Waits for the step's tokens (see StepHandle.result). EngineError if the step has not
+        sampled."""
         if self._problem:
             raise EngineError(f"the step has not sampled: {self._problem}")
         self._event.synchronize()
@@ -270,7 +272,7 @@ def _split_lines(lines: SampledLines, n: int, split: int) -> tuple[SampledLines,
 def _logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None], path: torch.Tensor | None = None
 ) -> Sequence[torch.Tensor]:
-    """`_Drawn.logprobs` of tokens [n * T] or [n, T] and their logits; path: as `Accepted.path`."""
+    """`_Drawn.logprobs` of tokens [n * T] or [n, T] and their logits; path: see `Accepted.path`."""
     if path is not None:
         logits = logits.view(*path.shape, -1).take_along_dim(path.unsqueeze(-1), 1).flatten(0, 1)
     return token_logprobs(logits, tokens.flatten(), max(n for n in wanted if n is not None))
@@ -295,7 +297,7 @@ def _read_drawn(drawn: _Drawn, result: StepResult) -> None:
 
 
 def _read_scores(scored: Sequence[Wanted], found: Sequence[Sequence[torch.Tensor]]) -> dict[int, TokenScores]:
-    """By request row, the log-probabilities of its prompt tokens."""
+    """The log-probabilities of prompt tokens by request row."""
     (own, ids, best), end = (torch.cat(parts).numpy() for parts in zip(*found)), 0
     scores = {}
     for each in scored:

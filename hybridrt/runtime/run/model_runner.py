@@ -115,8 +115,8 @@ def _graph_activations(config: EngineConfig, target: RunTarget, peak: int) -> in
 
 
 def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalLM) -> int:
-    """Bytes that the largest prefill step needs besides weights and pools, measured over small
-    pools."""
+    """Bytes that the largest prefill step needs in addition to weights and pools, measured over
+    small pools."""
     plan, step = probe(config, target)
     runner = StepRunner(Runtime.allocate(config, target, model, plan))
     before = begin_peak(target.device)

@@ -43,12 +43,12 @@ class StepRunner:
         staging: copies integers of the host to the device.
         last_tokens: [R + 1] int32, the next input of every row: sampled here, read by the next
             step, never waited for by the host.
-        graphs: of decode and verify steps, by tokens of a row.
-        prompt_graphs: of short prefill and mixed steps; None without.
+        graphs: graphs of decode and verify steps, by tokens of a row.
+        prompt_graphs: graphs of short prefill and mixed steps; None without.
         arena: images of states for other workers; None without EngineConfig.transfer_bytes.
         host: the prefix cache's tier in main memory; None without one.
         trees: drafts are trees.
-        recordings: of decode steps on a CPU.
+        recordings: recorded decode steps on a CPU.
         drafter: the device part of a drafter; None without one.
     """
 
@@ -90,7 +90,8 @@ class StepRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """As hybridrt.runtime.step.plan.Executor.launch. Samples too, without `constrained` rows.
+        """Launches a plan: moves states, packs, prepares, computes, and samples if no row is
+        constrained. Returns at once (see Executor.launch in hybridrt/runtime/step/plan.py).
 
         Raises:
             ConfigError: the plan is not for this runner. Nothing has changed.
@@ -121,7 +122,7 @@ class StepRunner:
             )
 
     def drop_last(self) -> None:
-        """As Executor.drop_last."""
+        """Gives up the step launched last if it needs masks."""
         if self._last_masked is not None:
             self._last_masked.drop()
 
@@ -130,7 +131,7 @@ class StepRunner:
         return self.host is None or self.host.copied(ticket)
 
     def draft(self, rows: Sequence[DraftRow], steps: int, topk: int = 1) -> StepHandle:
-        """As DeviceDrafter.draft. ConfigError without a device drafter."""
+        """Launches drafts (see DeviceDrafter.draft). ConfigError without a device drafter."""
         if self.drafter is None:
             raise ConfigError("drafts are asked of a runner without a device drafter")
         return self.drafter.draft(rows, steps, topk)
@@ -255,9 +256,9 @@ class StepRunner:
         """Replays the decode rows. Then runs the chunks, with the page writes `rest`."""
         decode = plan.decode
         graphs.replay(decode, new_pages)
-        rows, on_host = graphs.rows(len(decode)), (decode.rows, decode.output_indices)
-        lines = SampledLines(rows.batch.req_pool_indices, rows.output_indices, on_host, rows.logits)
-        step.add_part(self, ForwardPart(lines, rows.batch, graphs.buffers.arrays, rows.hidden))
+        views, on_host = graphs.views_of(len(decode)), (decode.rows, decode.output_indices)
+        lines = SampledLines(views.batch.req_pool_indices, views.output_indices, on_host, views.logits)
+        step.add_part(self, ForwardPart(lines, views.batch, graphs.buffers.arrays, views.hidden))
         if plan.extend:
             # Below the size where one GEMM for all pays, the graph and then the chunks beat one eager mixed step.
             self._run_model(replace(plan, page_writes=rest, decode=NO_ROWS), 1, step)

@@ -111,7 +111,7 @@ class Verification:
         positions: [n, T] int32 of all inputs: a draw's output index grows with its position.
         drafts: [n, T - 1] int32; the first num_drafts [n] int32 are drafts, the rest is padding.
         last_tokens: [R + 1] int32, which gets each row's next root.
-        parents, tree_mask: of a tree, as in SpecInfo; None for chains.
+        parents, tree_mask: those of SpecInfo for a tree; None for chains.
     """
 
     rows: Tensor
@@ -191,8 +191,8 @@ class Sampler:
         no token is allowed.
 
         Args:
-            parts: of sampling that any row uses (`used_parts`).
-            bitmask: as in LogitFilters, the tokens that grammars allow; None allows all.
+            parts: parts of sampling that any row uses (`used_parts`).
+            bitmask: the tokens that grammars allow (see LogitFilters); None allows all.
         """
         if parts & RULES:
             lines = DrawLines(rows, output_indices, output_indices, rows.new_empty(len(rows), 0))

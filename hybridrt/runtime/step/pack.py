@@ -105,7 +105,7 @@ class StepArrays(NamedTuple, Generic[A]):
     Attributes:
         rows, seq_lens: [B] request rows, decode rows first, and their lengths, the step's tokens
             included.
-        output_indices: of the rows that sample.
+        output_indices: index of the next output token of the rows that sample.
         new_pages: [n], for each decode row the KV page of its last draft if the graph enters it,
             else -1.
         drafts: None where decode rows have one token; prompts: None without extend rows.
@@ -140,13 +140,13 @@ def pack_step(
     Args:
         tree: drafts are trees.
         following: also pack the token after each prompt token, for a prediction head.
-        chunk_sizes, at_chunks: as for `recurrent_lists`.
+        chunk_sizes, at_chunks: arguments of `recurrent_lists`.
     """
     none = np.full(len(plan.decode), -1, np.int32)
     step, tables = pack_rows(plan.decode, tokens, tree, none), pack_tables(plan)
     if not plan.extend:
         return StepArrays(step.rows, step.seq_lens, step.output_indices, none, step.drafts, None, tables, scored)
-    # Of the extend rows. One array is faster than several short ones.
+    # Entries of the extend rows. One array is faster than several short ones.
     row, computed, new, indices, sample = int32_array(
         [(r.row, r.computed, len(r.tokens), r.output_index, r.sample) for r in plan.extend]
     ).T
@@ -244,7 +244,7 @@ class StagingRing:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pinned: list[torch.Tensor | None] = [None] * 3
-        self._views: list[tuple[torch.Tensor, np.ndarray] | None] = [None] * 3  # of the last size, of each
+        self._views: list[tuple[torch.Tensor, np.ndarray] | None] = [None] * 3  # views of the last size, for each
         self._events: list[Event] = [PAST] * 3
         self._next = 0
 

@@ -28,8 +28,8 @@ from hybridrt.runtime.step.recurrent_arrays import (
 )
 from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
 
-# Of a step; larger ones keep a device busy without graphs. Padding costs as much as tokens, unless
-# there are fewer than 200 or so: then reading the weights takes longer.
+# Prompt tokens of a step; larger ones keep a device busy without graphs. Padding costs as much as
+# tokens, unless there are fewer than 200 or so: then reading the weights takes longer.
 PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024)
 DECODE_ROWS = (0, 32, 64, 128)
 # In bucket 384, decode rows + prompt tokens = 384, because GEMM tiles are 128 tokens: 320 prompt
@@ -79,10 +79,10 @@ class Bucket(NamedTuple):
         rows, tokens = plan.extend, sum(len(row.tokens) for row in plan.extend)
         if not rows or not self.has_room(len(plan.decode), len(rows), tokens):
             return False
-        behind = [len(row.tokens) - row.saves[0][0] for row in rows if row.saves]
-        if not behind or saves is StateSaves.NONE:
-            return not behind
-        fits = saves is StateSaves.AT_CHUNKS or sum(behind) <= self.tail
+        tails = [len(row.tokens) - row.saves[0][0] for row in rows if row.saves]
+        if not tails or saves is StateSaves.NONE:
+            return not tails
+        fits = saves is StateSaves.AT_CHUNKS or sum(tails) <= self.tail
         return fits and all(len(row.saves) < 2 for row in rows)
 
 
@@ -108,7 +108,7 @@ class PaddedStep:
     numbers.
 
     Args:
-        sizes: of chunks.
+        sizes: chunk sizes of the backends.
         seq_len_fill: tokens of a padding row of the decode segment.
 
     Attributes:
@@ -236,14 +236,23 @@ def _padding_rows(bucket: Bucket, sizes: Sequence[int], saves: StateSaves) -> Re
 
 
 def _padding_passes(bucket: Bucket, sizes: Sequence[int]) -> RecurrentArrays[np.ndarray]:
-    rows, passes = bucket.prompts + 1, []
-    for number, (runs, tokens) in enumerate(((2 * rows - 1, bucket.tokens), (rows, bucket.tail))):
-        chunks = tuple(_padding_chunks(runs, most_chunks(runs, tokens, size), tokens) for size in sizes)
-        places = _zeros(tokens) if number else None
-        passes.append(
-            PassArrays(_zeros(runs), _zeros(runs), _zeros(runs), _zeros(runs + 1), _zeros(runs), places, chunks)
-        )
-    return RecurrentArrays(passes=tuple(passes))
+    """Two passes without tokens. In the first one a prompt that saves a state has two runs."""
+    rows = bucket.prompts + 1
+    first = _padding_pass(2 * bucket.prompts + 1, bucket.tokens, sizes, covers_all=True)
+    return RecurrentArrays(passes=(first, _padding_pass(rows, bucket.tail, sizes, covers_all=False)))
+
+
+def _padding_pass(runs: int, tokens: int, sizes: Sequence[int], *, covers_all: bool) -> PassArrays[np.ndarray]:
+    """`covers_all`: the pass has all tokens of its segment, so it needs no list of them."""
+    return PassArrays(
+        rows=_zeros(runs),
+        read_state_slots=_zeros(runs),
+        write_state_slots=_zeros(runs),
+        query_start_loc=_zeros(runs + 1),
+        start_positions=_zeros(runs),
+        tokens=None if covers_all else _zeros(tokens),
+        chunks=tuple(_padding_chunks(runs, most_chunks(runs, tokens, size), tokens) for size in sizes),
+    )
 
 
 def _padding_chunks(rows: int, count: int, tokens: int) -> ChunkArrays[np.ndarray]:
@@ -261,15 +270,22 @@ def _pass_lists(
     extend: Sequence[ExtendRow], bucket: Bucket, sizes: Sequence[int]
 ) -> tuple[PassArrays[list[int]], PassArrays[list[int]]]:
     """The two passes over a bucket's prompts and the padding row, filled up with runs without
-    tokens. A prompt that saves a state has two runs in the first pass."""
-    last, first, second = bucket.prompts, runs_of(extend, 0), runs_of(extend, 1)
-    behind = sum([run.length for run in second])
-    first += [Run(row, 0, 0, 0, bucket.tokens, 0) for row in range(len(extend), bucket.prompts + 1)]
-    first += [Run(last, -1, -1, 0, bucket.tokens, 0)] * (2 * bucket.prompts + 1 - len(first))
-    second.append(Run(last, -1, -1, 0, 0, bucket.tail - behind))
-    second += [Run(last, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second))
-    later = pass_lists(second, 1, sizes)
+    tokens.
+
+    Example: a bucket of 2 prompts and 12 tokens, and one prompt of 5 that saves its state after 3.
+
+        first pass:  tokens 0-2 of the prompt (saved), 3-4 (slots -1), 5-11 of the padding row, two
+            empty runs
+        second pass: tokens 3-4 of the prompt from the saved state, then padding up to the tail
+    """
+    first_pass, second_pass = runs_of(extend, 0), runs_of(extend, 1)
+    padding_row, tail = bucket.prompts, sum([run.length for run in second_pass])
+    first_pass += [Run(row, 0, 0, 0, bucket.tokens, 0) for row in range(len(extend), bucket.prompts + 1)]
+    first_pass += [Run(padding_row, -1, -1, 0, bucket.tokens, 0)] * (2 * bucket.prompts + 1 - len(first_pass))
+    second_pass.append(Run(padding_row, -1, -1, 0, 0, bucket.tail - tail))
+    second_pass += [Run(padding_row, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second_pass))
+    later = pass_lists(second_pass, 1, sizes)
     assert later.tokens is not None
     # Padding of the second pass is token 0, which is never after a saved state.
-    del later.tokens[behind:]
-    return pass_lists(first, 0, sizes), later
+    del later.tokens[tail:]
+    return pass_lists(first_pass, 0, sizes), later

@@ -28,7 +28,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, eq=False):
         row: request row in [1, R]; row 0 is padding.
         state_slot: in [1, S]; NO_SLOT if the model has no recurrent layer.
         prompt_len: tokens of the prompt.
-        seed: of the request's draws.
+        seed: seed of the request's draws.
         phase: in [0, 2**31), spreads the folds of requests that advance alike (MambaPool.admit).
         rules: what `params` allow of single tokens; None for all.
         counted: [n] int32 distinct tokens of the prompt, for penalties; empty if there are none.
@@ -220,7 +220,7 @@ class StepPlan:
     """One step. The batch has the decode rows, then the extend rows, in order.
 
     Attributes:
-        imports, exports: of extend rows: copied in before the rows are computed, and out
+        imports, exports: states of extend rows: copied in before the rows are computed, and out
             afterwards.
         page_copies: before the rows are computed. No page is both a source and a target.
         moves: states that go to slots of the prefix cache: first of rows that donate their slots,
@@ -261,8 +261,8 @@ class StepResult:
     asked for (else None).
 
     Attributes:
-        prompt_logprobs: by request row, of each extend row of a request with `prompt_logprobs`:
-            those of the prompt tokens that follow the chunk's tokens, in order.
+        prompt_logprobs: scores by request row, for each extend row of a request with
+            `prompt_logprobs`: those of the prompt tokens that follow the chunk's tokens, in order.
     """
 
     tokens: list[list[int]]

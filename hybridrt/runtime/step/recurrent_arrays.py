@@ -39,7 +39,7 @@ class PassArrays(NamedTuple, Generic[A]):
 
 
 class RecurrentArrays(NamedTuple, Generic[A]):
-    """Of the extend rows of a step: either passes, or the rest.
+    """What recurrent layers need of a step's extend rows: either passes, or the rest.
 
     Attributes:
         read_state_slots: [rows]; None: all rows start from their own slots.
@@ -72,7 +72,7 @@ def recurrent_lists(extend: Sequence[ExtendRow], sizes: Sequence[int], at_chunks
     Each further pass computes up to the next saved state, or the row's end.
 
     Args:
-        sizes: of chunks.
+        sizes: chunk sizes of the backends.
         at_chunks: the backends save a state after any chunk (`saves_at_chunks`), one per row. Then
             one pass suffices.
     """
@@ -157,7 +157,7 @@ def _chunk_plans(
     new: Sequence[int],
     sizes: Sequence[int],
 ) -> Mapping[int, ChunkPlan]:
-    """By chunk size."""
+    """Chunk plans by chunk size."""
     return {size: chunk_plan(device, host, new, size) for size, device, host in zip(sizes, on_device, on_host)}
 
 

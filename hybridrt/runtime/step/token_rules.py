@@ -18,7 +18,7 @@ from hybridrt.kernels.sampling.token_rules import RULE_COLUMNS, TokenRules, Toke
 if TYPE_CHECKING:
     from hybridrt.runtime.step.plan import Admission
 
-MAX_RULES = 2048  # of a row, and tokens of all its prefixes
+MAX_RULES = 2048  # rules of a row, and tokens of all its prefixes
 HISTORY = 64  # output tokens kept per row: bad words have at most one token more
 _ALWAYS = 2**31 - 1
 
@@ -112,8 +112,8 @@ def _forbidden(rules: TokenRules, output: Sequence[int]) -> set[int]:
     minus_infinity = np.float32(-np.inf).view(np.int32)
     prefixes, found = np.frombuffer(rules.prefixes, np.int32).tolist(), set[int]()
     for token, value, until, start, length in columns.T.tolist():
-        behind = list(output[max(len(output) - length, 0) :]) == prefixes[start : start + length]
-        if value == minus_infinity and len(output) < until and behind:
+        follows = list(output[max(len(output) - length, 0) :]) == prefixes[start : start + length]
+        if value == minus_infinity and len(output) < until and follows:
             found.add(token)
     return found
 
@@ -130,7 +130,7 @@ def _check_size(rules: dict[str, int], words: Sequence[Sequence[int]]) -> None:
     if longest > HISTORY + 1 or total > MAX_RULES:
         raise RequestError(
             f"bad_words holds a word of {longest} tokens, and {total + len(words)} tokens in all; a word may have "
-            f"{HISTORY + 1}, and all of them {MAX_RULES} beside their last ones: shorten them",
+            f"{HISTORY + 1}, and all of them {MAX_RULES}, not counting their last ones: shorten them",
             "bad_words",
         )
 

@@ -30,7 +30,7 @@ class MessageReply(BlockReply):
     ) -> None:
         super().__init__(service, name, deltas, body, prepared)
         self._blocks: list[dict[str, Any]] = []
-        self._written = ""  # by the open block
+        self._written = ""  # text that the open block has written
         self._stopped_by: int | str | None = None
 
     def body(self) -> dict[str, Any]:

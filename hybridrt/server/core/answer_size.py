@@ -13,9 +13,9 @@ from hybridrt.engine.api.async_llm import DeltaStream
 from hybridrt.engine.request.intake import PreparedPrompt
 from hybridrt.server.wire.errors import APIError
 
-MAX_PROMPT_ENTRIES = 2**18  # of prompts in one answer: 131,072 tokens with one alternative
+MAX_PROMPT_ENTRIES = 2**18  # entries of prompts in one answer: 131,072 tokens with one alternative
 MAX_RUNNING_ENTRIES = 2**20  # the same in the answers of all running requests
-MAX_OUTPUT_ENTRIES = 2**22  # of outputs in one answer: 131,072 tokens with 31 alternatives
+MAX_OUTPUT_ENTRIES = 2**22  # entries of outputs in one answer: 131,072 tokens with 31 alternatives
 MAX_REPEATED = 2**24  # characters or token ids of prompts, repeated for each sample
 
 

@@ -85,7 +85,7 @@ def read_body(body: bytes, max_values: int, model: type[BaseModel]) -> Any:
     the exception.
 
     Raises:
-        HTTPException: as `check_body`.
+        HTTPException: the errors of `check_body`.
         RequestValidationError: a field is invalid.
     """
     check_body(body, max_values)

@@ -1,5 +1,4 @@
-"""Metrics for Prometheus. Names are vLLM's if it has one, so dashboards and gateways work
-unchanged."""
+"""Metrics for Prometheus, under vLLM's names if it has them: its dashboards and gateways work."""
 
 import time
 from bisect import bisect_left
@@ -190,7 +189,7 @@ class Metrics(Collector):
             ("hybridrt:kv_pages_cached", "KV pages of the prefix cache.", now.cached_pages),
             ("hybridrt:host_pages_cached", "KV pages of the prefix cache in main memory.", now.host_pages),
             ("hybridrt:host_states_cached", "States of the prefix cache in main memory.", now.host_states),
-            ("hybridrt:rows_free", "Requests that could run besides.", now.free_rows),
+            ("hybridrt:rows_free", "Further requests that could run.", now.free_rows),
             ("hybridrt:step_cost_error_ratio", "Median error of predicted times.", now.step_cost_error or 0.0),
             ("hybridrt:folds_per_step_max", "State rings that one step has folded at most.", now.most_folds),
             ("hybridrt:mean_accepted_length", "Inputs that a verify step keeps.", now.mean_accepted_length or 0.0),

@@ -1,5 +1,6 @@
-"""Bodies of requests. Unlisted fields are ignored as in vLLM; a listed one of the wrong type is
-refused.
+"""Bodies of completion and chat requests as records: a field of a wrong type is refused.
+
+Unlisted fields are ignored, as in vLLM.
 
 SamplingParams and the engine check the values themselves.
 """
@@ -12,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fail
 from hybridrt.base.pace import rest
 from hybridrt.base.sampling_params import MAX_BIASES
 
-# Of one request: more would hold up other requests, and few models have room for as many.
+# Limit of one request: more would hold up other requests, and few models have room for as many.
 MAX_MESSAGES = 16384
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -70,7 +71,7 @@ def tag_of(default: str | None = None) -> Callable[[Any], str]:
 
 
 class StreamOptions(Body):
-    """What a stream tells besides text."""
+    """What a stream tells in addition to text."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False

@@ -25,7 +25,7 @@ class Reply(ABC):
     Args:
         name: the answer's id.
         deltas: the stream of the requests that run for it.
-        body: of the request; `streams` says whether as a stream.
+        body: body of the request; `streams` says whether as a stream.
 
     Attributes:
         in_thread: runs work in a thread that makes large answers. `weight` says what is large.
@@ -106,7 +106,7 @@ class BlockReply(Reply):
     ) -> None:
         super().__init__(service, name, deltas, body)
         self.reader = prepared.new_answer()
-        self._kind: BlockKind | None = None  # of the block that is open
+        self._kind: BlockKind | None = None  # kind of the block that is open
 
     @abstractmethod
     def body(self) -> dict[str, Any]: ...
@@ -137,12 +137,12 @@ class BlockReply(Reply):
         return named_events(self._end())
 
     def weight(self, delta: Delta) -> int:
-        """As Reply.weight. The last event of a block repeats all of it."""
+        """See Reply.weight. The last event of a block repeats all of it."""
         written = self.output_tokens * (1 + self._entries) // 2 if delta.finish_reason is not None else 0
         return super().weight(delta) + written
 
     def closing_weight(self) -> int:
-        """As Reply.closing_weight: the last event repeats the answer."""
+        """See Reply.closing_weight. The last event repeats the answer."""
         return self.output_tokens * (1 + self._entries) // 2
 
     def whole(self, ended: list[Delta]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from hybridrt.server.wire.sse import pieces
 # Weight (Reply.weight) up to which the event loop works itself: a thread costs a tenth of it.
 INLINE = 1000
 AT_ONCE = 100  # what it makes before others have their turn: a step brings hundreds of deltas
-PART_BYTES = 2**18  # of a large answer at a time
-CLIENT_GONE = 499  # as in nginx's logs; never sent
+PART_BYTES = 2**18  # bytes of a large answer that are sent at a time
+CLIENT_GONE = 499  # the status of nginx's logs; never sent
 FAILURE = "hybridrt.failure"  # where a stream's scope keeps its Reply.failure
 _EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 

@@ -115,8 +115,8 @@ class Service:
 
         Raises:
             APIError: the answer would be too large.
-            others: as `AsyncLLM.submit`; QueueFullError also for too many log-probabilities of
-                prompts.
+            others: the errors of `AsyncLLM.submit`; QueueFullError also for too many
+                log-probabilities of prompts.
         """
         entries = prompt_entries(prompts, forms)
         check_output(prompts)

@@ -19,7 +19,7 @@ def structured_outputs(body: Sampling) -> StructuredOutputs | None:
 
     Raises:
         APIError: two fields of the body set them.
-        RequestError: as StructuredOutputs; its field is `structured_outputs`.
+        RequestError: the errors of StructuredOutputs; its field is `structured_outputs`.
     """
     given = _given(body)
     if len(given) > 1:

@@ -8,7 +8,7 @@ from typing import Any
 from hybridrt.engine.request.outputs import Delta
 from hybridrt.server.core.token_text import TokenText
 
-Entry = Any  # as TokenText.entry makes it
+Entry = Any  # what TokenText.entry makes
 Piece = tuple[str, Sequence[int], Any]  # text, the tokens that it ends, the finish reason after it
 
 

@@ -27,7 +27,7 @@ class TokenText:
     def __init__(self, tokenizer: HFTokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
-        self._heads: dict[int, bytes] = {}  # of entries, by token: all but the number
+        self._heads: dict[int, bytes] = {}  # each token's entry without its number
         backend: Any = tokenizer and getattr(tokenizer.hf, "backend_tokenizer", None)
         byte_level = "ByteLevel" in str(getattr(backend, "decoder", ""))
         self._alphabet = _byte_alphabet() if byte_level else {}

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,7 @@ from hybridrt.runtime.step.token_scores import TokenScores
 from hybridrt.server.core.protocol import Sampling
 from hybridrt.server.core.reply import Reply
 from hybridrt.server.core.service import Service
-from hybridrt.server.wire.sse import DONE, SLICE, Parts, Slices, encode, pieces
+from hybridrt.server.wire.sse import DONE, SLICE, Parts, Slices, encode, fields_of, pieces
 
 LEAST_LOGPROB = -9999.0  # instead of minus infinity, which JSON does not have
 
@@ -37,9 +37,9 @@ class Answer(Reply):
         self._usage_at_end = options is not None and bool(options.include_usage)
         self._usage_always = self._usage_at_end and options is not None and bool(options.continuous_usage_stats)
         self._wants_tokens = bool(body.return_token_ids)
-        # The common part of all chunks is encoded once.
+        # What all chunks begin with, and what most end with, is encoded once.
         self._before = b'data: %b,"choices":' % encode(self._head(self.chunk_kind))[:-1]
-        self._behind = b',"usage":null}\n\n' if self._usage_at_end else b"}\n\n"
+        self._end = b',"usage":null}\n\n' if self._usage_at_end else b"}\n\n"
 
     def usage(self) -> dict[str, Any]:
         return {
@@ -132,15 +132,15 @@ class Answer(Reply):
             large: the choice is encoded in pieces.
         """
         choices = [] if choice is None else [choice]
-        behind: Iterator[bytes] = iter((self._behind,))
         if facts or self._usage_always:
             usage = {"usage": self.usage() if self._usage_always else None} if self._usage_at_end else {}
-            # The braces are those of the whole chunk, and a comma takes the place of the first.
-            behind = chain((b",",), islice(pieces({**usage, **facts}), 1, None), (b"\n\n",))
-        if large:
-            yield from chain((self._before,), pieces(Parts(choices)), behind)
+            end: Iterable[bytes] = chain((b",",), fields_of({**usage, **facts}), (b"\n\n",))
         else:
-            yield b"".join((self._before, encode(choices), *behind))
+            end = (self._end,)
+        if large:
+            yield from chain((self._before,), pieces(Parts(choices)), end)
+        else:
+            yield b"".join((self._before, encode(choices), *end))
 
     def _with_facts(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
         """A choice with vLLM's additions: what stopped it, and its tokens if wanted."""

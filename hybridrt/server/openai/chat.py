@@ -47,23 +47,23 @@ class ChatAnswer(Answer):
         return super().weight(delta) + uncounted // 4
 
     def gain(self, delta: Delta) -> Iterator[bytes]:
-        """As Reply.gain. The finish reason has a chunk of its own after the last call: OpenAI's
+        """See Reply.gain. The finish reason has a chunk of its own after the last call: OpenAI's
         client reads it before the calls of the same chunk, and would not end them."""
         choice = self._gained(delta)
         if choice is None:
             return
-        beside = self._prompt_logprobs(delta.request_id) if delta.prompt_scores is not None else {}
+        facts = self._prompt_logprobs(delta.request_id) if delta.prompt_scores is not None else {}
         large = self.weight(delta) > SLICE
         if choice["finish_reason"] is None or "tool_calls" not in choice["delta"]:
-            yield from self._event(choice, beside, large)
+            yield from self._event(choice, facts, large)
             return
         ending = {"finish_reason": choice["finish_reason"], "stop_reason": choice.pop("stop_reason")}
         last = {"index": choice["index"], "delta": {}, "logprobs": None, **ending}
-        yield from self._event(choice | {"finish_reason": None}, beside, large)
+        yield from self._event(choice | {"finish_reason": None}, facts, large)
         yield from self._event(last)
 
     def opening(self) -> Iterator[bytes]:
-        """As Reply.opening; the first chunk has the prompt's tokens, if they are wanted."""
+        """See Reply.opening. The first chunk has the prompt's tokens, if they are wanted."""
         for index in range(len(self._places)):
             yield from self._event(self._first_choice(index), {} if index else self._prompt_tokens())
 
@@ -167,7 +167,8 @@ def as_chat_request(body: Sampling, **fields: Any) -> ChatRequest:
     """The chat request for the body of another endpoint.
 
     Args:
-        fields: of ChatRequest, in addition to those of Sampling that the body sets. None: not set.
+        fields: fields of ChatRequest, in addition to those of Sampling that the body sets. None:
+            not set.
 
     Raises:
         APIError: the body has an option whose result cannot be part of its answer.

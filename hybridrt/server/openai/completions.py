@@ -37,7 +37,7 @@ class CompletionAnswer(Answer):
         self._echoes, self._scored, self._echo_alone = echoes, scored, echo_alone
         self._offsets: dict[int, int] = {}
         self._opened = set[int]()  # choices whose prompt's tokens were told
-        self._waiting: dict[str, list[Delta]] = {}  # by request: deltas before the prompt's log-probabilities
+        self._waiting: dict[str, list[Delta]] = {}  # deltas by request, before the prompt's log-probabilities
 
     def count(self, delta: Delta) -> None:
         if self._echo_alone:
@@ -47,7 +47,8 @@ class CompletionAnswer(Answer):
         super().count(delta)
 
     def weight(self, delta: Delta) -> int:
-        """As Reply.weight. A sample's first delta brings its prompt's text and log-probabilities."""
+        """See Reply.weight. A sample's first delta brings its prompt's text and
+        log-probabilities."""
         index, more = self._place(delta), 0
         if self._scored and index not in self._offsets:
             more = sum(len(chunk) * chunk.width for chunk in self._scores.get(delta.request_id, ()))
@@ -55,7 +56,7 @@ class CompletionAnswer(Answer):
         return super().weight(delta) + more + echo // 64
 
     def gain(self, delta: Delta) -> Iterator[bytes]:
-        """As Reply.gain. Every sample of a scored prompt waits for its log-probabilities, which
+        """See Reply.gain. Every sample of a scored prompt waits for its log-probabilities, which
         come with sample 0."""
         request = delta.request_id
         if self._scored and delta.prompt_scores is None and request not in self._scores:

@@ -75,9 +75,9 @@ class ResponseReply(BlockReply):
     ) -> None:
         super().__init__(service, name, deltas, body, prepared)
         self._items: list[dict[str, Any]] = []
-        self._written = ""  # by the open item
+        self._written = ""  # text that the open item has written
         self._tokens = TextTokens(service.token_text, body.top_logprobs or 0) if body.wants_logprobs else None
-        self._logprobs: list[dict[str, Any]] = []  # of the open item's text
+        self._logprobs: list[dict[str, Any]] = []  # those of the open item's text
         self._sent = 0
         self._error: dict[str, Any] | None = None
         self._asked = asked

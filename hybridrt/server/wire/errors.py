@@ -35,10 +35,10 @@ class APIError(Exception):
 
     Args:
         status: the HTTP status.
-        field: of the body, as a path such as "stream_options.include_usage"; None: no single one is
-            wrong.
+        field: a field of the body, as a path such as "stream_options.include_usage"; None: no
+            single one is wrong.
         code: a word for programs.
-        headers: of the answer, in addition to those of `error_response`.
+        headers: headers of the answer, in addition to those of `error_response`.
     """
 
     def __init__(
