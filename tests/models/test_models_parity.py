@@ -15,6 +15,7 @@ from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.layers import methods
 from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.models.config.read_config import read_model_config
 from tests.support.checkpoints import CASES, VOCAB, Checkpoint, CheckpointStore, has_replay
 from tests.support.levels import sweep
 from tests.support.session import Session, budget, check_sample
@@ -25,7 +26,7 @@ BASES = (
     "falcon-norm_after_gate", "nemotron-experts", "qwen-plain", "falcon_mamba-plain", "jamba-plain", "lfm2-plain",
     "lfm2_moe-plain", "mamba-plain", "mamba2-plain", "swa_ssm-plain", "qwen35-experts", "granite-plain", "olmo-plain",
     "zamba2-two_blocks_adapters_rope", "ling-plain", "minimax-plain",
-    "ling25-plain",
+    "ling25-plain", "gpt_oss-plain", "lara-plain",
 )  # fmt: skip
 # Rounding does not change which experts run where there are none.
 DENSE = (
@@ -72,7 +73,7 @@ def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointS
     checkpoint = checkpoints[name]
     config: dict[str, Any] = {"page_size": 4, "max_model_len": 88, "max_running_requests": 3}
     config["state_mode"] = state_modes(name)[-1]
-    window = json.loads((checkpoint.path / "config.json").read_text()).get("sliding_window")
+    window = read_model_config(checkpoint.path).sliding_window
     pages = PageDemand(4, window).least(88) + 1 if window else 24
     session = Session(checkpoint.path, budget_bytes=budget(checkpoint.path, rows=3, pages=pages, **config), **config)
     samples = session.run(requests(*LENGTHS, steps=40), chunk=7, gap=3)

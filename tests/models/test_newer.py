@@ -25,6 +25,7 @@ from tests.support.mtp_oracle import HEADS, write_with_head
 from tests.support.newer_checkpoints import NEWER
 from tests.support.published import PUBLISHED
 from tests.support.session import Session, check_sample
+from tests.support.windowed_checkpoints import WINDOWED
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [40], [9, 9, 9, 9, 9]]
 
@@ -39,7 +40,7 @@ plain_texts = cache(texts)
 
 
 @pytest.mark.parametrize(("family", "state_mode"), sweep([
-    (family, mode) for family in (*NEWER, *PUBLISHED, "lfm2", "lfm2_moe", "mamba", "mamba2")
+    (family, mode) for family in (*NEWER, *PUBLISHED, *WINDOWED, "lfm2", "lfm2_moe", "mamba", "mamba2")
     for mode in ("intermediate", "replay")[: 1 + has_replay(f"{family}-plain")]
 ], 3))  # fmt: skip
 def test_speculation_changes_no_text(family: str, state_mode: str, checkpoints: CheckpointStore) -> None:
@@ -179,6 +180,7 @@ STACKED = (
     "jamba-plain",
     "lfm2_moe-plain",
     "nemotron-experts",
+    "lara-plain",
 )
 
 
