@@ -42,6 +42,7 @@ FIELDS: FieldTypes = {
     "rms_norm_eps": EPSILON,
     "rope_parameters": FULL_ROPE,
     "rotary_dim": either(NULL, SIZE),
+    "sliding_window": either(NULL, SIZE),
 }
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -49,7 +50,7 @@ DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "num_experts_per_tok": 2, "num_local_experts": 8,
     "rope_parameters": None, "rope_theta": 1000000.0, "layer_types": None, "full_attn_alpha_factor": 1,
     "full_attn_beta_factor": 1, "linear_attn_alpha_factor": 1, "linear_attn_beta_factor": 1, "mlp_alpha_factor": 1,
-    "mlp_beta_factor": 1,
+    "mlp_beta_factor": 1, "sliding_window": None,
 }  # fmt: skip
 # Factors: published name -> transformers' name.
 FACTORS = {
@@ -62,6 +63,8 @@ PUBLISHED: FieldTypes = {
     **dict.fromkeys(FACTORS, MULTIPLIER),
     # Without it, factors would multiply the norms' inputs.
     "postnorm": TRUE,
+    # Published code has no windows.
+    "sliding_window": NULL,
     # A shared MLP: no published checkpoint has one.
     "shared_intermediate_size": either(integer(0, 0), list_of(integer(0, 0))),
 }
@@ -91,7 +94,7 @@ def _attention(hf: Any) -> AttentionConfig:
         if rotated > head_dim:
             raise ConfigError(f"rotary_dim is {rotated}; it must be at most head_dim, {head_dim}")
         hf.rope_parameters = {**hf.rope_parameters, "partial_rotary_factor": rotated / head_dim}
-    return attention_config(hf)
+    return replace(attention_config(hf), sliding_window=hf.sliding_window)
 
 
 def _describe(hf: Any) -> FamilyFields:

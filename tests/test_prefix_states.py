@@ -26,9 +26,9 @@ from tests.support.ties import check_greedy
 
 MODELS = (
     "falcon-plain", "qwen-plain", "jamba-plain", "falcon_mamba-plain", "lfm2-plain", "zamba2-plain", "minimax-plain",
-    "ling-plain", "ling25-plain", "lfm3-plain",
+    "ling-plain", "ling25-plain", "lfm3-plain", "lara-plain",
 )  # fmt: skip
-RINGS = ("falcon-plain", "qwen-plain", "ling-plain", "lfm2-plain")
+RINGS = ("falcon-plain", "qwen-plain", "ling-plain", "lfm2-plain", "lara-plain")
 TEXT = prompts(40, seed=5)[0]
 MAX_LEN, PAGE, ROWS, PAGES, CACHE_SLOTS = 64, 4, 2, 26, 2
 STARTS = (1, 4, 5, 8, 12, 13, 24)

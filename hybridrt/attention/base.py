@@ -37,6 +37,7 @@ class Layer(Protocol):
     layer_id: int
     spec: AttentionSpec
     weights: LatentWeights  # variant "mla" only
+    sinks: Tensor  # [heads] float32, if the spec has sinks
 
 
 class AttentionBackend(ContractHooks, ABC):
@@ -184,17 +185,21 @@ class SegmentedAttnBackend(AttentionBackend):
         provider: library of its kernels, a name of hybridrt.kernels.core.providers; None: ours.
         auto_decode, auto_prefill: device types on which "auto" may choose it for this phase. The
             first such backend in hybridrt.recurrent.backends is chosen.
+        serves_sinks: has kernels for attention sinks.
         branch: in a captured step, runs the decode rows on a second stream if it has a GPU.
     """
 
     provider: ClassVar[str | None] = None
     auto_decode: ClassVar[tuple[str, ...]] = ()
     auto_prefill: ClassVar[tuple[str, ...]] = ()
+    serves_sinks: ClassVar[bool] = False
     branch = Branch(torch.device("cpu"))
 
     @classmethod
     def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
         """Why it cannot serve layers of these specs on a device; None if it can."""
+        if any(spec.sinks for spec in specs) and not cls.serves_sinks:
+            return f'{cls.__name__} has no kernels for attention sinks; use "triton" or "torch"'
         return None
 
     def run(self, layer: Layer, batch: ForwardBatch, inputs: AttentionInputs, out: Tensor | None = None) -> Tensor:

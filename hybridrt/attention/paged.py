@@ -84,6 +84,8 @@ class PagedKVBackend(SegmentedAttnBackend):
                 return f"the KV cache is {spec.dtype}, it takes bfloat16 and float16"
             if cls.head_dims and spec.head_dim not in cls.head_dims:
                 return f"head_dim is {spec.head_dim}, it takes {', '.join(map(str, cls.head_dims))}"
+        if reason := super().objection(device, specs):
+            return reason
         if specs and cls.architectures and device.type == "cuda":
             major, minor = capability(device)
             if major not in cls.architectures:
@@ -214,4 +216,5 @@ class PagedAttnBackend(PagedKVBackend):
 
     def layer_kv(self, layer: Layer) -> PagedKV:
         caches, spec = self.kv_pool.layer(layer.layer_id), layer.spec
-        return PagedKV(*caches, self.req_to_token_pool.req_to_token, spec.scale, spec.sliding_window)
+        sinks = layer.sinks if spec.sinks else None
+        return PagedKV(*caches, self.req_to_token_pool.req_to_token, spec.scale, spec.sliding_window, sinks)

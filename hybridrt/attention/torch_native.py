@@ -44,7 +44,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
     is computed once a step."""
 
     provider = "torch"
-    serves_latent = True
+    serves_latent = serves_sinks = True
     auto_decode = auto_prefill = ("cpu",)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:

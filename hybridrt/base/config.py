@@ -48,6 +48,7 @@ class AttentionConfig:
         sliding_window: keys that a token sees, its own included; None for all.
         v_head_dim: numbers of a value; None for head_dim.
         scale: factor of the scores; None for head_dim ** -0.5.
+        sinks: each head has a learned score of a key without a value (gpt-oss).
         latent: the projections of variant "mla", which has one KV head; None for "gqa".
     """
 
@@ -59,6 +60,7 @@ class AttentionConfig:
     v_head_dim: int | None = None
     scale: float | None = None
     latent: LatentConfig | None = None
+    sinks: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -71,8 +73,8 @@ class AttentionSpec:
     """Softmax attention of one layer on one rank, as its KV cache and its kernels see it.
 
     Attributes:
-        sliding_window, head_dim, v_head_dim, scale: those of AttentionConfig, with defaults filled
-            in.
+        sliding_window, head_dim, v_head_dim, scale, sinks: those of AttentionConfig, with defaults
+            filled in.
         dtype: dtype of the KV cache.
         variant: "gqa" keeps keys and values of every KV head. "mla" keeps one latent vector of
             head_dim numbers for a token; its first v_head_dim numbers are the values (DeepSeek-AI
@@ -87,6 +89,7 @@ class AttentionSpec:
     scale: float
     dtype: torch.dtype
     variant: str = "gqa"
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, {"variant": one_of("gqa", "mla")}, "an attention layer")

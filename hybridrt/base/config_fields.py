@@ -50,6 +50,7 @@ ROPE: FieldTypes = {
     **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "factor"), either(NULL, MULTIPLIER)),
     **dict.fromkeys(("high_freq_factor", "low_freq_factor"), either(NULL, MULTIPLIER)),
     **dict.fromkeys(("long_factor", "short_factor"), either(NULL, list_of(MULTIPLIER))),
+    "truncate": either(NULL, FLAG),
 }
 
 COMMON: FieldTypes = {

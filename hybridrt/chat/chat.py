@@ -18,7 +18,8 @@ from hybridrt.chat.answer_reader import AnswerReader, TokenTags
 from hybridrt.chat.constraints import Constraints, forces_calls
 from hybridrt.chat.conversation import Conversation
 from hybridrt.chat.efforts import template_variables
-from hybridrt.chat.reasoning import ReasoningTags
+from hybridrt.chat.harmony import HarmonyParser
+from hybridrt.chat.reasoning import Channels, ReasoningTags
 from hybridrt.chat.registry import REASONING_PARSERS, TOOL_PARSERS, choose
 from hybridrt.chat.renderer import LARGE_RENDERER, RENDERER
 from hybridrt.chat.sizes import is_large
@@ -146,7 +147,8 @@ class Chat:
         token_tags = self._token_tags(reasoning)
 
         def new_answer() -> AnswerReader:
-            parser = AnswerParser(tools, reasoning, in_reasoning=inside, max_calls=max_calls, dropped=dropped)
+            read = HarmonyParser if isinstance(reasoning, Channels) else AnswerParser
+            parser = read(tools, reasoning, in_reasoning=inside, max_calls=max_calls, dropped=dropped)
             return AnswerReader(parser, token_tags, self._tokenizer.encode_bare)
 
         return ChatPrompt(tokens, params, self._boundaries(conversation, tokens), new_answer)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from hybridrt.base.errors import RequestError
 from hybridrt.base.structured_outputs import WHITESPACE, StructuredOutputs, Thinking
 from hybridrt.chat.conversation import Conversation, NamedTool, Tool
-from hybridrt.chat.reasoning import ReasoningTags
+from hybridrt.chat.reasoning import END, Channels, ReasoningTags
 from hybridrt.chat.schemas import calls, json_text, one_call
 from hybridrt.chat.tool_parser import ToolParser
 
@@ -89,6 +89,8 @@ class Constraints:
         """The start rule before the content, the rules that it needs, and what the grammar leaves
         out of reasoning; "" if nothing. If the prompt has not `begun` the reasoning, the model may,
         if the tag is one token."""
+        if isinstance(tags, Channels) and budget is None:
+            return tags.before_content(self._literals, begun, END in self.tokens), [], None
         opens = () if begun else tuple(self.tokens[tag] for tag in tags.opens if tag in self.tokens)
         tokens = all(tag in self.tokens for tag in tags.closes)
         if tokens and (begun or opens):

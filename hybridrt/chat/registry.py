@@ -16,6 +16,7 @@ TOOL_PARSERS = Plugins(
     {
         "glm": f"{_TOOLS}.glm:Glm",
         "granite": f"{_TOOLS}.granite:Granite",
+        "harmony": f"{_TOOLS}.harmony:Harmony",
         "hermes": f"{_TOOLS}.hermes:Hermes",
         "jamba": f"{_TOOLS}.jamba:Jamba",
         "kimi_k2": f"{_TOOLS}.kimi_k2:KimiK2",
@@ -33,7 +34,11 @@ TOOL_PARSERS = Plugins(
 )
 REASONING_PARSERS = Plugins(
     "hybridrt.reasoning_parsers",
-    {"think": "hybridrt.chat.reasoning:THINK", "granite": "hybridrt.chat.reasoning:GRANITE"},
+    {
+        "think": "hybridrt.chat.reasoning:THINK",
+        "granite": "hybridrt.chat.reasoning:GRANITE",
+        "harmony": "hybridrt.chat.reasoning:HARMONY",
+    },
     "reasoning parser",
     ReasoningTags,
     ConfigError,

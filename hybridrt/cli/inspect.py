@@ -190,6 +190,7 @@ def _mixer(layer: "LayerSpec", layer_id: int, target: "RunTarget", shapes: "dict
     if layer.attention:
         attention = target.model_config.attention_of(layer_id)
         window = f", window {attention.sliding_window}" if attention.sliding_window else ""
+        window += ", sinks" * attention.sinks
         heads = f"{attention.num_heads} heads, {attention.num_kv_heads} KV heads, head_dim {attention.head_dim}"
         if latent := attention.latent:
             heads = f"{attention.num_heads} heads, {latent.rank} + {latent.rope_dim} numbers a token"

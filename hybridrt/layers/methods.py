@@ -91,10 +91,12 @@ class ExpertsMethod(Method, ABC):
     @abstractmethod
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        limit: float | None = None,
+        limit: float | None = None, alpha: float | None = None,
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """[T, in] to this rank's part of [T, in]. weights, ids [T, k] as in `fused_experts`, the
-        others as in ExpertStack."""
+        others as in ExpertStack; biases of up and down. Without that of down another rank adds
+        it."""
 
 
 class LinearMethod(Method, ABC):
@@ -160,9 +162,11 @@ class DenseExperts(ExpertsMethod):
 
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        limit: float | None = None,
+        limit: float | None = None, alpha: float | None = None,
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        return fused_experts(x, ExpertStack(self.up, self.down, activation, limit), weights, ids)
+        stack = ExpertStack(self.up, self.down, activation, limit, alpha, *(biases or ()))
+        return fused_experts(x, stack, weights, ids)
 
 
 class DenseMethod(LinearMethod):

@@ -76,3 +76,8 @@ def _scaled_frequencies(config: ModelConfig, attention: AttentionConfig, rope: A
         return inv_freq, float(scaling)
     except Exception as e:  # the formulas raise anything on bad numbers
         raise ConfigError(f"rope_parameters {shown(rope)} do not serve rope_type {rope_type!r}: {e!r}") from e
+
+
+def unturned_table(max_len: int, device: torch.device) -> torch.Tensor:
+    """[max_len, 2] float32: a table that rotates nothing, for heads with norms and no positions."""
+    return torch.tensor([1.0, 0.0], device=device).repeat(max_len, 1)

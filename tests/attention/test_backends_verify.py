@@ -14,6 +14,7 @@ from tests.support.levels import drawn, sweep
 MODELS = (
     "falcon-norm_after_gate", "nemotron-one_group_biases", "qwen-unequal_head_dims", "jamba-dense",
     "swa_ssm-plain", "granite-groups_biases", "olmo-plain", "ling-softplus_biases",
+    "lara-plain",
 )  # fmt: skip
 VERIFYING = [(name, mode) for name in MODELS for mode in ("intermediate", "replay")[: 1 + has_replay(name)]]
 

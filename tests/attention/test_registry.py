@@ -83,6 +83,22 @@ def test_libraries_without_latent_attention_say_so(name: str) -> None:
     assert reason is not None and 'no kernels for latent attention (variant "mla"); use "triton" or "torch"' in reason
 
 
+def test_sinks_are_refused_by_libraries_and_automatic_prefill_takes_our_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(paged, "objection", lambda provider, device: None)
+    monkeypatch.setattr(registry, "is_installed", lambda provider: True)
+    cuda, sinks = torch.device("cuda"), replace(SPEC, sinks=True)
+    for name, served in (("fa3", False), ("flashinfer", False), ("triton", True), ("torch", True)):
+        reason = registry.backend_class(name).objection(cuda, [SPEC, sinks])
+        assert reason is None if served else 'no kernels for attention sinks; use "triton" or "torch"' in (reason or "")
+        assert registry.backend_class(name).objection(cuda, [SPEC]) is None
+    assert "attention sinks" in (OutsideAttnBackend.objection(cuda, [sinks]) or "")
+    assert registry.resolve_prefill_name(EngineConfig("x"), cuda, [sinks]) == "triton"
+    assert "prefill attention does not use fa3: Fa3AttnBackend has no kernels for attention sinks" in caplog.text
+
+
 def test_a_library_that_is_not_there_is_named_before_what_it_takes_and_not_without_attention() -> None:
     other = replace(SPEC, dtype=torch.float32, head_dim=80, v_head_dim=80)
     assert "runs on cuda only" in (Fa3AttnBackend.objection(torch.device("cpu"), [other]) or "")

@@ -2,6 +2,7 @@
 """Tool calls that were lost or changed: the format of each family, values with tags in them, Python literals, broken
 elements, calls in reasoning that never ends, and the tags that models vary. Each is cut at every place."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,13 @@ FAMILY_FORMATS: list[tuple[str, str | None, str, str]] = [
         "minimax_text",
         '<function_call>```typescript\nfunctions.note({"text": "buy oats & <rye>", "count": 3})\n```',
     ),
+    (
+        "GptOssForCausalLM",
+        '{{- "<|start|>assistant to=" }}{{- "functions." + name + "<|channel|>commentary " }}{{- "<|call|>" }}',
+        "harmony",
+        f"<|channel|>commentary to=functions.note <|constrain|>json<|message|>{json.dumps(ARGUMENTS)}<|call|>",
+    ),
+    ("LaraMiniForCausalLM", None, "", ""),
     ("BambaForCausalLM", None, "", ""),
     ("Zamba2ForCausalLM", None, "", ""),
     ("MambaForCausalLM", None, "", ""),

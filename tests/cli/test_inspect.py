@@ -38,6 +38,7 @@ from tests.support.checkpoints import (
 from tests.support.ling25 import ling25
 from tests.support.newer_checkpoints import bamba, granite, kimi, lfm3, ling, minimax, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
+from tests.support.windowed_checkpoints import gpt_oss, lara
 
 FAMILIES: dict[str, tuple[Make, str]] = {
     "falcon": (falcon(num_hidden_layers=3), "HHH"),
@@ -110,6 +111,22 @@ def test_sizes_of_a_layer_have_names() -> None:
     layer, *_ = json.loads(run("inspect", "--json").stdout)["layers"]
     heads = "attention (4 heads, 2 KV heads, head_dim 64)"
     assert layer["mixer"] == f"{heads} + mamba2 (heads 8, head_dim 64, state_dim 64)"
+
+
+@pytest.mark.parametrize(("make", "window", "full", "sinks"), [
+    (gpt_oss(), "0, 2", "1, 3", ", sinks"), (lara(), "1, 4", "3", ""),
+])  # fmt: skip
+def test_windows_and_full_attention_have_rows_of_their_own(
+    make: Make, window: str, full: str, sinks: str, tmp_path: Path
+) -> None:
+    path = write_tiny(tmp_path, make, tokenizer=False)
+    lines = [line for line in run("inspect", str(path), "--device", "cpu").stdout.splitlines() if line[:2] == "* "]
+    assert [line[2:].split("attention")[0].rsplit(None, 1)[0].strip() for line in lines] == [window, full]
+    mixers = [
+        layer["mixer"] for layer in json.loads(run("inspect", str(path), "--device", "cpu", "--json").stdout)["layers"]
+    ]
+    for text, layers in ((f", window 9{sinks})", window), (f"8{sinks})", full)):
+        assert all(mixers[int(i)].endswith(text) for i in layers.split(", ")), mixers
 
 
 def test_latent_attention_shows_its_cache(tmp_path: Path) -> None:

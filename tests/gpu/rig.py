@@ -34,7 +34,10 @@ FAMILIES = ("falcon-norm_after_gate", "nemotron-experts", "qwen-plain")
 STATE_MODES = ("classic", "replay")
 # Falcon-Mamba has no attention layer, swa_ssm sliding windows, and none of the three a state ring.
 MAMBA1 = ("falcon_mamba-plain", "jamba-plain", "swa_ssm-plain")
-NEWER = ("qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain", "minimax-plain", "mamba2-plain")
+NEWER = (
+    "qwen35-seeing_experts", "granite-plain", "bamba-plain", "olmo-plain", "minimax-plain", "mamba2-plain",
+    "lara-plain",
+)  # fmt: skip
 SHORT_CONV = ("lfm2-biases_tied", "lfm2_moe-plain", "lfm3-plain")
 LATENT = ("kimi-plain", "ling-plain", "ling25-plain")  # no state ring, or one that does not pay
 DECODING = [

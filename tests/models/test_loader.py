@@ -104,7 +104,7 @@ def test_each_missing_key_is_named(name: str, checkpoints: CheckpointStore, tmp_
         parts = model.parts_of(key)
         with pytest.raises(CheckpointError, match=f"{len(parts)} missing") as error:
             load(tmp_path)
-        assert all(part in str(error.value) for part, _ in parts)
+        assert all(part in str(error.value) for part in sorted(part for part, _ in parts)[:8])
 
 
 def test_a_key_that_nothing_consumes_is_named(copy_of: Callable[[str], Path]) -> None:

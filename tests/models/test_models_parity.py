@@ -26,7 +26,7 @@ BASES = (
     "falcon-norm_after_gate", "nemotron-experts", "qwen-plain", "falcon_mamba-plain", "jamba-plain", "lfm2-plain",
     "lfm2_moe-plain", "mamba-plain", "mamba2-plain", "swa_ssm-plain", "qwen35-experts", "granite-plain", "olmo-plain",
     "zamba2-two_blocks_adapters_rope", "ling-plain", "minimax-plain",
-    "ling25-plain", "lfm3-plain",
+    "ling25-plain", "lfm3-plain", "gpt_oss-plain", "lara-plain",
 )  # fmt: skip
 # Rounding does not change which experts run where there are none.
 DENSE = (

@@ -41,6 +41,7 @@ ROWS, SPARE = 9, 11  # request rows; the first state slot that belongs to none
 MODELS = (
     "falcon-norm_after_gate", "nemotron-experts", "qwen-plain", "jamba-plain", "lfm2_moe-plain", "kimi-plain",
     "swa_ssm-plain", "minimax-plain", "olmo-plain", "ling-plain", "zamba2-plain", "ling25-plain", "lfm3-plain",
+    "lara-plain",
 )  # fmt: skip
 CASES = [(name, ("classic", "replay")[saves and has_replay(name)], saves) for saves in (True, False) for name in MODELS]
 

@@ -253,6 +253,7 @@ MINIMAX: dict[str, Make] = {
         num_experts_per_tok=3, intermediate_size=20, layer_types=None, num_hidden_layers=2,
     ),
     "lightning_alone": minimax(layer_types=["linear_attention"] * 2, num_hidden_layers=2, num_local_experts=2),
+    "windows": minimax(sliding_window=9),
     "attention_alone": minimax(layer_types=["full_attention"] * 2, num_hidden_layers=2, num_experts_per_tok=1),
 }  # fmt: skip
 LFM3: dict[str, Make] = {

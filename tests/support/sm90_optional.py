@@ -124,8 +124,11 @@ def others() -> Iterator[tuple[str, Args, Args]]:
     """(operation, arguments, optional arguments) of everything else."""
     window, vocabulary, keys = {"sliding_window": 5}, 40000, meta(B, dtype=torch.int64)
     yield "attention_decode", paged(B, T), window | {"tree_mask": flags(B, T, T)}
+    sinks = {"sinks": f32(H)}
+    yield "attention_decode", paged(B, T), sinks
     lens = {"query_start_loc": STARTS, "query_lens": [20, 10, 10], "seq_lens_host": [20, 30, 40]}
     yield "attention_extend", paged(TOKENS) | lens, window
+    yield "attention_extend", paged(TOKENS) | lens, sinks
     long = {"query_lens": [8192] * B, "seq_lens_host": [9000] * B}  # keys and values are copied together first
     yield "attention_extend", paged(8192 * B) | lens | long, window
     vectors = meta(20, 16, 1, P + 16)
@@ -169,6 +172,8 @@ def others() -> Iterator[tuple[str, Args, Args]]:
         gated = {"w_up": meta(8, 64, 64), "w_down": meta(8, 64, 32), "activation": "silu"}
         yield "fused_experts", picks | gated, {"w_up": meta(8, 32, 64), "activation": "relu2"}
         yield "fused_experts", picks | gated | {"limit": 4.0}, {}
+        biased = {"limit": 4.0, "alpha": 1.7, "b_up": meta(8, 64), "b_down": meta(8, 64)}
+        yield "fused_experts", picks | gated, biased
     filters = {"top_k": ROWS, "top_p": f32(B), "min_p": f32(B), "bitmask": int32(B, vocabulary // 32 + 1)}
     counted = Penalties(f32(B), f32(B), f32(B), int32(B, vocabulary), flags(B, vocabulary))
     logits = {"logits": meta(B, vocabulary), "temperature": f32(B)}

@@ -17,6 +17,7 @@ from tests.support.ling25 import ling25
 from tests.support.newer_checkpoints import bamba, granite, kimi, lfm3, ling, minimax, olmo, qwen35_moe, zamba2
 from tests.support.tiny import write_tiny
 from tests.support.transfer_pair import Decoder, Prefiller, alone, build, greedy, run
+from tests.support.windowed_checkpoints import gpt_oss, lara
 
 MODELS: dict[str, Make] = {
     "falcon": falcon(), "nemotron": nemotron("M*-ME"), "qwen": qwen(), "attention": nemotron("*-*-"),
@@ -26,6 +27,7 @@ MODELS: dict[str, Make] = {
     "qwen35": qwen35_moe(), "granite": granite(), "olmo": olmo(), "bamba": bamba(),
     "zamba2": zamba2(), "minimax": minimax(), "kimi": kimi(), "ling": ling(num_hidden_layers=2),
     "ling25": ling25(num_hidden_layers=2), "one tap": falcon(mamba_d_conv=1, num_hidden_layers=1),
+    "gpt_oss": gpt_oss(num_hidden_layers=2), "lara": lara(),
 }  # fmt: skip
 RNG = random.Random(3)
 PROMPTS = [[RNG.randrange(3, 131) for _ in range(n)] for n in (1, 2, 5, 17, 40, 70)]

@@ -25,6 +25,7 @@ from hybridrt.kernels.core.launch import (
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import AttentionRows, PagedKV
 
+LOG2_E = tl.constexpr(math.log2(math.e))
 BLOCK_N = 64  # context positions per tile; halved for float32
 BLOCK_M = 64  # query rows per tile at most; halved for float32
 PROGRAMS_PER_MULTIPROCESSOR, WIDE_PER_MULTIPROCESSOR = 4, 6  # heads up to 128, and wider ones
@@ -64,7 +65,7 @@ def _tree_depth(tree, node, node_mask, tree_st, T: tl.constexpr, BLOCK_T: tl.con
 @triton.jit
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, seq_lens_ptr, tree_ptr, drafts_ptr, out_ptr, partial_ptr, lse_ptr,
-    arrivals_ptr, q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, out_st, scale_log2,
+    arrivals_ptr, sinks_ptr, q_sb, q_st, q_sh, table_sr, tree_sb, tree_st, out_st, scale_log2,
     T: tl.constexpr, HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEW: tl.constexpr, LEAST: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -107,6 +108,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        # Parts are joined by their sums of exponentials. The first one has the sink.
+        row_max = tl.where(split == 0, tl.load(sinks_ptr + head, mask=live, other=0.0) * LOG2_E, row_max)
+        row_sum += tl.where(split == 0, 1.0, 0.0)
     for block in range(first, end):
         pos = origin + block * BLOCK_N + tl.arange(0, BLOCK_N)
         in_context = pos < keys
@@ -265,9 +270,9 @@ def attention_decode_triton(q: Tensor, kv: PagedKV, batch: AttentionRows, out: T
         arrivals = arrival_counters(req_to_token, num_rows * head_blocks) if joined else None
     _decode_kernel[(num_rows, head_blocks, splits)](
         q, kv.k_cache, kv.v_cache, req_to_token, batch.rows, batch.seq_lens, tree_mask, batch.num_drafts, out, partial,
-        lse, arrivals, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
+        lse, arrivals, kv.sinks, q.stride(0), q.stride(1), q.stride(2), req_to_token.stride(0),
         0 if tree_mask is None else tree_mask.stride(0), 0 if tree_mask is None else tree_mask.stride(1),
-        token_stride, kv.scale * math.log2(math.e),
+        token_stride, kv.scale * LOG2_E.value,
         T=tokens, HKV=kv_heads, GROUPS=query_heads // kv_heads, D=head_dim, ROPE=rope, WINDOW=window,
         BLOCK_R=rope_block(rope), BLOCK_T=triton.next_power_of_2(tokens), PRECISION=dot_precision(q.dtype), **tile,
         **pdl(q.device),

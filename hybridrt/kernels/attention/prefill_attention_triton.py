@@ -23,6 +23,7 @@ from hybridrt.base.device import multiprocessors, shared_memory
 from hybridrt.kernels.core.launch import LARGE_SHARED_MEMORY, dot_precision
 from hybridrt.kernels.core.records import AttentionPrompts, PagedKV
 
+LOG2_E = tl.constexpr(math.log2(math.e))
 BLOCK_M, BLOCK_N = 128, 64  # query rows and context positions per tile; halved for float32
 GATHER_FROM = 8192  # mean query rows per key/value head and request from which gathering pays
 MAX_GATHERED = 1 << 30  # bytes of gathered keys; longer contexts are read from their pages
@@ -111,8 +112,8 @@ def _softmax_step(scores, row_max, row_sum, scale_log2):  # type: ignore[no-unty
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr"])
 def _extend_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, keys, values, ropes, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, out_ptr, q_st, q_sh, table_sr, total,
-    scale_log2,
+    q_ptr, keys, values, ropes, table_ptr, rows_ptr, starts_ptr, seq_lens_ptr, sinks_ptr, out_ptr, q_st, q_sh,
+    table_sr, total, scale_log2,
     HKV: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROPE: tl.constexpr,
     WINDOW: tl.constexpr, PAGED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, OUT_ST: tl.constexpr,
@@ -146,6 +147,9 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     # Finite: a query that has seen nothing gets weights exp2(-inf - row_max) = 0, not NaN.
     row_max = tl.full([BLOCK_M], -1e30, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        row_max = tl.load(sinks_ptr + head, mask=live, other=0.0) * LOG2_E
+        row_sum += 1.0
     # disable_licm: hoisted loop invariants would cost registers.
     for offset in tl.range(begin, furthest + 1, BLOCK_N, disable_licm=True):
         pos = offset + tl.arange(0, BLOCK_N)
@@ -241,8 +245,8 @@ def run_extend(
     groups = q.shape[1] // kv_heads
     blocks = triton.cdiv(max(batch.query_lens) * groups, tile["BLOCK_M"])
     _extend_kernel[(kv_heads, blocks, len(batch.query_lens))](
-        q, *sources[:3], kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, out, q.stride(0),
-        q.stride(1), kv.req_to_token.stride(0), sources.total, kv.scale * math.log2(math.e),
+        q, *sources[:3], kv.req_to_token, batch.rows, batch.query_start_loc, batch.seq_lens, kv.sinks, out,
+        q.stride(0), q.stride(1), kv.req_to_token.stride(0), sources.total, kv.scale * LOG2_E.value,
         HKV=kv_heads, GROUPS=groups, D=dim, DV=value_dim, ROPE=rope, WINDOW=kv.sliding_window or 0,
         PAGED=not sources.total, BLOCK_D=width_of(dim), BLOCK_V=width_of(value_dim), BLOCK_R=width_of(rope),
         PRECISION=dot_precision(q.dtype), OUT_ST=out.stride(0), **tile,

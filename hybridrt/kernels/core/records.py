@@ -283,6 +283,8 @@ class PagedKV(NamedTuple):
         req_to_token: [R+1, max_context] int32 table of token slots.
         scale: factor of the scores.
         sliding_window: position p sees keys at positions > p - window; None for all earlier keys.
+        sinks: [Hq] float32 scores of a key that every token sees and whose value is zero (Xiao et al.
+            2024; gpt-oss); None for none.
     """
 
     k_cache: Tensor
@@ -290,6 +292,7 @@ class PagedKV(NamedTuple):
     req_to_token: Tensor
     scale: float
     sliding_window: int | None = None
+    sinks: Tensor | None = None
 
 
 class LatentWeights(NamedTuple):

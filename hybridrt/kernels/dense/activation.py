@@ -22,6 +22,14 @@ def clamped_silu_and_mul(x: Tensor, limit: float) -> Tensor:
     return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
 
 
+def biased_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:
+    """g * sigmoid(alpha * g) * (u + 1) of g = min(gate, limit) and u = clamp(up, -limit, limit)
+    (gpt-oss), otherwise `silu_and_mul`. Only experts compute it, in their kernel."""
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
+
+
 @operation(By("triton"))
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 (So et al. 2021), any shape and float dtype."""

@@ -21,8 +21,11 @@ COMPARED_PAIRS = 12288
 
 
 @triton.jit
-def _activate(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    if GATED:
+def _activate(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):  # type: ignore[no-untyped-def]
+    if ALPHA is not None:
+        hidden, up = tl.minimum(hidden, LIMIT), tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
+        hidden = hidden * tl.sigmoid(hidden * ALPHA) * (up + 1.0)
+    elif GATED:
         hidden = hidden * tl.sigmoid(hidden)
         if LIMIT is not None:
             hidden, up = tl.minimum(hidden, LIMIT), tl.maximum(tl.minimum(up, LIMIT), -LIMIT)
@@ -35,8 +38,9 @@ def _activate(hidden, up, GATED: tl.constexpr, LIMIT: tl.constexpr):  # type: ig
 
 @triton.jit
 def _gathered_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, ids_ptr, hidden_ptr, x_sr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr, INNER: tl.constexpr,
-    GATED: tl.constexpr, LIMIT: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, ids_ptr, hidden_ptr, x_sr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
+    INNER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [inner blocks, pairs]. A thread owns 8 neighbouring columns of each row, one 16-byte
     load."""
@@ -66,7 +70,13 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
             tile = tl.load(w_rows + following, mask=mask, other=0.0)
             if GATED:
                 up_tile = tl.load(w_rows + following + INNER * w_sr, mask=mask, other=0.0)
-    out = _activate(tl.sum(hidden, 1), tl.sum(up, 1), GATED, LIMIT)
+    total, total_up = tl.sum(hidden, 1), tl.sum(up, 1)
+    if bias_ptr is not None:
+        bias = bias_ptr + expert * (INNER * (2 if GATED else 1)) + i
+        total += tl.load(bias, mask=i < INNER, other=0.0).to(tl.float32)
+        if GATED:
+            total_up += tl.load(bias + INNER, mask=i < INNER, other=0.0).to(tl.float32)
+    out = _activate(total, total_up, GATED, LIMIT, ALPHA)
     tl.store(hidden_ptr + pair.to(tl.int64) * INNER + i, out.to(hidden_ptr.dtype.element_ty), mask=i < INNER)
 
 
@@ -77,7 +87,7 @@ def _sum_by_8(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gathered_down_kernel(  # type: ignore[no-untyped-def]
-    hidden_ptr, w_ptr, weights_ptr, ids_ptr, out_ptr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
+    hidden_ptr, w_ptr, bias_ptr, weights_ptr, ids_ptr, out_ptr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
     INNER: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [tokens, output blocks]: BLOCK_P experts and BLOCK_I inner columns at a time. A tile has
@@ -107,6 +117,11 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
             tile = _down_tile(w_rows, ids_row, w_se, k, column, TOP_K, INNER)
     out = tl.sum(tl.reshape(tl.sum(total, 1), [BLOCK_P, BLOCK_D]), 0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    if bias_ptr is not None:
+        for k in tl.static_range(TOP_K):
+            expert = tl.load(ids_row + k).to(tl.int64)
+            bias = tl.load(bias_ptr + tl.maximum(expert, 0) * D + d, mask=d < D, other=0.0).to(tl.float32)
+            out += tl.where(expert >= 0, bias * tl.load(weights_row + k), 0.0)
     tl.store(out_ptr + t * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
@@ -120,12 +135,12 @@ def _down_tile(w_rows, ids_row, w_se, k, column, TOP_K: tl.constexpr, INNER: tl.
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_kernel(  # type: ignore[no-untyped-def]
-    a_ptr, w_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, w_se, w_sr, num_pairs, num_experts,
+    a_ptr, w_ptr, bias_ptr, pairs_ptr, block_expert_ptr, out_ptr, a_sr, w_se, w_sr, num_pairs, num_experts,
     PAIRS_PER_ROW: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr, ACTIVATE: tl.constexpr, GATED: tl.constexpr,
-    LIMIT: tl.constexpr, PRECISION: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = act(a[pair // PAIRS_PER_ROW] w[expert]^T) for a block of one expert's pairs and
+    """out[pair] = act(a[pair // PAIRS_PER_ROW] w[expert]^T + bias[expert]) for a block of one expert's pairs and
     BLOCK_N columns."""
     begin(PDL)
     block = tl.program_id(1)
@@ -146,8 +161,13 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
         if GATED:
             w = tl.load(w_rows + OUT * w_sr + k[:, None], mask=mask, other=0.0)
             up = tl.dot(a, w, up, input_precision=PRECISION)
+    if bias_ptr is not None:
+        bias = bias_ptr + expert * (OUT * (2 if GATED else 1)) + n
+        total += tl.load(bias, mask=n < OUT, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias + OUT, mask=n < OUT, other=0.0).to(tl.float32)[None, :]
     if ACTIVATE:
-        total = _activate(total, up, GATED, LIMIT)
+        total = _activate(total, up, GATED, LIMIT, ALPHA)
     mask = live[:, None] & (n < OUT)[None, :]
     tl.store(out_ptr + pair[:, None] * OUT + n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -234,12 +254,13 @@ def _gathered(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hid
     (tokens, width), (pairs, inner), top_k = x.shape, hidden.shape, ids.shape[1]
     up, down = gathered_tiles(width, inner, top_k, gated)
     _gathered_up_kernel[(triton.cdiv(inner, up["BLOCK_I"]), pairs)](
-        x, w_up, ids, hidden, x.stride(0), w_up.stride(0), w_up.stride(1),
-        TOP_K=top_k, D=width, INNER=inner, GATED=gated, LIMIT=experts.limit, **up, **pdl(x.device),
+        x, w_up, experts.b_up, ids, hidden, x.stride(0), w_up.stride(0), w_up.stride(1),
+        TOP_K=top_k, D=width, INNER=inner, GATED=gated, LIMIT=experts.limit, ALPHA=experts.alpha, **up,
+        **pdl(x.device),
     )  # fmt: skip
     _gathered_down_kernel[(tokens, triton.cdiv(width, down["BLOCK_D"]))](
-        hidden, w_down, weights, ids, out, w_down.stride(0), w_down.stride(1), TOP_K=top_k, D=width, INNER=inner,
-        **down, **pdl(x.device),
+        hidden, w_down, experts.b_down, weights, ids, out, w_down.stride(0), w_down.stride(1), TOP_K=top_k, D=width,
+        INNER=inner, **down, **pdl(x.device),
     )  # fmt: skip
 
 
@@ -301,19 +322,22 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks
 def _grouped(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor, hidden: Tensor, out: Tensor) -> None:
     blocks, (tokens, width), top_k = _lay_out(ids, experts.w_up.shape[0]), x.shape, ids.shape[1]
     y = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
-    gated, limit = experts.activation == "silu", experts.limit
-    _launch_grouped(x, experts.w_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, ACTIVATE=True, GATED=gated, LIMIT=limit)
-    _launch_grouped(hidden, experts.w_down, blocks, y, ids, PAIRS_PER_ROW=1, ACTIVATE=False, GATED=False, LIMIT=None)
+    act = {"ACTIVATE": True, "GATED": experts.activation == "silu", "LIMIT": experts.limit, "ALPHA": experts.alpha}
+    none = {"ACTIVATE": False, "GATED": False, "LIMIT": None, "ALPHA": None}
+    _launch_grouped(x, experts.w_up, experts.b_up, blocks, hidden, ids, PAIRS_PER_ROW=top_k, **act)
+    _launch_grouped(hidden, experts.w_down, experts.b_down, blocks, y, ids, PAIRS_PER_ROW=1, **none)
     block_d = min(512, triton.next_power_of_2(width))
     _weighted_sum_kernel[(tokens * triton.cdiv(width, block_d),)](
         y, weights, ids, out, TOP_K=top_k, D=width, BLOCK_D=block_d, num_warps=2, **pdl(x.device)
     )
 
 
-def _launch_grouped(a: Tensor, w: Tensor, blocks: _Blocks, out: Tensor, ids: Tensor, **meta: Any) -> None:
+def _launch_grouped(
+    a: Tensor, w: Tensor, bias: Tensor | None, blocks: _Blocks, out: Tensor, ids: Tensor, **meta: Any
+) -> None:
     block_n, block_k = (64, 128) if blocks.size == 16 else (128, 64)
     _grouped_kernel[(triton.cdiv(out.shape[1], block_n), blocks.experts.shape[0])](
-        a, w, blocks.pairs, blocks.experts, out, a.stride(0), w.stride(0), w.stride(1), ids.numel(), w.shape[0],
+        a, w, bias, blocks.pairs, blocks.experts, out, a.stride(0), w.stride(0), w.stride(1), ids.numel(), w.shape[0],
         INNER=a.shape[1], OUT=out.shape[1], PRECISION=dot_precision(a.dtype),
         BLOCK_M=blocks.size, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4 if blocks.size == 16 else 8, num_stages=3,
         **meta, **pdl(a.device),
