@@ -119,6 +119,24 @@ def test_blocks_of_one_shape_are_not_broadcast() -> None:
         semantic.broadcast_impl_value(block(numpy.ones(2), tl.float64), block(numpy.ones(4), tl.float64))
 
 
+@pytest.mark.parametrize("dtype", [tl.int8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32])
+def test_operands(dtype: tl.dtype) -> None:
+    """As Triton's own makes them, the first time and again: numbers of every sign and kind next to types that hold them
+    or do not, types of which a quotient has another one, and shapes that differ."""
+    semantic = interpreter.interpreter_semantic
+    check: Any = type(semantic).binary_op_type_checking_impl.__wrapped__
+    again = ours.as_operands(check)
+    data = numpy.ones((2, 4), interpreter._get_np_dtype(dtype))
+    whole, column, single = block(data, dtype), block(data[:, :1], dtype), block(data[0, 0], dtype)
+    others = [whole, column, single, 3, 3.0, 0.0, -0.0, 7, 1.5]
+    for other, quotient, _ in itertools.product(others, (False, True), range(2)):
+        for pair in ((whole, other), (other, whole)):
+            found, wanted = (f(semantic, *pair, div_or_mod=quotient) for f in (again, check))
+            for got, want in zip(found, wanted, strict=True):
+                assert got.type == want.type
+                assert got.handle.data.tobytes() == want.handle.data.tobytes()
+
+
 def test_values_of_constants() -> None:
     tensor = block(numpy.float32(2), tl.float32)
     values = [tl.constexpr(3), 3, 2.5, None, [tl.constexpr(1), 2], (tl.constexpr(4),)]
