@@ -55,7 +55,7 @@ def requests(*lengths: int, steps: int = STEPS) -> list[tuple[list[int], int]]:
     return [(prompt, steps) for prompt in prompts(*lengths)]
 
 
-@pytest.mark.parametrize("name", sweep(CASES, 2))
+@pytest.mark.parametrize("name", sweep(CASES, 3))
 def test_ragged_batch(name: str, checkpoints: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole prompts of several lengths in one step, whose products end with the residual, then decode steps, whose
     products do not."""

@@ -74,6 +74,7 @@ def test_an_interrupt_leaves_the_ranks_in_step(started: list[Ranks], checkpoints
     assert statuses(started[0]) == [0]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_ends_the_others(started: list[Ranks], checkpoints: CheckpointStore) -> None:
     llm = make(checkpoints["falcon-split"].path, size=4)
     stream = llm.stream(PROMPTS[0], greedy(100))
