@@ -30,8 +30,9 @@ class Fa3AttnBackend(PagedAttnBackend):
         if not any(step.extend.query_lens):
             return torch.zeros_like(q)
         kv, heads = self.layer_kv(layer), q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
-        if step.plan is None:  # in the first layer, when the page table is complete
-            step.plan = self._library.plan_extend(kv, step.extend)
+        group = self.kv_pool.group_of(layer.layer_id)
+        if group not in step.plans:  # in the group's first layer, when the page table is complete
+            step.plans[group] = self._library.plan_extend(kv, step.extend)
         result = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-        self._library.run_extend(step.plan, heads, kv, result.view(heads.shape))
+        self._library.run_extend(step.plans[group], heads, kv, result.view(heads.shape))
         return result

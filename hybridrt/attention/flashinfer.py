@@ -89,7 +89,7 @@ class FlashinferAttnBackend(PagedKVBackend):
             self._plan(segment, layout)
             segment.current[layout] = layer.layer_id
         if segment.current[layout] == layer.layer_id:
-            attention.fill_pages(self.req_to_token_pool.req_to_token, segment.rows, layout.page_size)
+            attention.fill_pages(self.layer_table(layer), segment.rows, layout.page_size)
         out = attention.run(q.view(-1, spec.num_heads, spec.head_dim), k_cache, v_cache)
         return out.view(q.shape[0], -1)
 

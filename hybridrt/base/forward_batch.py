@@ -112,7 +112,7 @@ class ForwardBatch:
         seq_lens: [B] int32 tokens of each request after this step.
         query_start_loc: [B + 1] int32 offsets of the rows' tokens.
         out_cache_loc: [N] int32 token slots of the new tokens; those of page 0 are padding and not
-            written.
+            written. [G, N] for a model with G > 1 page groups.
         num_real: rows that are not padding; they come first. In a graph with extend rows it counts
             decode rows only; there an extend row is padding if its request row is 0.
         num_decode_rows: rows of the decode segment, padding included.

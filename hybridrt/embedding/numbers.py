@@ -22,7 +22,8 @@ Integers = TypeVar("Integers", int, np.ndarray, torch.Tensor)
 
 @dataclass(frozen=True)
 class Scratch:
-    """The host engine's scratch row, state slot and page, which no request may have. -1: the last."""
+    """The host engine's scratch row, state slot and page (of each page group), which no request may
+    have. -1: the last."""
 
     row: int = -1
     state_slot: int = -1
@@ -86,18 +87,24 @@ class Places:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A host engine's numbers of all tables. `tokens` are KV places: page * page_size + offset."""
+    """A host engine's numbers of all tables.
+
+    Attributes:
+        pages: of each page group; one without attention layers.
+        tokens: KV places of each page group: page * page_size + offset.
+    """
 
     rows: Places
     state_slots: Places
-    pages: Places
-    tokens: Places
+    pages: tuple[Places, ...]
+    tokens: tuple[Places, ...]
 
     @classmethod
     def from_plan(cls, plan: MemoryPlan, scratch: Scratch) -> "Numbers":
         """PoolError if a scratch entry is outside its table."""
-        pages = _places("page", plan.num_pages, scratch.page)
-        tokens = Places(pages.count * plan.page_size, pages.scratch * plan.page_size)
+        totals = [group.num_pages for group in plan.groups] or [0]
+        pages = tuple(_places("page", total, scratch.page) for total in totals)
+        tokens = tuple(Places(group.count * plan.page_size, group.scratch * plan.page_size) for group in pages)
         rows, state_slots = (
             _places("row", plan.num_rows, scratch.row),
             _places("state slot", plan.num_slots, scratch.state_slot),

@@ -1,5 +1,6 @@
 """Which KV pages each row has, and which row writes each page."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,7 @@ class Places:
 
 
 class PageOwners:
-    """Owners of pages.
+    """Owners of the pages of one page group.
 
     Several rows may read a page. One may write it: the last one that was given it and ran a step. A
     row that used the page before has lost it, and no step may name that row until it is admitted
@@ -37,8 +38,11 @@ class PageOwners:
             checked.
     """
 
-    def __init__(self, rows: int, max_pages: int, demand: PageDemand, num_pages: int, numbers: Numbers) -> None:
+    def __init__(
+        self, rows: int, max_pages: int, demand: PageDemand, num_pages: int, numbers: Numbers, group: int = 0
+    ) -> None:
         self._numbers, self._demand, self._size = numbers, demand, demand.page_size
+        self._pages = numbers.pages[group]
         self.known = max_pages > 0
         self.page_of = np.zeros((rows + 1, max_pages), np.int32)
         self._writer = np.zeros(num_pages + 1, np.int32)  # the row that writes a page; 0: none
@@ -224,7 +228,54 @@ class PageOwners:
         return self._numbers.rows.outside(int(line))
 
     def _page(self, page: int) -> int:
-        return self._numbers.pages.outside(page)
+        return self._pages.outside(page)
+
+
+class GroupOwners:
+    """Owners of the pages of all page groups. `Places` are given by group.
+
+    Args:
+        groups: of each page group; one without attention layers.
+    """
+
+    def __init__(self, groups: Sequence[PageOwners]) -> None:
+        self.groups = tuple(groups)
+
+    @property
+    def known(self) -> bool:
+        return all(group.known for group in self.groups)
+
+    def forget_tables(self) -> None:
+        """Tables were written on a device that is not read."""
+        for group in self.groups:
+            group.known = False
+
+    def forget_rows(self, lines: np.ndarray) -> None:
+        for group in self.groups:
+            group.forget_rows(lines)
+
+    def checked(
+        self, lines: np.ndarray, indices: np.ndarray, pages: np.ndarray, ahead: np.ndarray
+    ) -> tuple[Places, ...]:
+        """`PageOwners.checked` of each group. `pages`: [n, G]."""
+        return tuple(group.checked(lines, indices, own, ahead) for group, own in zip(self.groups, pages.T))
+
+    def map(self, new: Sequence[Places]) -> None:
+        for group, places in zip(self.groups, new):
+            group.map(places)
+
+    def writes(self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[Places, ...]:
+        return tuple(group.writes(lines, starts, ends) for group in self.groups)
+
+    def check_pages(self, lines: np.ndarray, ends: np.ndarray, writes: Sequence[Places]) -> None:
+        for group, places in zip(self.groups, writes):
+            group.check_pages(lines, ends, places)
+
+    def take_pages(
+        self, lines: np.ndarray, starts: np.ndarray, ends: np.ndarray, writes: Sequence[Places], rolls_back: int
+    ) -> None:
+        for group, places in zip(self.groups, writes):
+            group.take_pages(lines, starts, ends, places, rolls_back)
 
 
 def _pairs(lines: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -121,8 +121,8 @@ class Statistics:
         self._done, self._then = done, now
         if idle:
             return None
-        lent = plan.num_pages - counters.free_pages - counters.cached_pages
-        used = 100 * lent / plan.num_pages if plan.num_pages else 0.0
+        lent, pages = counters.total_pages - counters.free_pages - counters.cached_pages, counters.total_pages
+        used = 100 * lent / pages if pages else 0.0
         hits = 100 * counters.cache_hit / counters.cache_asked if counters.cache_asked else 0.0
         return (
             f"{counters.running} running, {max(llm.unfinished - counters.running, 0)} waiting; prompt {prompt:.1f} "

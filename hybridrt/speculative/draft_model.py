@@ -19,15 +19,17 @@ import torch
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup
+from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.mem_cache.prefix_tree.radix_node import in_common
 from hybridrt.runtime.load.build import (
     empty_model,
     graph_bytes,
     load_target,
-    page_bytes,
+    page_demands,
     pool_spec,
     row_bytes,
+    set_bytes,
     weight_bytes,
 )
 from hybridrt.runtime.load.draft_needs import DraftTarget, Everywhere
@@ -44,7 +46,6 @@ from hybridrt.runtime.step.plan import (
     PageWrite,
     StepHandle,
     StepPlan,
-    int32s,
 )
 from hybridrt.runtime.step.sampling_table import SamplingTable
 from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
@@ -109,11 +110,13 @@ class DraftModelDrafter(Drafter):
         self, config: EngineConfig, plan: MemoryPlan, vocab_size: int, ahead: StartAhead | None = None
     ) -> None:
         assert config.speculative is not None
-        self._topk, own_plan = config.speculative.topk, draft_plan(plan, config.speculative.num_draft_tokens)
         own = replace(draft_config(config), max_running_requests=plan.num_rows)
+        groups = len(page_demands(own, load_target(own, TPGroup())[1]))
+        self._topk, own_plan = config.speculative.topk, draft_plan(plan, config.speculative.num_draft_tokens, groups)
         self.runner = ModelRunner(own, plan=own_plan, ahead=ahead)
         attends = bool(self.runner.model_config.full_attention_layer_ids)
-        self._pages = own_plan.num_pages // plan.num_rows if attends else 0  # pages of a row
+        self._pages = own_plan.num_pages // plan.num_rows if attends else 0  # pages of a row, in each page group
+        self._groups = self.runner.pools.req_to_token.num_groups
         if self.runner.model_config.vocab_size != vocab_size:
             raise ConfigError(
                 f"the draft model's vocabulary has {self.runner.model_config.vocab_size} tokens and the target's "
@@ -183,9 +186,9 @@ class DraftModelDrafter(Drafter):
         fresh = [tenant for tenant in tenants if not tenant.admitted]
         for tenant in fresh:
             row, pages, tenant.admitted = tenant.row, self._pages, True
-            own = int32s(range(1 + (row - 1) * pages, 1 + row * pages))
+            own = np.arange(1 + (row - 1) * pages, 1 + row * pages, dtype=np.int32)
             self._pending.admissions.append(self._admission(tenant))
-            self._pending.page_writes.append(PageWrite(row, 0, own))
+            self._pending.page_writes.append(PageWrite(row, 0, np.repeat(own[:, None], self._groups, 1)))
         if any(tenant.held for tenant in fresh):  # their states are restored once their slots have been zeroed
             plan, self._pending = self._pending, StepPlan()
             self.runner.launch(plan)
@@ -246,13 +249,12 @@ class DraftModelDrafter(Drafter):
             pool.restore(rows + self._backup_offset, rows)
 
 
-def draft_plan(plan: MemoryPlan, slack: int) -> MemoryPlan:
-    """The draft model's pools: as many rows, twice the slots, and pages for every row at its
-    longest."""
+def draft_plan(plan: MemoryPlan, slack: int, num_groups: int) -> MemoryPlan:
+    """The draft model's pools: as many rows, twice the slots, and in each page group pages for every
+    row at its longest."""
     pages = -(-(plan.max_model_len + slack) // plan.page_size)
-    return replace(
-        plan, num_slots=2 * plan.num_rows, num_pages=plan.num_rows * pages, max_model_len=plan.max_model_len + slack
-    )
+    groups = tuple(PageGroup(PageDemand(plan.page_size), plan.num_rows * pages, 0) for _ in range(num_groups))
+    return replace(plan, num_slots=2 * plan.num_rows, groups=groups, max_model_len=plan.max_model_len + slack)
 
 
 def draft_config(config: EngineConfig) -> EngineConfig:
@@ -275,7 +277,7 @@ class DraftModelMethod(DraftMethod):
         draft = draft_config(config)
         _, own = load_target(draft, TPGroup())
         longest = max_len + config.num_verify_tokens - 1
-        pages = -(-longest // config.page_size) * page_bytes(draft, own)
+        pages = -(-longest // config.page_size) * set_bytes(draft, own)
         return 2 * pool_spec(draft, own).slot_bytes() + row_bytes(draft, own, longest) + pages
 
     def fixed_bytes(self, config: EngineConfig, target: RunTarget) -> int:

@@ -87,7 +87,7 @@ def test_sinks_are_refused_by_libraries_and_automatic_prefill_takes_our_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(paged, "objection", lambda provider, device: None)
+    monkeypatch.setattr(paged, "provider_objection", lambda provider, device: None)
     monkeypatch.setattr(registry, "is_installed", lambda provider: True)
     cuda, sinks = torch.device("cuda"), replace(SPEC, sinks=True)
     for name, served in (("fa3", False), ("flashinfer", False), ("triton", True), ("torch", True)):

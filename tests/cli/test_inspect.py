@@ -84,13 +84,15 @@ def test_report_is_what_a_runner_allocates(model: tuple[Path, str], options: dic
     assert report.weight_bytes == build.weight_bytes(runner.model)
     assert report.num_parameters == sum(p.numel() for p in runner.model.parameters())
     kv, mamba = runner.pools.kv, runner.pools.req_to_token.mamba_pool
-    assert report.kv_bytes_per_token * (kv.num_pages + 1) * kv.page_size == sum(t.nbytes for t in kv.tensors)
+    assert report.kv_bytes_per_token == sum(layer.kv_bytes_per_token for layer in report.layers)
     assert mamba is not None
     for i, layer in enumerate(report.layers):
+        held, pages = (kv.held(i), kv.num_pages[kv.group_of(i)] + 1) if i in kv.specs else ((), 0)
+        assert layer.kv_bytes_per_token * pages * kv.page_size == sum(t.nbytes for t in held)
         cached = vars(mamba.layer_cache(i)).values() if i in mamba.layer_ids else ()
         assert layer.state_bytes == sum(t[0].nbytes for t in cached if t is not None)
     assert report.plan is not None
-    assert (report.plan.num_rows, report.plan.num_pages) == (runner.memory_plan.num_rows, runner.memory_plan.num_pages)
+    assert (report.plan.num_rows, report.plan.groups) == (runner.memory_plan.num_rows, runner.memory_plan.groups)
 
 
 def test_table_shows_the_stack_and_a_row_for_each_kind(model: tuple[Path, str]) -> None:

@@ -80,7 +80,7 @@ def test_chunks_mixed_batches_and_retraction(name: str, checkpoints: CheckpointS
     session = Session(checkpoint.path, budget_bytes=budget(checkpoint.path, rows=3, pages=pages, **config), **config)
     samples = session.run(requests(*LENGTHS, steps=40), chunk=7, gap=3)
     assert session.num_mixed() > 0
-    if session.runner.model_config.full_attention_layer_ids:
+    if len(session.plan.groups) == 1:  # so few pages of a window group let requests wait instead
         assert sum(sample.retractions for sample in samples) > 0
     for sample in samples:
         check_sample(checkpoint, sample, name)

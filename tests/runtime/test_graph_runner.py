@@ -178,7 +178,7 @@ def test_new_pages_are_entered_by_the_graph(checkpoints: CheckpointStore) -> Non
     graphs = runner_of(hand)
     page = int(hand.pools.req_to_token.req_to_token[5, 16]) // 4
     hand.pools.req_to_token.req_to_token[5, 16:] = 0
-    got = graphs.replay(inputs_of([Row(5, 16, [15])], 1), np.array([page]))
+    got = graphs.replay(inputs_of([Row(5, 16, [15])], 1), np.array([[page]]))
     assert torch.equal(got, padded_step(eager, [Row(5, 16, [15])], 0))
     assert hand.pools.req_to_token.req_to_token[5, 16:20].tolist() == [page * 4 + i for i in range(4)]
 

@@ -88,9 +88,9 @@ def padded_batch(hand: ByHand, plan: StepPlan, bucket: Bucket, saves: bool) -> t
     kind = (
         (StateSaves.AT_CHUNKS if hand.backend.saves_at_chunks else StateSaves.SECOND_PASS) if saves else StateSaves.NONE
     )
-    on_host = pack_plainly(plan, bucket, sizes, kind, hand.backend.seq_len_fill)
+    on_host = pack_plainly(plan, bucket, sizes, kind, hand.backend.seq_len_fill, table.num_groups)
     arrays: StepArrays[Tensor] = map_arrays(torch.from_numpy, on_host)
-    prompts, decoded = arrays.prompts, TokenInputs.allocate(n, torch.device("cpu"))
+    prompts, decoded = arrays.prompts, TokenInputs.allocate(n, torch.device("cpu"), table.num_groups)
     assert on_host.prompts is not None and prompts is not None
     if n:
         fill_decode(decoded, arrays, n, None, last_tokens(), table)

@@ -77,7 +77,8 @@ class Served:
             assert (counters.running, counters.waiting) == (0, 0)
             assert counters.free_rows == self.llm.plan.num_rows
             assert counters.free_slots + counters.cached_slots == self.llm.plan.num_slots
-            assert counters.free_pages + counters.cached_pages == self.llm.plan.num_pages
+            pages = sum(group.num_pages for group in self.llm.plan.groups)
+            assert counters.free_pages + counters.cached_pages == pages
             self.llm.engine._coordinator.check()
 
 

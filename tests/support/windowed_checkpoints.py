@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from tests.support.newer_checkpoints import known
 from tests.support.sizes import LENGTH, TOKENS, VOCAB, Make
 
@@ -20,7 +22,14 @@ def gpt_oss(**changes: Any) -> Make:
         "num_experts_per_tok": 2, "sliding_window": 9, "swiglu_limit": 0.5, "rope_parameters": YARN,
         "max_position_embeddings": LENGTH, **TOKENS,
     }  # fmt: skip
-    return lambda: (known("GptOssConfig")(**(fields | changes)), known("GptOssForCausalLM"))
+
+    def make() -> tuple[Any, Any]:
+        config = known("GptOssConfig")(**(fields | changes))
+        if not hasattr(config, "swiglu_alpha"):
+            pytest.skip("transformers before 5.23 clamps at 7, whatever swiglu_limit says")
+        return config, known("GptOssForCausalLM")
+
+    return make
 
 
 def lara(**changes: Any) -> Make:

@@ -120,7 +120,9 @@ class Engine:
         drafter = make_drafter(runner, split.draft if split else None) if config.speculative else None
         # The KV of a prediction head's token depends on the next token.
         lookahead = int(bool(draft_needs(config).kv_layers(model)))
-        coordinator = CacheCoordinator.of(plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead)
+        coordinator = CacheCoordinator.from_plan(
+            plan, runner.copied, prefix_cache=config.prefix_cache, lookahead=lookahead
+        )
         buckets = runner.prompt_graphs.captured if runner.prompt_graphs else ()
         engine = cls(
             split or runner, coordinator, limits, tokenizer, overlap=overlap, seed=config.seed, drafter=drafter,
@@ -324,6 +326,8 @@ class Engine:
             free_rows=pools.rows.num_free,
             free_slots=pools.slots.num_free,
             free_pages=pools.pages.num_free,
+            total_pages=pools.pages.total,
+            kv_bytes_held=pools.pages.held_bytes,
             cached_slots=pools.slots.num_cached - pools.slots.num_locked,
             cached_pages=pools.pages.num_cached - pools.pages.num_locked,
             step_cost_error=self.target.cost.error if self.target else None,

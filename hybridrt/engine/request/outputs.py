@@ -79,6 +79,8 @@ class EngineCounters(TokenCounters):
 
     Attributes:
         cache_asked .. cache_dropped: hybridrt.mem_cache.prefix_tree.prefix_cache.CacheCounts.
+        free_pages, total_pages: KV pages of all page groups; kv_bytes_held: bytes of those that
+            running requests hold.
         cached_slots, cached_pages: evictable entries of the prefix cache.
         step_cost_error: median relative error of predicted times; None without `target_itl_ms`, or
             before enough steps have run.
@@ -97,6 +99,8 @@ class EngineCounters(TokenCounters):
     free_rows: int = 0
     free_slots: int = 0
     free_pages: int = 0
+    total_pages: int = 0
+    kv_bytes_held: int = 0
     cached_slots: int = 0
     cached_pages: int = 0
     cache_asked: int = 0

@@ -25,21 +25,26 @@ L2_NORM_EPS = 1e-6  # added to the squared norm of a query or key, in references
 
 
 class TokenInputs(NamedTuple):
-    """The model's inputs by token, [T] int32 each; see ForwardBatch."""
+    """The model's inputs by token, [T] int32 each; see ForwardBatch. out_cache_loc is [G, T] with
+    G > 1 page groups."""
 
     input_ids: Tensor
     positions: Tensor
     out_cache_loc: Tensor
 
     @classmethod
-    def allocate(cls, count: int, device: torch.device) -> "TokenInputs":
-        return cls(*torch.zeros(3, count, dtype=torch.int32, device=device))
+    def allocate(cls, count: int, device: torch.device, groups: int = 1) -> "TokenInputs":
+        made = torch.zeros(2 + groups, count, dtype=torch.int32, device=device)
+        return cls(made[0], made[1], made[2] if groups == 1 else made[2:])
 
     def first(self, count: int) -> "TokenInputs":
-        return TokenInputs(*(part[:count] for part in self))
+        return TokenInputs(*(part[..., :count] for part in self))
+
+    def from_token(self, start: int) -> "TokenInputs":
+        return TokenInputs(*(part[..., start:] for part in self))
 
     def then(self, other: "TokenInputs") -> "TokenInputs":
-        return TokenInputs(*(torch.cat(pair) for pair in zip(self, other)))
+        return TokenInputs(*(torch.cat(pair, -1) for pair in zip(self, other)))
 
 
 class DecodeRowInputs(NamedTuple):
@@ -47,8 +52,8 @@ class DecodeRowInputs(NamedTuple):
 
     Attributes:
         rows: [B] request rows; seq_lens: [B] lengths that count the step's tokens.
-        new_pages: [B], the KV page of the row's last draft (of its token if T is 1) if it is new,
-            else -1.
+        new_pages: [B, G], in each page group the KV page of the row's last draft (of its token if T
+            is 1) if it is new, else -1.
         drafts: [B, T - 1] tokens after the last sampled one; num_drafts: [B], how many of them are
             drafts. The rest is padding. Both None if T is 1.
     """

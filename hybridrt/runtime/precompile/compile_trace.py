@@ -24,7 +24,7 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.slots import NO_SLOT, OWN_SLOT
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.recurrent.backends import backend_class, resolve_attention_name, resolve_prefill_name
-from hybridrt.runtime.load.build import Runtime, empty_model, keeps_prefixes, kv_groups, load_target, weight_bytes
+from hybridrt.runtime.load.build import Runtime, empty_model, keeps_prefixes, kv_layers, load_target, weight_bytes
 from hybridrt.runtime.load.fit import plan_ahead
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.precompile.pretend_gpu import pretended
@@ -189,7 +189,7 @@ def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
     """The configuration with our attention in place of a library's: other kernels stay the same."""
     names = {
         "attention_backend": resolve_attention_name(config.attention_backend, target.device),
-        "prefill_attention_backend": resolve_prefill_name(config, target.device, kv_groups(config, target)),
+        "prefill_attention_backend": resolve_prefill_name(config, target.device, kv_layers(config, target)),
     }
     own = {key: name if backend_class(name).provider in (None, "triton") else "triton" for key, name in names.items()}
     return replace(config, **own)  # type: ignore[arg-type]
@@ -259,7 +259,8 @@ class _Plans:
         plan = self.prompts([tokens + _SAVE], params)
         slot = self.plan.num_slots if self.recurrent else OWN_SLOT
         plan.extend = [ExtendRow(1, _SAVE, [0] * tokens, 0, True, read_state_slot=slot)]
-        plan.page_copies = [PageCopy(1, 2)] if self.plan.num_pages > 1 else []
+        one = np.ones(len(self.plan.groups), np.int32)
+        plan.page_copies = [PageCopy(one, 2 * one)] if self.plan.num_pages > 1 else []
         return plan
 
     def decode(self, rows: int, params: SamplingParams, constrained: bool = False) -> None:
@@ -280,4 +281,5 @@ class _Plans:
         return Admission.from_prompt(row, row if self.recurrent else NO_SLOT, [0] * tokens, params, 0, rules)
 
     def _pages(self, tokens: int) -> np.ndarray:
-        return np.arange(1, 1 - -tokens // self.plan.page_size, dtype=np.int32)
+        pages = np.arange(1, 1 - -tokens // self.plan.page_size, dtype=np.int32)
+        return np.repeat(pages[:, None], len(self.plan.groups), 1)

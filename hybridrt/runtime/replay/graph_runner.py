@@ -26,7 +26,7 @@ from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.step.batch import fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_rows
-from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, PageWrite, int32s
+from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, DecodeRow, DecodeRows, PageWrite
 
 POISON = -(2**30)  # out of the range of every index
 
@@ -61,18 +61,18 @@ class StaticBuffers:
     """
 
     def __init__(
-        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, tree: bool, keep_hidden: bool
+        self, model: StepModel, max_bs: int, tokens: int, seq_len_fill: int, tree: bool, keep_hidden: bool, groups: int
     ) -> None:
         device, dtype = model.device, model.dtype
         scratch = DecodeRow(row=0, computed=seq_len_fill - 1, output_index=0)
-        row = pack_rows(DecodeRows.from_rows([scratch]), tokens, tree, int32s([-1]))
+        row = pack_rows(DecodeRows.from_rows([scratch]), tokens, tree, np.full((1, groups), -1, np.int32))
         step = map_arrays(lambda array: array.repeat(max_bs, 0), row)
         arrays = arrays_of(step)
         self.padding, self.starts = np.empty(packed_size(arrays), np.int32), section_starts(arrays)
         pack_arrays(arrays, self.padding)
         self.packed = torch.zeros(len(self.padding), dtype=torch.int32, device=device)
         self.arrays: StepArrays[torch.Tensor] = unpack(step, self.packed)
-        self.inputs = TokenInputs.allocate(max_bs * tokens, device)
+        self.inputs = TokenInputs.allocate(max_bs * tokens, device, groups)
         self.spec_info = spec_info_of(self.arrays.drafts, tokens)
         self.logits = torch.zeros(max_bs * tokens, model.config.vocab_size, dtype=dtype, device=device)
         kept = max_bs * tokens if keep_hidden else 0
@@ -200,7 +200,9 @@ class GraphRunner:
         self.max_bs = min(max_bs, req_to_token_pool.num_rows)
         self.poisoned = device.type != "cuda"
         self.recorder = recorder or make_recorder(device)
-        self.buffers = StaticBuffers(model, self.max_bs, tokens, backend.seq_len_fill, tree, keep_hidden)
+        self.buffers = StaticBuffers(
+            model, self.max_bs, tokens, backend.seq_len_fill, tree, keep_hidden, req_to_token_pool.num_groups
+        )
         self._staging = StagingRing(device)
         self._starts = torch.arange(self.max_bs + 1, dtype=torch.int32, device=device) * tokens
         self._view = backend.init_cuda_graph_state(self.max_bs, self.max_bs * tokens)
@@ -232,8 +234,8 @@ class GraphRunner:
         """One step, in inference mode: one host-to-device copy, the backends' metadata, the graph.
 
         Args:
-            new_pages: [n] int32, KV page of each row's last draft (its one token if T is 1) where
-                it is new, else -1; empty: none is.
+            new_pages: [n, G] int32, KV page of each row's last draft (its one token if T is 1) in
+                each page group where it is new, else -1; empty: none is.
 
         Returns:
             [n * T, vocab] logits, a view that the next replay overwrites.
@@ -300,12 +302,12 @@ def split_page_writes(
     A graph writes one page per row: that of the row's last token.
 
     Returns:
-        ([n] int32 page of each decode row, -1 for none; the writes of other rows), or None if a
+        ([n, G] int32 pages of each decode row, -1 for none; the writes of other rows), or None if a
             decode row needs any other page.
     """
     index_of_row = np.full(plan.num_rows + 1, -1)
     index_of_row[decode.rows] = np.arange(len(decode))
-    pages, others = np.full(len(decode), -1, np.int32), []
+    pages, others = np.full((len(decode), max(len(plan.groups), 1)), -1, np.int32), []
     for write in writes:
         i = index_of_row[write.row]
         if i < 0:

@@ -156,11 +156,12 @@ class PromptGraphs:
 
     def _allocate(self, bucket: Bucket) -> PromptGraph:
         (rows, tokens), device = bucket, self.model.device
-        host = PaddedStep(bucket, self.backend.chunk_sizes, self.saves, self.backend.seq_len_fill)
+        host = PaddedStep(bucket, self.backend.chunk_sizes, self.saves, self.backend.seq_len_fill, self.pool.num_groups)
         packed = torch.zeros(len(host.flat), dtype=torch.int32, device=device)
         arrays: StepArrays[torch.Tensor] = unpack(host.arrays, packed)
         assert arrays.prompts is not None
-        inputs, starts = TokenInputs.allocate(rows + tokens, device), arrays.prompts.query_start_loc
+        inputs = TokenInputs.allocate(rows + tokens, device, self.pool.num_groups)
+        starts = arrays.prompts.query_start_loc
         batch = make_batch(self.backend, arrays.rows, arrays.seq_lens, starts, inputs, rows, None, 0)
         return PromptGraph(bucket, host, packed, arrays, inputs, batch, self._logits[: rows + bucket.prompts])
 
@@ -190,7 +191,7 @@ class PromptGraphs:
         arrays, batch, decoded = graph.arrays, graph.batch, graph.bucket.decode_rows
         extend, changes = arrays.prompts, arrays.tables
         assert extend is not None and changes is not None
-        prompts = TokenInputs(*(part[decoded:] for part in graph.inputs))
+        prompts = graph.inputs.from_token(decoded)
         decoding, logits, enter_tables = graph.inputs.first(decoded), graph.logits, self.enter_tables
         model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
 

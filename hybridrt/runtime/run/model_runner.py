@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from hybridrt.base.config import EngineConfig
@@ -11,16 +12,16 @@ from hybridrt.base.device import begin_peak, peak_bytes, release_kept_memory
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.load.build import (
     Runtime,
     build_model,
     empty_model,
     graph_rows,
-    kv_groups,
     load_target,
     make_plan,
+    page_demands,
     weight_bytes,
 )
 from hybridrt.runtime.load.fit import plan_ahead, pool_budget
@@ -142,11 +143,16 @@ def probe(config: EngineConfig, target: RunTarget) -> tuple[MemoryPlan, StepPlan
     limit = target.model_config.max_position_embeddings
     length = min(config.chunked_prefill_size, config.max_model_len or limit, limit)
     rows = -(-config.chunked_prefill_size // length)
-    pages = -(-length // config.page_size) if kv_groups(config, target) else 0
-    plan = MemoryPlan(rows, rows, rows * pages, config.page_size, length, UnitCosts(slot=0, row=0, page=0), 0)
+    demands, pages = page_demands(config, target), -(-length // config.page_size)
+    groups = tuple(PageGroup(demand, rows * pages, 0) for demand in demands)
+    plan = MemoryPlan(rows, rows, groups, config.page_size, length, UnitCosts(slot=0, row=0, pages=()), 0)
     params, ids = SamplingParams(temperature=0.0), [0] * length
     return plan, StepPlan(
         admissions=[Admission.from_prompt(r, r, ids, params, 0) for r in range(1, rows + 1)],
-        page_writes=[PageWrite(r, 0, int32s(range(1 + (r - 1) * pages, 1 + r * pages))) for r in range(1, rows + 1)],
+        page_writes=[
+            PageWrite(r, 0, np.repeat(int32s(range(1 + (r - 1) * pages, 1 + r * pages))[:, None], len(groups), 1))
+            for r in range(1, rows + 1)
+            if groups
+        ],
         extend=[ExtendRow(r, 0, ids, 0, True) for r in range(1, rows + 1)],
     )

@@ -8,7 +8,6 @@ import torch
 
 from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.base.forward_batch import ForwardBatch
-from hybridrt.kernels.core.packed import int32_array
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.bounds import DEBUG
 from hybridrt.mem_cache.pools.state_moves import When
@@ -28,7 +27,7 @@ from hybridrt.runtime.sampling.sampler import RowRequirements, SampledLines, Sam
 from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch, spec_info_of
 from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_step, pack_tables
 from hybridrt.runtime.step.pack_padded import Bucket
-from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageCopy, PageWrite, StepHandle, StepPlan
+from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageWrite, StepHandle, StepPlan
 from hybridrt.runtime.step.prompt_logprobs import PromptRequirements
 from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 from hybridrt.runtime.step.sampling_table import SamplingTable
@@ -148,8 +147,6 @@ class StepRunner:
     def _move_states(self, plan: StepPlan) -> None:
         """Copies and folds before the rows are computed."""
         self._move_at(plan, When.FIRST)
-        if plan.kept_pages:
-            self._keep_pages(plan.kept_pages)
         if self.host is not None:
             self.host.launch(plan.host_copies)
             self.host.wait(plan.after_copies)
@@ -159,12 +156,6 @@ class StepRunner:
         pool = self.pools.req_to_token.mamba_pool
         if plan.moves and pool is not None:
             pool.move([move for move in plan.moves if move.when is when], self.staging.upload)
-
-    def _keep_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Fills pages of the prefix cache, in all KV layers."""
-        pages = int32_array([copy.source for copy in copies]), int32_array([copy.target for copy in copies])
-        sources, targets = self.staging.upload(pages)
-        self.pools.kv.copy_pages(sources.long(), targets.long())
 
     def _run_model(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
         """Runs a plan's rows and adds the results to `step`.
@@ -185,8 +176,9 @@ class StepRunner:
     def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
         scored, places = self._prompt_scores.wanted_by_rows(plan.extend, len(plan.decode) * tokens)
         on_host = pack_step(
-            plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places
-        )
+            plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places,
+            self.pools.req_to_token.num_groups,
+        )  # fmt: skip
         arrays: StepArrays[torch.Tensor] = self.staging.upload(on_host)
         if arrays.tables is not None:
             enter_tables(self.pools, self.sampling_table, arrays.tables)
@@ -285,7 +277,7 @@ class StepRunner:
         n, table, prompts = len(plan.decode), self.pools.req_to_token, arrays.prompts
         decoded, chunks, spec = None, None, spec_info_of(arrays.drafts, tokens) if n else None
         if n:
-            decoded = TokenInputs.allocate(n * tokens, self.device)
+            decoded = TokenInputs.allocate(n * tokens, self.device, table.num_groups)
             fill_decode(decoded, arrays, n, spec, self.last_tokens, table)
         if prompts is None:
             starts = torch.arange(0, n * tokens + 1, tokens, dtype=torch.int32, device=self.device)

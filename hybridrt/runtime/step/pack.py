@@ -34,7 +34,8 @@ class AdmissionArrays(NamedTuple, Generic[A]):
 
 
 class PageEntries(NamedTuple, Generic[A]):
-    """Entries of page tables, [n] each: page `indices[i]` of request row `rows[i]` is `pages[i]`."""
+    """Entries of page tables: page `indices[i]` of request row `rows[i]` is `pages[i]`, one in each
+    page group. [n], [n] and [n, G]."""
 
     rows: A
     indices: A
@@ -42,7 +43,7 @@ class PageEntries(NamedTuple, Generic[A]):
 
 
 class PageCopies(NamedTuple, Generic[A]):
-    """KV of pages `sources` [n] is copied to pages `targets` [n]."""
+    """KV of pages `sources` [n, G] is copied to pages `targets` [n, G], in each page group."""
 
     sources: A
     targets: A
@@ -106,8 +107,8 @@ class StepArrays(NamedTuple, Generic[A]):
         rows, seq_lens: [B] request rows, decode rows first, and their lengths, the step's tokens
             included.
         output_indices: index of the next output token of the rows that sample.
-        new_pages: [n], for each decode row the KV page of its last draft if the graph enters it,
-            else -1.
+        new_pages: [n, G], for each decode row the KV pages of its last draft if the graph enters
+            them, else -1.
         drafts: None where decode rows have one token; prompts: None without extend rows.
     """
 
@@ -134,15 +135,17 @@ def pack_step(
     chunk_sizes: Sequence[int] = (),
     at_chunks: bool = False,
     scored: ScoredTokens[np.ndarray] | None = None,
+    groups: int = 1,
 ) -> StepArrays[np.ndarray]:
     """An eager step with decode rows of T `tokens`.
 
     Args:
+        groups: page groups.
         tree: drafts are trees.
         following: also pack the token after each prompt token, for a prediction head.
         chunk_sizes, at_chunks: arguments of `recurrent_lists`.
     """
-    none = np.full(len(plan.decode), -1, np.int32)
+    none = np.full((len(plan.decode), groups), -1, np.int32)
     step, tables = pack_rows(plan.decode, tokens, tree, none), pack_tables(plan)
     if not plan.extend:
         return StepArrays(step.rows, step.seq_lens, step.output_indices, none, step.drafts, None, tables, scored)
@@ -191,7 +194,7 @@ def pack_tables(plan: StepPlan) -> TableChanges[np.ndarray] | None:
     if plan.page_writes:
         pages = _page_entries(plan.page_writes)
     if plan.page_copies:
-        copies = PageCopies(*int32_array([(copy.source, copy.target) for copy in plan.page_copies]).T)
+        copies = PageCopies(*(np.stack(sets) for sets in zip(*[(c.sources, c.targets) for c in plan.page_copies])))
     return TableChanges(admissions, pages, copies) if admissions or pages or copies else None
 
 

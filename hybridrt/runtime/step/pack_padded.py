@@ -110,6 +110,7 @@ class PaddedStep:
     Args:
         sizes: chunk sizes of the backends.
         seq_len_fill: tokens of a padding row of the decode segment.
+        groups: page groups.
 
     Attributes:
         flat: [packed_size] int32, what is copied to the device.
@@ -117,9 +118,11 @@ class PaddedStep:
             at the end. Table updates are limited to those that the graph applies (`Bucket.enters`).
     """
 
-    def __init__(self, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> None:
+    def __init__(
+        self, bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int, groups: int = 1
+    ) -> None:
         self._bucket, self._sizes, self._saves = bucket, sizes, saves
-        padding = _padding(bucket, sizes, saves, seq_len_fill)
+        padding = _padding(bucket, sizes, saves, seq_len_fill, groups)
         arrays = arrays_of(padding)
         self.flat = np.zeros(packed_size(arrays), np.int32)
         pack_arrays(arrays, self.flat)
@@ -202,13 +205,15 @@ def _fill(into: Record, values: Record) -> None:
             part[: len(value)] = value
 
 
-def _padding(bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int) -> StepArrays[np.ndarray]:
+def _padding(
+    bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int, groups: int
+) -> StepArrays[np.ndarray]:
     """An empty step of a bucket. Positions are 0: rotary tables end with the longest request."""
     (rows, tokens), prompts = bucket, bucket.prompts
     sampled, batch = rows + prompts, rows + prompts + 1
     sampling = SamplingArrays(_zeros(prompts, 2), _zeros(prompts, SamplingTable.CONSTANTS))
     admissions = AdmissionArrays(_zeros(prompts), _zeros(prompts), _zeros(prompts), sampling)
-    pages = PageEntries(_zeros(bucket.entries), _zeros(bucket.entries), _zeros(bucket.entries))
+    pages = PageEntries(_zeros(bucket.entries), _zeros(bucket.entries), _zeros(bucket.entries, groups))
     starts = np.minimum(np.arange(batch + 1, dtype=np.int32), rows)
     starts[rows + 1 :] += tokens
     recurrent = (
@@ -218,7 +223,7 @@ def _padding(bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fi
         _zeros(batch),
         np.where(np.arange(batch) < rows, seq_len_fill, 0).astype(np.int32),
         _zeros(sampled),
-        np.full(rows, -1, np.int32),
+        np.full((rows, groups), -1, np.int32),
         prompts=PromptArrays(
             starts, _zeros(sampled), _zeros(sampled), _zeros(tokens), _zeros(tokens), _zeros(tokens), None, recurrent
         ),

@@ -178,7 +178,7 @@ class Metrics(Collector):
 
     def _gauges(self, now: EngineCounters) -> Iterator[Family]:
         plan = self._llm.llm.plan
-        used = 1 - (now.free_pages + now.cached_pages) / plan.num_pages if plan.num_pages else 0.0
+        used = 1 - (now.free_pages + now.cached_pages) / now.total_pages if now.total_pages else 0.0
         for name, text, value in (
             ("vllm:num_requests_running", "Samples that run.", now.running),
             ("vllm:num_requests_waiting", "Samples that wait.", self._llm.unfinished - now.running),
@@ -186,6 +186,7 @@ class Metrics(Collector):
             ("hybridrt:state_slots", "Recurrent states that there is memory for.", plan.num_slots),
             ("hybridrt:state_slots_free", "Those that no request has.", now.free_slots),
             ("hybridrt:state_slots_cached", "Those of the prefix cache.", now.cached_slots),
+            ("hybridrt:kv_bytes_held", "Bytes of KV that running requests hold.", now.kv_bytes_held),
             ("hybridrt:kv_pages_cached", "KV pages of the prefix cache.", now.cached_pages),
             ("hybridrt:host_pages_cached", "KV pages of the prefix cache in main memory.", now.host_pages),
             ("hybridrt:host_states_cached", "States of the prefix cache in main memory.", now.host_states),
