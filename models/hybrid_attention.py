@@ -21,7 +21,7 @@ from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget
 from hybridrt.models.window_history import WindowHistoryInputs
 
-# Mode of a history branch -> its recurrent kind.
+# mode -> recurrent kind
 HISTORY_MODES: Mapping[str, str | None] = {
     "disabled": None,
     "prefix_sum": "prefix_sum",

@@ -145,13 +145,12 @@ class Lfm2ForCausalLM(CausalLM):
 
     def _mlp(self, name: str) -> MLP:
         hf, size = self.config.hf, self.config.hf.intermediate_size
-        if getattr(hf, "block_auto_adjust_ff_dim", False):  # config.json gives about 3/2 of the width
+        if getattr(hf, "block_auto_adjust_ff_dim", False):  # config.json gives 3/2 of the width
             step = hf.block_multiple_of
             size = step * -(-int(hf.block_ffn_dim_multiplier * int(2 * size / 3)) // step)
         return MLP(name, self.config.hidden_size, size, build=self.build)
 
     def _moe(self, name: str) -> MoE:
-        """Routed SwiGLU experts, chosen by corrected sigmoid scores."""
         hf, hidden, build = self.config.hf, self.config.hidden_size, self.build
         router = SigmoidGroupRouter(
             f"{name}.router", hidden, hf.num_experts, top_k=hf.num_experts_per_tok, n_group=1, topk_group=1,

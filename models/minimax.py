@@ -3,8 +3,8 @@
     x ─ norm ─ h ─ attention ─ x beta ─ + alpha h ─ norm ─ h ─ experts ─ x beta ─ + alpha h
 
 A part adds to its normed input. Decays slow down from layer to layer (MiniMax 2025,
-arXiv:2501.08313). config.json of published checkpoints (MiniMaxAI/MiniMax-Text-01, MiniMax-M1-80k)
-and of transformers spell fields differently.
+arXiv:2501.08313). Published checkpoints (MiniMax-Text-01, MiniMax-M1-80k) and transformers spell
+fields differently.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ DEFAULTS: dict[str, Any] = {
     "full_attn_beta_factor": 1, "linear_attn_alpha_factor": 1, "linear_attn_beta_factor": 1, "mlp_alpha_factor": 1,
     "mlp_beta_factor": 1, "sliding_window": None,
 }  # fmt: skip
-# Factors: published name -> transformers' name.
+# published name -> transformers' name
 FACTORS = {
     f"layernorm_{theirs}_{factor}": f"{ours}_{factor}_factor"
     for theirs, ours in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
@@ -61,18 +61,18 @@ FACTORS = {
 PUBLISHED: FieldTypes = {
     "model_type": one_of("minimax_text_01", "MiniMaxText01", "minimax_m1", "MiniMaxM1"),
     **dict.fromkeys(FACTORS, MULTIPLIER),
-    # Without it, factors would multiply the norms' inputs.
+    # False would apply factors to the norms' inputs.
     "postnorm": TRUE,
     # Published code has no windows.
     "sliding_window": NULL,
-    # A shared MLP: no published checkpoint has one.
+    # No published checkpoint has a shared MLP.
     "shared_intermediate_size": either(integer(0, 0), list_of(integer(0, 0))),
 }
 KINDS = ("linear_attention", "full_attention")
 
 
 def _rewrite(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Fields by transformers' names. postnorm is False by default, as in published code."""
+    """Uses transformers' names. postnorm is False by default, as in published code."""
     kinds = list_of(integer(0, 1), raw.get("num_hidden_layers"))
     asked = {"attn_type_list": None, "postnorm": False, **raw}
     check_fields(asked, {**PUBLISHED, "attn_type_list": kinds}, file)
@@ -87,8 +87,7 @@ def _derive(fields: dict[str, Any]) -> None:
 
 
 def _attention(hf: Any) -> AttentionConfig:
-    """Released models were trained with a part of each head rotated: `rotary_dim`. transformers
-    5.23 ignores that and `partial_rotary_factor`, and rotates whole heads."""
+    """Rotates `rotary_dim` of each head, as in training; transformers 5.23 rotates whole heads."""
     rotated, head_dim = getattr(hf, "rotary_dim", None), attention_config(hf).head_dim
     if rotated is not None:
         if rotated > head_dim:
@@ -137,7 +136,6 @@ class MiniMaxForCausalLM(CausalLM):
     """MiniMax-Text-01 and MiniMax-M1 (MiniMax 2025) by transformers' name and decays."""
 
     spellings: ClassVar[dict[str, str]] = {**SWIGLU, ".block_sparse_moe.": ".mlp."}
-    # Powers of decays, which follow from the configuration.
     skipped_keys = (MTP_KEYS, r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)")
 
     def layer(self, layer_id: int, name: str) -> Sequence[ResidualPart]:

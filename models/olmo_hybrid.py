@@ -68,7 +68,7 @@ def _derive(fields: dict[str, Any]) -> None:
 
 def _describe(hf: Any) -> FamilyFields:
     gdn = gdn_config(hf, beta_scale=2.0 if hf.linear_allow_neg_eigval else 1.0)
-    # Released models rotate nothing: rope_parameters are null or without theta.
+    # Released models rotate nothing.
     rotary = (hf.rope_parameters or {}).get("rope_theta") is not None
     return interleaved(hf, gdn, attention_config(hf, rotary=rotary), "mlp")
 

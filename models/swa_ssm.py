@@ -39,7 +39,6 @@ from hybridrt.models.hybrid_attention import HISTORY_MODES, HybridAttentionLayer
 from hybridrt.models.window_history import WindowHistoryBackend
 
 ARCHITECTURE = "SwaSsmForCausalLM"
-# Other config.json fields, read elsewhere or irrelevant.
 _COMMON = frozenset(
     {
         "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "eos_token_id", "bos_token_id",

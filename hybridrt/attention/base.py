@@ -47,10 +47,10 @@ class AttentionBackend(ContractHooks, ABC):
     Implement `prepare` and `run`; with state also `commit`; with graph buffers `allocate_graph`.
     """
 
-    needs_host_lens = False  # True if a replay plans on the host (flashinfer), which needs exact lengths
-    saves_at_chunks = False  # True if recurrent layers can leave a state after any chunk of a prompt
+    needs_host_lens = False  # a replay plans on the host (flashinfer)
+    saves_at_chunks = False  # recurrent layers can leave a state after any chunk
     captures_prompts = False  # True if a graph may hold extend rows: kernels read nothing on the host
-    seq_len_fill = 1  # seq_len of a graph's padding row of one token
+    seq_len_fill = 1  # seq_len of a graph's padding row
 
     @property
     def linear_attn_backend(self) -> Any:

@@ -78,8 +78,7 @@ def check_own(name: str, values: torch.Tensor) -> None:
 
 
 def _check_device_lengths(batch: ForwardBatch) -> None:
-    """With HYBRIDRT_DEBUG=1, checks device lengths, positions and padding rows. Waits for the
-    device."""
+    """With HYBRIDRT_DEBUG=1, checks lengths, positions and padding rows. Waits for the device."""
     if not DEBUG or not batch.batch_size:
         return
     starts, lens = batch.query_start_loc, batch.seq_lens

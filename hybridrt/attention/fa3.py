@@ -17,11 +17,11 @@ class Fa3AttnBackend(PagedAttnBackend):
 
     provider, captures_prompts = "sgl_kernel", False
     head_dims, architectures = (64, 96, 128, 192, 256), (8, 9)
-    auto_prefill = ("cuda",)  # faster prefill than our kernels (benchmarks/log/libraries.md)
+    auto_prefill = ("cuda",)  # faster than our kernels (benchmarks/log/libraries.md)
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        # Imported only here, so that the class can be inspected without the library.
+        # The class can be inspected without the library.
         self._library = import_module("hybridrt.kernels.libraries.sgl_kernel")
 
     def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:

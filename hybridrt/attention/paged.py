@@ -95,13 +95,13 @@ class PagedKVBackend(SegmentedAttnBackend):
         return None
 
     def _check_places(self, batch: ForwardBatch) -> None:
-        """Checks rows, and KV slots that are written and read. Waits for the device."""
+        """Checks rows and KV slots. Waits for the device."""
         table, rows, size = self.req_to_token_pool, batch.req_pool_indices, self.kv_pool.page_size
         check_range("req_pool_indices", rows, table.num_rows + 1, BackendError)
         check_own("req_pool_indices", rows[: batch.num_real])
         starts, lens = torch.arange(table.max_context // size, device=rows.device) * size, batch.seq_lens.clone()
         spec, split = batch.spec_info, batch.num_decode_rows
-        if spec is not None and spec.num_drafts is not None:  # padding drafts, the last tokens of a row, have no page
+        if spec is not None and spec.num_drafts is not None:  # padding drafts have no page
             lens[:split] -= spec.tokens_per_row - 1 - spec.num_drafts[:split]
         for group, num_pages in enumerate(self.kv_pool.num_pages):
             num_slots, pages = (num_pages + 1) * size, self._tables[group][:, ::size][rows]  # by first slots
@@ -140,7 +140,7 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     @staticmethod
     def _decode_segment(batch: ForwardBatch) -> AttentionRows:
-        """Lengths of a captured step are not bounded. All its rows are decode rows."""
+        """Lengths of a captured step are not bounded."""
         split, spec, lens = batch.num_decode_rows, batch.spec_info, batch.seq_lens_cpu
         mask, drafts = (None, None) if spec is None else (spec.tree_mask, spec.num_drafts)
         return AttentionRows(

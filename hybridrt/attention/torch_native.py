@@ -82,7 +82,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
 
     def _step(self, batch: ForwardBatch) -> tuple[PagedMetadata, TorchPlan]:
         step: PagedMetadata = batch.metadata.get(self) or self.planned(batch)
-        if self.kv_pool.device.type == "cuda":  # a graph would keep values of the run before its capture
+        if self.kv_pool.device.type == "cuda":  # a graph would keep values
             return step, TorchPlan()
         if 0 not in step.plans:
             step.plans[0] = TorchPlan()  # of all page groups

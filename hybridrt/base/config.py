@@ -137,8 +137,8 @@ class LayerSpec:
     """
 
     attention: bool | AttentionConfig
-    linear: str | None  # a kind of recurrent layer (hybridrt.kinds), or None
-    ffn: str | None  # "mlp" | "moe" | None
+    linear: str | None  # a kind (hybridrt.kinds), or None
+    ffn: str | None
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ _ENGINE = {
     "seed": integer(-(2**63), 2**63 - 1),
     "dtype": one_of("auto", *DTYPES),
     "load_format": one_of("auto", "dummy"),
-    "max_model_len": _or_none(integer(2, 2**24)),  # a prompt token and an output token at least
+    "max_model_len": _or_none(integer(2, 2**24)),  # one token of prompt and output
     **dict.fromkeys(("max_running_requests", "cuda_graph_max_bs"), _or_none(integer(1, 2**24))),
     "memory_fraction": _or_none(FieldType("a number between 0 and 1", lambda v: type(v) is float and 0 < v < 1)),
     "page_size": FieldType("a power of two from 1 to 1024", lambda v: type(v) is int and v in _PAGE_SIZES),

@@ -1,6 +1,6 @@
 """The one place that asks torch about a GPU: facts, memory, events, streams and graphs.
 
-On a CPU work is done when it is launched, so events and streams do nothing there.
+On a CPU work is done when it is launched: events and streams do nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ class GPUFacts:
         return cls(found.name, capability, found.multi_processor_count, shared, total, free)
 
 
-# Total and free bytes as the driver gives them on an idle GPU.
+# Bytes as the driver gives them on an idle GPU.
 _SHARED = 227 << 10
 KNOWN = {
     "h100": GPUFacts("NVIDIA H100 80GB HBM3", (9, 0), 132, _SHARED, 84_900_000_000, 84_300_000_000),
@@ -160,8 +160,6 @@ class Event(Protocol):
 
 
 class _Past:
-    """On a CPU everything launched is done."""
-
     def record(self) -> None: ...
 
     def query(self) -> bool:
@@ -240,8 +238,7 @@ class GraphCapture:
         """
         self._mode = mode
         torch.cuda.synchronize()
-        # torch.cuda.graph empties the memory cache before every capture, which is slower than the
-        # capture.
+        # torch.cuda.graph empties the memory cache before every capture, which is slow.
         with torch.cuda.stream(self._stream):
             self._begin()
             try:

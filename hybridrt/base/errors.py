@@ -144,7 +144,7 @@ def shown(value: object) -> str:
     """A value's repr for an error's text, cut to 80 characters."""
     try:
         text = repr(value)
-    except Exception:  # an integer of thousands of digits, or a class whose __repr__ fails
+    except Exception:  # an integer of thousands of digits, or a failing __repr__
         text = f"a value of type {type(value).__name__}"
     text = " ".join(text.split())  # arrays take several lines
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -20,7 +20,7 @@ class ForwardMode(Enum):
     MIXED = auto()  # decode (or verify) rows first, then extend rows
     TARGET_VERIFY = auto()  # drafts + 1 tokens a row, checked at once
     DRAFT_EXTEND = auto()  # a drafter that is a model catches up on accepted tokens
-    IDLE = auto()  # no rows
+    IDLE = auto()
 
 
 @dataclass(frozen=True)

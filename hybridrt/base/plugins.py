@@ -58,5 +58,5 @@ def load_object(target: str) -> Any:
     module, _, name = target.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, TypeError) as e:  # TypeError: an object of an abstract class
+    except (ImportError, AttributeError, TypeError) as e:  # TypeError: an abstract class
         raise BackendError(f"{target} cannot be imported: {e}; install what it needs, see its extra") from e

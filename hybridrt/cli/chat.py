@@ -124,7 +124,7 @@ def _local(
     path = resolve_model_path(model)
     params = replace(default_sampling_params(path), **{"max_tokens": None, **sampling})
     template = None if format.chat_template is None else read_text("--chat-template", format.chat_template)
-    read_model_config(path)  # checks config.json, which the tokenizer reads without checks
+    read_model_config(path)  # the tokenizer does not check config.json
     tokenizer = load_tokenizer(path)
     if tokenizer is None or not (template or tokenizer.hf.chat_template):
         raise ConfigError("the model brings no chat template; pass one with --chat-template, or use hybridrt generate")

@@ -162,7 +162,7 @@ def _layers(config: "EngineConfig", target: "RunTarget") -> Iterator[LayerReport
 
 
 def _attention_backends(config: "EngineConfig", target: "RunTarget") -> str:
-    """The backend that decodes, and after a slash another one that prefills."""
+    """Names the one that decodes, and after a slash another one that prefills."""
     from hybridrt.recurrent.backends import load_attention_backend, resolve_attention_name, resolve_prefill_name
     from hybridrt.runtime.load.build import kv_layers
 

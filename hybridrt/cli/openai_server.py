@@ -115,7 +115,6 @@ class OpenAIServer:
 
 
 def _check(answer: httpx.Response) -> None:
-    """Raises ServerError unless a request was answered."""
     if answer.is_success:
         return
     content = _content(answer)
@@ -127,7 +126,7 @@ def _check(answer: httpx.Response) -> None:
 
 
 def _content(answer: httpx.Response) -> bytes:
-    """The answer without a stream. ServerError if it is too long."""
+    """Raises ServerError if it is too long."""
     content = bytearray()
     for piece in answer.iter_bytes():
         content += piece
@@ -137,7 +136,7 @@ def _content(answer: httpx.Response) -> bytes:
 
 
 def _lines(answer: httpx.Response) -> Iterator[bytes]:
-    """ServerError if a line does not end."""
+    """Raises ServerError if one does not end."""
     rest = bytearray()
     for piece in answer.iter_bytes():
         first, *others = piece.split(b"\n")

@@ -14,7 +14,7 @@ from hybridrt.base.errors import ConfigError
 
 EMBEDDED, EMBEDDED_DRAFT = "embedded", "embedded_draft"
 MAX_CHARS = 1 << 24  # characters of a prompt or a message that standard input brings
-# One rule for all commands: the model is the argument MODEL, or --model where arguments are prompts or there are none.
+# Every command has MODEL, or --model where arguments are prompts.
 _MODEL = f"Checkpoint directory or hub name. [{EMBEDDED}]"
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL)]

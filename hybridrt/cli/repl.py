@@ -27,13 +27,13 @@ _KEYS = (
     "Enter sends; Alt-Enter, or a backslash at the end of a line, begins another line.\n"
     "Ctrl-C stops an answer, Ctrl-D ends the chat. A space before a slash makes it a message."
 )
-# Control characters are replaced, so that an answer cannot control the terminal.
+# An answer must not control the terminal.
 _CONTROLS = {code: 0xFFFD for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 @contextmanager
 def _deaf() -> Iterator[None]:
-    """Ignores Ctrl-C for a moment: people who stop an answer often press it twice."""
+    """Ignores a second Ctrl-C: people who stop an answer often press it twice."""
     with suppress(KeyboardInterrupt), Interrupts():
         yield
 
@@ -141,8 +141,7 @@ class Repl:
         raise RequestError(f"there is no command {name}: {advice}")
 
     def _answer(self, question: Message) -> None:
-        """Streams the answer. Ctrl-C keeps the text so far; without text the question is dropped,
-        too."""
+        """Ctrl-C keeps the text so far; without text the question is dropped, too."""
         asked, reply, stopped = [*self.messages, question], Message("assistant", ""), False
         totals: Totals | None = None
         try:

@@ -216,7 +216,7 @@ class Batches:
     def _inputs(
         self, arrays: BatchArrays[torch.Tensor], given: torch.Tensor | None, decoded: int, spec: SpecInfo | None
     ) -> TokenInputs:
-        """The first `decoded` tokens are those of decode rows. `given`: ids that were not copied."""
+        """The first `decoded` tokens are of decode rows. `given`: ids that were not copied."""
         ids, positions = arrays.input_ids if given is None else given, arrays.positions
         assert ids is not None
         places = self.table.token_slots(arrays.token_rows, positions)
@@ -237,6 +237,6 @@ def _pack(
     recurrent: RecurrentArrays[np.ndarray],
 ) -> BatchArrays[np.ndarray]:
     ends = np.cumsum(new, dtype=np.int32)
-    offsets = np.repeat(lens - ends, new)  # a token's position minus its place in the batch
+    offsets = np.repeat(lens - ends, new)  # position minus place in the batch
     starts, positions = np.concatenate((np.zeros(1, np.int32), ends)), offsets + np.arange(len(offsets), dtype=np.int32)
     return BatchArrays(lines, lens, starts, np.repeat(lines, new), positions, ids, recurrent)

@@ -1,8 +1,7 @@
 """A host engine's integers: arrays of any kind, and its own numbers of rows, state slots and pages.
 
-The pools' scratch entry is 0. A host engine chooses another number for it; all others follow in
-order. So its numbers are
-the pools' plus a constant, modulo the number of entries.
+The pools' scratch entry is 0. A host engine may choose another number; all others follow in order:
+its numbers are the pools' plus a constant, modulo the number of entries.
 """
 
 from collections.abc import Sequence

@@ -54,7 +54,7 @@ class Owners:
         self.slot_of = np.full(rows + 1, NOT_ADMITTED, np.int32)
         self._owner = np.zeros(slots + 1, np.int32)  # the row that has a slot; 0: none
         self._tenancy = np.zeros(rows + 1, np.int64)
-        self._ahead: list[StepUse] = []  # prepared, and not run, in order
+        self._ahead: list[StepUse] = []
 
     # -- memory -------------------------------------------------------------------------------------------------
 

@@ -45,12 +45,12 @@ class PageOwners:
         self._pages = numbers.pages[group]
         self.known = max_pages > 0
         self.page_of = np.zeros((rows + 1, max_pages), np.int32)
-        self._writer = np.zeros(num_pages + 1, np.int32)  # the row that writes a page; 0: none
+        self._writer = np.zeros(num_pages + 1, np.int32)  # row; 0: none
         self._users = np.zeros(num_pages + 1, np.int32)  # how many rows have a page
         self._sum = np.zeros(num_pages + 1, np.int64)  # sum of the rows that have a page: with two, it tells the other
-        self._reach = np.zeros(rows + 1, np.int64)  # tokens of a row, those of prepared steps among them
-        self._floor = np.zeros(rows + 1, np.int64)  # the first position at which its next step may begin
-        self._lost = np.zeros((rows + 1, 2), np.int32)  # the page that a row has lost, and the row that has it now
+        self._reach = np.zeros(rows + 1, np.int64)  # tokens, with prepared steps
+        self._floor = np.zeros(rows + 1, np.int64)  # where its next step may begin
+        self._lost = np.zeros((rows + 1, 2), np.int32)  # a lost page, and the row that has it
 
     def forget_rows(self, lines: np.ndarray) -> None:
         for line in lines.tolist():
@@ -111,7 +111,7 @@ class PageOwners:
         return new
 
     def _held_elsewhere(self, new: Places) -> list[tuple[int, int]]:
-        """(row, index) of places whose page the row now gets at another place."""
+        """Yields (row, index) of places whose page the row now gets elsewhere."""
         users = self._users[new.pages]
         maybe = (users > 1) | ((users == 1) & (self._sum[new.pages] == new.lines))
         found = list[tuple[int, int]]()
@@ -150,7 +150,7 @@ class PageOwners:
             )
         for line, page in self._contended(writes, lines):
             for other in self._others(line, page):
-                end = int(ends[lines == other].sum())  # 0 for a row of no place in the step
+                end = int(ends[lines == other].sum())  # 0 for a row without a place
                 if (self.page_of[other, self._first(other) : -(-end // self._size)] == page).any():
                     raise PoolError(
                         f"rows {self._row(line)} and {self._row(other)} of the step have page {self._page(page)}, and "
@@ -172,7 +172,7 @@ class PageOwners:
         self._floor[lines[:rolls_back]] = starts[:rolls_back] + 1
 
     def _contended(self, writes: Places, among: np.ndarray | None = None) -> list[tuple[int, int]]:
-        """(row, page) of the written pages that other rows have; `among`: the only possible ones."""
+        """Finds (row, page) that other rows have; `among`: the only possible ones."""
         shared = np.flatnonzero((self._users[writes.pages] > 1) & (writes.pages > 0))
         if not len(shared):
             return []
@@ -190,8 +190,7 @@ class PageOwners:
         ]  # fmt: skip
 
     def _take_from(self, other: int, page: int, line: int) -> None:
-        """Row `line` writes a page of row `other`, which has lost it if a step of it used the page
-        in its window."""
+        """Row `line` writes the page. Row `other` loses it if a step of it used it in its window."""
         index = int((self.page_of[other] == page).argmax())
         if index < self._first(other):
             self._unmap(np.array([other]), np.array([index]))
@@ -279,5 +278,4 @@ class GroupOwners:
 
 
 def _pairs(lines: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """One number for each pair of 32-bit numbers: [n] int64."""
     return lines.astype(np.int64) << 32 | values

@@ -39,7 +39,7 @@ class EmbeddedRuntime:
         self.device = runtime.target.device
         self._batches = Batches(runtime, numbers)
         self._positions, self._owners = self._batches.positions, self._batches.owners
-        self._open: ForwardBatch | None = None  # the batch whose `forward` was called and whose `commit` is missing
+        self._open: ForwardBatch | None = None  # its `commit` is missing
 
     # -- memory -------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """How linear layers and experts store weights and compute: the protocol, and dense weights.
 
 A method owns its parameters and names the checkpoint tensors that fill them. Packages add methods
-by entry points of the group `hybridrt.linear_methods`, "name = module:class".
+by entry points of `hybridrt.linear_methods`, "name = module:class".
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, para
 if TYPE_CHECKING:
     from hybridrt.layers.norm import RMSNorm
 
-SKINNY_ON = ("cuda",)  # kinds of device that have the kernel for few tokens
+SKINNY_ON = ("cuda",)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class DenseMethod(LinearMethod):
 
     experts = DenseExperts
     merges_inputs = True
-    adds_from = 1024  # the next norm then moves half the bytes; with fewer tokens, this makes no difference
+    adds_from = 1024  # the next norm then moves half the bytes
 
     def __init__(self, out_features: int, in_features: int, build: Build) -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
@@ -242,7 +242,7 @@ class MixedMethod(LinearMethod):
             one input, and their products are added.
     """
 
-    def __init__(self, runs: Sequence[tuple[LinearMethod, int]], dim: int) -> None:  # wraps existing methods
+    def __init__(self, runs: Sequence[tuple[LinearMethod, int]], dim: int) -> None:
         self.runs, self.sizes, self.dim = [method for method, _ in runs], [size for _, size in runs], dim
 
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -97,8 +97,7 @@ class LatentAttention(nn.Module):
         return found | self.o_proj.targets(f"{key}.o_proj", "x")
 
     def _heads_of(self, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """This rank's heads of kv_b_proj [heads * (nope + value), rank]: [H, nope, rank] and [H,
-        value, rank]."""
+        """Cuts kv_b_proj to this rank's [H, nope, rank] and [H, value, rank]."""
         sizes = (self.dims.nope_dim, self.dims.value_dim)
         heads = t.unflatten(0, (self.heads, -1))
         return self.tp.shard(heads, 0).split(sizes, dim=1)

@@ -21,7 +21,7 @@ from hybridrt.layers.mlp import MLP
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, TensorPart, Transform, parameter, sharded, whole
 
-SHARED_WEIGHT = 0.5  # sigmoid(0): weight of shared experts without a gate
+SHARED_WEIGHT = 0.5  # sigmoid(0), of shared experts without a gate
 
 
 class SoftmaxRouter(nn.Module):
@@ -41,8 +41,7 @@ class SoftmaxRouter(nn.Module):
         super().__init__()
         self.name, self.num_experts, self.shared_experts = name, num_experts, shared_experts
         self.choice = SoftmaxChoice(top_k, renormalize, shared_experts)
-        # Eight rows for one gate, so that 16-byte accesses to a token's logits are aligned. Routers
-        # are never quantised.
+        # Eight rows for one gate align accesses to 16 bytes. Routers are never quantised.
         rows = num_experts + (8 if shared_experts else 0)
         self.method = None if exact else DenseMethod(rows, hidden_size, build)
         if self.method is None:
@@ -163,7 +162,7 @@ class Experts(nn.Module):
     def _targets(
         self, key: str, name: str, first: int, count: int, up: Transform, down: Transform
     ) -> dict[str, CheckpointTarget]:
-        """Targets of `key`.{gate,up,down}_proj.weight: `count` experts from `first` on."""
+        """Maps `key`.{gate,up,down}_proj.weight to `count` experts from `first` on."""
         found: dict[str, CheckpointTarget] = {}
         for i, matrix in enumerate(self.matrices):
             part = ExpertPart(f"{name}.{matrix}", "up", first, count, i * self.local, self.local, up)
@@ -193,8 +192,8 @@ class Experts(nn.Module):
         size = self.local * self.tp.size
 
         def by_expert(t: torch.Tensor) -> torch.Tensor:
-            """[shared_size, in] to [num_shared, this rank's part of I, in]."""
-            whole_rows = t.split([self.shared_size])[0]  # split raises if there are more or fewer
+            """Cuts [shared_size, in] to [num_shared, this rank's part of I, in]."""
+            whole_rows = t.split([self.shared_size])[0]  # split raises for another number
             padded = F.pad(whole_rows, (0, 0, 0, self.num_shared * size - self.shared_size))
             return self.tp.shard(padded.unflatten(0, (self.num_shared, size)), 1)
 
@@ -202,7 +201,7 @@ class Experts(nn.Module):
         return self._targets(key, name, self.num_experts, self.num_shared, by_expert, down)
 
 
-# Key suffixes of tensors with all experts, in newer transformers.
+# Newer transformers stack all experts.
 STACKS = {
     ".experts.gate_up_proj": ("gate", "up"),
     ".experts.up_proj": ("up",),
@@ -267,7 +266,7 @@ class MoE(nn.Module):
     def summand(self, h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         weights, ids = self.router(h, batch)
         all_reduce = self.experts.tp.all_reduce
-        if self.latent is not None:  # the projection back needs whole sums of routed experts
+        if self.latent is not None:  # the projection needs whole sums
             routed = self.latent.back(all_reduce(self.experts(self.latent.into(h), weights, ids)))
             return routed if self.shared is None else routed + self.shared.summand(h, reduce=True)
         routed = self.experts(h, weights, ids)

@@ -31,8 +31,7 @@ def rotary_table(config: ModelConfig, attention: AttentionConfig, max_len: int, 
 
 
 def _check_longrope(attention: AttentionConfig, max_len: int) -> None:
-    """longrope changes all frequencies when a request outgrows the pretraining length, so one table
-    cannot serve both."""
+    """Refuses lengths beyond pretraining: longrope changes all frequencies there."""
     rope: Any = attention.rope
     short = rope.get("original_max_position_embeddings") or max_len
     if rope.get("rope_type") == "longrope" and max_len > short:
@@ -58,7 +57,7 @@ def _proportional_frequencies(theta: float, size: int, pairs: int, factor: float
 
 
 def _scaled_frequencies(config: ModelConfig, attention: AttentionConfig, rope: Any) -> tuple[torch.Tensor, float]:
-    from transformers import PreTrainedConfig  # slow to import, so only if needed
+    from transformers import PreTrainedConfig  # slow to import
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope_type = rope["rope_type"]
@@ -67,14 +66,13 @@ def _scaled_frequencies(config: ModelConfig, attention: AttentionConfig, rope: A
             f"rope_type is {shown(rope_type)}; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
         )
     try:
-        # The formulas read these fields.
         whole = PreTrainedConfig(
             rope_parameters=dict(rope), head_dim=attention.rotary_dim, hidden_size=config.hidden_size,
             num_attention_heads=attention.num_heads, max_position_embeddings=config.max_position_embeddings,
         )  # fmt: skip
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](whole, torch.device("cpu"))
         return inv_freq, float(scaling)
-    except Exception as e:  # the formulas raise anything on bad numbers
+    except Exception as e:  # the formulas raise anything
         raise ConfigError(f"rope_parameters {shown(rope)} do not serve rope_type {rope_type!r}: {e!r}") from e
 
 

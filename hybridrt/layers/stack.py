@@ -82,7 +82,7 @@ class ResidualStack(nn.Module):
                 self.keys.append((i, each.norm_key, "" if each.post_key else each.key))
 
     def __iter__(self) -> Iterator[tuple[RMSNorm, Any]]:
-        """(norm, part) in order. A model calls the part itself, which saves a Python frame each."""
+        """Yields (norm, part). A model calls the part itself, which saves a Python frame each."""
         parts: Any = zip(self.norms, self.parts) if self._short is None else self._short
         return iter(parts) if self._between is None else self._with_calls(parts, *self._between)
 

@@ -10,8 +10,7 @@ import numpy as np
 from hybridrt.base.errors import MessageError
 from hybridrt.channel.codec import Message, pack, unpack
 
-# Every kind of task of rank 0, and its type. Types of packages above the runtime are imported when
-# the first such task comes.
+# Types above the runtime are imported with their first task.
 KINDS = {
     "serve": "hybridrt.base.config:EngineConfig",
     "step": "hybridrt.runtime.step.plan:StepPlan",

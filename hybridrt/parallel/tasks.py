@@ -9,7 +9,7 @@ from hybridrt.runtime.load.draft_needs import DraftRow
 from hybridrt.runtime.run.model_runner import ModelRunner
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces
 
-_MESSAGE_BYTES = 2**23  # masks are sent in parts of this size at most
+_MESSAGE_BYTES = 2**23
 
 
 class MaskTask(msgspec.Struct, frozen=True):

@@ -117,7 +117,7 @@ class TensorParallelExecutor:
 
 
 class _SplitStep:
-    """A step of all ranks. It raises RankError instead of waiting for a lost rank."""
+    """Raises RankError instead of waiting for a lost rank."""
 
     def __init__(self, step: StepHandle, split: TensorParallelExecutor) -> None:
         self._step, self._split = step, split
@@ -145,7 +145,7 @@ class _SplitStep:
         while not self._step.ready():
             self._split.ranks.check_alive()
             time.sleep(POLL_S)
-        self._split.ranks.check_alive()  # kernels that were stopped look finished
+        self._split.ranks.check_alive()  # stopped kernels look finished
         return self._step.result()
 
 
@@ -180,7 +180,7 @@ def check_world(tp_size: int) -> None:
 
 
 def _find_ranks(size: int, kind: str, ahead: StartAhead | None) -> Ranks:
-    """torchrun's processes, or new ones. A rank above 0 serves in here and then ends its process."""
+    """On a rank above 0, serves and then ends the process."""
     here = world()
     if here is None:
         return start_ranks(size, kind, ahead)
@@ -192,8 +192,8 @@ def _find_ranks(size: int, kind: str, ahead: StartAhead | None) -> Ranks:
 
 def _end(ranks: Ranks, drop_graphs: Callable[[], None], started: bool) -> None:
     if not ranks.here:
-        return  # a forked child holds copies of what is the parent's
-    drop_graphs()  # NCCL waits for the graphs that it is part of
+        return  # a forked child has copies
+    drop_graphs()  # NCCL waits for its graphs
     ranks.end_service()
     if started:
         ranks.close()

@@ -91,8 +91,7 @@ class GDNMixer(nn.Module):
             self.conv_weight.data.zero_()
         self.A_log = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="zeros")
         self.dt_bias = parameter(self.num_v_heads, dtype=torch.float32, device=device, dummy="dt_bias")
-        # One head's weight repeated for all, so that the norm can read z as a view of the
-        # projection.
+        # Repeated: the norm can read z as a view of the projection.
         self.norm = GatedRMSNorm(self.width, norm_eps, group_size=head_dim, norm_before_gate=True, build=build)
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
@@ -126,9 +125,9 @@ class GDNMixer(nn.Module):
         return found | {f"{key}.{name}.weight": self._conv_target(parts) for name, parts in keys.convs.items()}
 
     def _conv_target(self, names: Sequence[str]) -> CheckpointTarget:
-        """Target of a tensor [channels, 1, K] with q, k and v, or one of them. A tensor may also be
-        a third of all three joined, whatever the segments' sizes: transformers' save_pretrained
-        splits so."""
+        """Accepts q, k and v [channels, 1, K] joined, one of them, or a third of all three joined:
+        transformers' save_pretrained splits so.
+        """
         sizes = [self.in_proj.segments[name].size for name in "qkv"]
         first, total = "qkv".index(names[0]), sum(sizes)
         third = -(-total // 3)
@@ -149,8 +148,6 @@ class GDNMixer(nn.Module):
 
 
 def _deinterleave(heads: int, dims: list[int]) -> Transform:
-    """Rows (head, part, dim) to (part, head, dim)."""
-
     def rearrange(t: torch.Tensor) -> torch.Tensor:
         parts = t.unflatten(0, (heads, sum(dims))).split(dims, dim=1)
         return torch.cat([part.flatten(0, 1) for part in parts])

@@ -93,11 +93,10 @@ class Mamba1Mixer(nn.Module):
         return self.out_proj(self._mix(self.in_proj(hidden_states), batch), reduce=False)
 
     def _mix(self, projected: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Conv, projections and scan of x | z: [T, 2 I] to [T, I]."""
         backend = batch.attn_backend
         x, z = projected.chunk(2, dim=-1)
         x = backend.run(self, batch, Mamba1ConvInputs(x))
-        # Time step (dt), what a token writes (B), what it reads (C). A sum over ranks.
+        # A sum over ranks.
         dt, B, C = self.x_proj(x).split(self.widths, dim=-1)
         if self.norms:  # the scan norms B and C
             dt, _ = self.dt_proj.method.apply_normed(self.norms[0], dt, None, None)

@@ -87,7 +87,7 @@ class Mamba2Mixer(nn.Module):
         self.sizes = (self.width, conv_dim, self.heads)
         self.conv_weight = parameter(conv_dim, config.conv_kernel, dtype=build.dtype, device=device)
         self.conv_bias = parameter(conv_dim, dtype=build.dtype, device=device, dummy="zeros") if conv_bias else None
-        # float32: a rounded decay of 0.999 would change what the state forgets.
+        # A rounded decay would change what the state forgets.
         self.A = parameter(self.heads, dtype=torch.float32, device=device, dummy="decay")
         self.D = parameter(self.heads, dtype=torch.float32, device=device, dummy="ones")
         self.dt_bias = parameter(self.heads, dtype=torch.float32, device=device, dummy="dt_bias")
@@ -120,7 +120,7 @@ class Mamba2Mixer(nn.Module):
         return found
 
     def _conv_shard(self, t: torch.Tensor) -> torch.Tensor:
-        """[conv_dim, 1, K] or [conv_dim] of the checkpoint to this rank's x, B and C rows."""
+        """Cuts [conv_dim, 1, K] or [conv_dim] to this rank's x, B and C rows."""
         _, *segments, _ = mamba2_segments(self.config, self.tp)
         parts = t.split([s.size for s in segments])
         shard = torch.cat([self.tp.shard(part, 0, s.shards) for part, s in zip(parts, segments)])

@@ -34,7 +34,7 @@ from hybridrt.server.openai.responses import RESPONSE_NAMES, start_response
 from hybridrt.server.wire.errors import APIError, as_api_error, error_response
 from hybridrt.server.wire.sse import SLICE, Slices, pieces
 
-# For the OpenAPI document. FastAPI would list 422 instead, which this server does not send.
+# FastAPI would list 422, which this server does not send.
 _ERROR = {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": {}}}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "The request is refused.", "content": _ERROR},

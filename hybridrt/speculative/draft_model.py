@@ -4,10 +4,9 @@ A running request has a row, a state slot and a backup slot. A proposal computes
 were accepted since the last one, copies the state to the backup and decodes on; the next proposal
 starts from the backup, so rejected drafts change no state. KV rolls back by position.
 
-A row keeps its tokens when its request ends. The next request that begins with the same tokens gets
-that row, so the next turn of a conversation computes only its new tokens. If no row fits a request
-that the target has cached, the draft model reads only the last cached tokens, from an empty state:
-its drafts may be worse, and the target verifies them anyway.
+A row keeps its tokens when its request ends, for the next request that begins with them. If no row
+fits a request that the target has cached, the draft model reads only the last cached tokens, from
+an empty state: its drafts may be worse.
 """
 
 from collections.abc import Sequence
@@ -52,18 +51,14 @@ from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_token
 from hybridrt.speculative.method import DraftMethod
 from hybridrt.speculative.tree import with_siblings
 
-LATE_TOKENS = 512  # last tokens of a cached prompt that the draft model reads if no free row has more of it
+LATE_TOKENS = 512  # last tokens of a cached prompt without a row
 
 
 @dataclass
 class _Tenant:
-    """A request in the draft model's pools.
-
-    Attributes:
-        row: also says which slots and pages are the request's.
-        start: the row begins at this token of the text.
-        computed: tokens that the state contains.
-        admitted: the row has the request's parameters.
+    """A request in the draft model's pools. `row` names its slots and pages. It begins at token
+    `start` of the text. `computed` tokens are in the state. `admitted`: the row has the request's
+    parameters.
     """
 
     request: DraftRequest
@@ -76,13 +71,13 @@ class _Tenant:
 
     @property
     def held(self) -> int:
-        """Tokens in the row: the position of the next one there."""
+        """Tokens in the row."""
         return self.computed - self.start
 
 
 @dataclass
 class _FreeRow:
-    """A row without a request. It still has the tokens [n] int32 of a text, from `start` on."""
+    """Still has the tokens [n] int32 of a text, from `start` on."""
 
     row: int
     salt: str = ""
@@ -124,10 +119,10 @@ class DraftModelDrafter(Drafter):
             )
         self._chunk = config.chunked_prefill_size
         self._recurrent = self.runner.pools.req_to_token.mamba_pool is not None
-        self._free = [_FreeRow(row) for row in range(1, plan.num_rows + 1)]  # the one that was used last is the last
+        self._free = [_FreeRow(row) for row in range(1, plan.num_rows + 1)]  # ordered by last use
         self._backup_offset = plan.num_rows
         self._tenants: dict[int, _Tenant] = {}
-        self._pending = StepPlan()  # admissions that the next launch carries
+        self._pending = StepPlan()  # admissions of the next launch
         self._staging = StagingRing(self.runner.device)
 
     def begin(self, request: DraftRequest) -> None:
@@ -135,15 +130,15 @@ class DraftModelDrafter(Drafter):
         usable = [self._usable(free, ids, salt) for free in self._free]
         best = max(range(len(usable)), key=lambda i: (usable[i], -i))
         free = self._free.pop(best)
-        # The target's cache has only `computed` tokens of the prompt; later ones are computed
-        # anyway.
+        # The target's cache has only `computed` tokens.
         late = max(request.computed - LATE_TOKENS, 0)
         start, computed = (free.start, usable[best]) if usable[best] > late else (late, late)
         self._tenants[request.arrival] = _Tenant(request, free.row, start, computed)
 
     def _usable(self, free: _FreeRow, ids: np.ndarray, salt: str) -> int:
-        """First tokens of a text that need no computing in a free row; the last token always does.
-        A recurrent state can only be used at its own position."""
+        """Counts tokens that need no computing; the last one always does. A recurrent state can
+        only be used at its own position.
+        """
         held, n = len(free.tokens), min(len(free.tokens), len(ids) - 1)
         if free.salt != salt or not n or (self._recurrent and (n < held or free.tokens[-1] != ids[n - 1])):
             return 0
@@ -161,35 +156,35 @@ class DraftModelDrafter(Drafter):
         if not requests:
             return []
         tenants = [self._tenants[request.arrival] for request in requests]
-        # A request without a new token, for example because its last drafts found no page, gets the same drafts again.
+        # A request without a new token (drafts found no page) gets the same drafts again.
         lagging = [(t, -(-n // self._topk)) for t, n in zip(tenants, max_drafts) if t.computed < num_tokens(t.request)]
         launched = self._start([tenant for tenant, _ in lagging])
         for step in range(1, max((steps for _, steps in lagging), default=0)):
             going = [tenant for tenant, steps in lagging if steps > step]
             rows = (DecodeRow(t.row, t.held + step - 1, len(t.request.output) + step) for t in going)
-            plan = StepPlan(decode=DecodeRows.from_rows(rows))  # draws draft number `step`, 0 being the first
+            plan = StepPlan(decode=DecodeRows.from_rows(rows))
             launched.append((self.runner.launch(plan), going))
         for handle, drawing in launched:
             self._read(handle, drawing)
         return [with_siblings(tenant.chain, tenant.siblings, n) for tenant, n in zip(tenants, max_drafts)]
 
     def _read(self, step: StepHandle, tenants: Sequence[_Tenant]) -> None:
-        """Waits for a step. Appends a token to the chain of each tenant, and other likely tokens."""
+        """Appends a token to each tenant's chain, and other likely tokens."""
         result = step.result()
         for tenant, (token,), logprobs in zip(tenants, result.tokens, result.logprobs, strict=True):
             likely = [t for t in logprobs[0] if t != token] if logprobs else []
-            tenant.chain.append(max(token, 0))  # -1, of logits that are not finite: any token will do as a draft
+            tenant.chain.append(max(token, 0))  # -1: the logits are not finite
             tenant.siblings.append(likely[: self._topk - 1])
 
     def _start(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
-        """Moves the states to the tokens known now, and draws the first drafts."""
+        """Moves the states to the known tokens, and draws the first drafts."""
         fresh = [tenant for tenant in tenants if not tenant.admitted]
         for tenant in fresh:
             row, pages, tenant.admitted = tenant.row, self._pages, True
             own = np.arange(1 + (row - 1) * pages, 1 + row * pages, dtype=np.int32)
             self._pending.admissions.append(self._admission(tenant))
             self._pending.page_writes.append(PageWrite(row, 0, np.repeat(own[:, None], self._groups, 1)))
-        if any(tenant.held for tenant in fresh):  # their states are restored once their slots have been zeroed
+        if any(tenant.held for tenant in fresh):  # restored once their slots are zeroed
             plan, self._pending = self._pending, StepPlan()
             self.runner.launch(plan)
         params = [t.request.params for t in tenants]
@@ -205,8 +200,7 @@ class DraftModelDrafter(Drafter):
         return Admission.from_prompt(row, row, request.prompt, params, request.seed, request.rules, request.output)
 
     def _recount(self, tenants: Sequence[_Tenant]) -> None:
-        """Counts tokens for penalties and bad words anew: accepted output counts, failed drafts do
-        not."""
+        """Counts accepted output for penalties and bad words, not failed drafts."""
         if not tenants:
             return
         arrays = self._staging.upload(SamplingTable.pack([self._admission(tenant) for tenant in tenants]))
@@ -214,12 +208,11 @@ class DraftModelDrafter(Drafter):
         self.runner.sampling_table.enter_rows(rows, arrays)
 
     def _catch_up(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
-        """Computes the tokens that the states lack, in chunks of few rows; a row's last chunk gives
-        its first draft."""
+        """Uses chunks of few rows; a row's last chunk gives its first draft."""
         launched = list[_Launched]()
         for tenant in tenants:
             tenant.chain, tenant.siblings = [], []
-        # With more rows than a graph has, a step of few tokens takes ten times as long.
+        # A step with more rows than a graph has takes ten times as long.
         most = PROMPT_ROWS if self.runner.prompt_graphs else len(tenants)
         while waiting := [t for t in tenants if t.computed < num_tokens(t.request)]:
             plan, self._pending, budget = self._pending, StepPlan(), self._chunk

@@ -112,7 +112,7 @@ class Draft:
             return self.first(next(n for n in range(1, len(self) + 1) if ends(self.tokens[:n])))
         tokens, parents, places, paths = list[int](), list[int](), [0], list[list[int] | None]([[]])
         for token, parent in zip(self.tokens, self.parents, strict=True):
-            path = paths[parent]  # None: the request has ended there or before
+            path = paths[parent]  # None: it has ended
             if path is not None:
                 path = [*path, token]
                 tokens.append(token)
@@ -171,7 +171,7 @@ class AdaptiveDrafter(Drafter):
     def __init__(self, inner: Drafter, num_draft_tokens: int, patience: int = 16) -> None:
         self.inner, self.longest, self.patience = inner, num_draft_tokens, patience
         self.always = False
-        self._earned: dict[int, int] = {}  # how long a request's drafts may be
+        self._earned: dict[int, int] = {}  # how long drafts may be
         self._depths: dict[int, int] = {}  # depths of the drafts whose outcome is not known yet
 
     def begin(self, request: DraftRequest) -> None:

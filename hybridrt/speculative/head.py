@@ -1,10 +1,9 @@
 """Runs a model's prediction head: over the tokens of every step, and ahead of them for drafts.
 
 Position p of the head gets the hidden state of token p and the embedding of token p + 1, and
-predicts token p + 2. So the head runs over the inputs of a step after the next tokens are drawn
-(DRAFT_EXTEND; nothing waits for the host). Each draft is computed from the head's last hidden state
-and the token drawn from it. Its keys and values are further layers of the model's KV pool, in the
-same requests' pages.
+predicts token p + 2. So the head runs over a step's inputs after the next tokens are drawn
+(DRAFT_EXTEND). Each draft is computed from the head's last hidden state and the token drawn from
+it. Its keys and values are further layers of the model's KV pool, in the same pages.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from hybridrt.runtime.step.batch import make_batch
 from hybridrt.runtime.step.pack import PageEntries, PromptArrays, StagingRing
 from hybridrt.runtime.step.plan import DecodeRow, DecodeRows, StepHandle
 
-AHEAD = 0  # no step has rows of so many tokens
+AHEAD = 0  # no step has so many tokens
 
 
 class DraftedRows(NamedTuple, Generic[A]):
@@ -116,7 +115,7 @@ class HeadRunner:
             assert following is not None, "a runner with a drafter packs them"
             following[at - split] = self._last_tokens[prompts.sample_rows[n:]]
             ids, ends, rows = torch.cat((ids, following)), torch.cat((ends, at)), prompts.sample_rows
-        # -1, of logits that were not finite, is no input.
+        # -1: the logits are not finite.
         ids = ids.clamp(min=0)
         step = replace(batch, forward_mode=ForwardMode.DRAFT_EXTEND, input_ids=ids, attn_backend=self.backend)
         self.backend.prepare(step)
@@ -146,7 +145,7 @@ class HeadRunner:
         return LaunchedStep.from_tokens(torch.cat(places, 1))
 
     def _advance(self, rows: Sequence[DraftRow], step_rows: DraftedRows[torch.Tensor], step: int) -> torch.Tensor:
-        """The head's own step number `step`, from 1: [n, vocab] logits after the last drafts."""
+        """`step` counts from 1. Returns [n, vocab] logits after the last drafts."""
         n, graphs = len(rows), self._graphs.get(AHEAD)
         if graphs is not None and graphs.bucket(n):
             return graphs.replay(DecodeRows.from_rows(DecodeRow(r.row, r.computed + step - 1, 0) for r in rows))
@@ -163,7 +162,7 @@ class HeadRunner:
 
 
 def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -> tuple[ForwardBatch, torch.Tensor]:
-    """Verified trees as the chains that were accepted: a node's KV place is now that of its depth."""
+    """Turns trees into accepted chains: a node's KV place is that of its depth."""
     (n, width), split = path.shape, batch.num_decode_tokens
     depths = torch.arange(width, dtype=torch.int32, device=path.device)
     places = (batch.seq_lens[:n, None] - width + depths).flatten().to(batch.positions.dtype)

@@ -6,7 +6,7 @@ from hybridrt.base.errors import BackendError, UnsupportedModelError
 from hybridrt.base.plugins import Plugins
 from hybridrt.models.config.family import Family
 
-# A table, so that reading a config.json imports only one model.
+# A table, so that reading config.json imports one model.
 PLACES = {
     "BailingHybridForCausalLM": "hybridrt.models.bailing_hybrid:FAMILY",
     "BailingMoeV3ForCausalLM": "hybridrt.models.bailing_hybrid:PUBLISHED",
@@ -44,7 +44,7 @@ PLACES = {
     "SwaSsmForCausalLM": "hybridrt.models.swa_ssm:FAMILY",
     "Zamba2ForCausalLM": "hybridrt.models.zamba2:FAMILY",
 }
-# Packages add a Family by an entry point of this group, "architecture = module:object".
+# Packages add an entry point, "architecture = module:object".
 KNOWN_FAMILIES = Plugins("hybridrt.families", PLACES, "architecture", Family, UnsupportedModelError)
 
 

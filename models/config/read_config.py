@@ -19,7 +19,7 @@ from hybridrt.models.config.family_registry import family_of
 from hybridrt.models.config.read_fields import read_fields
 
 _GGUF = re.compile(r"[.\-_]gguf/?$", re.IGNORECASE)
-# The longest request if config.json sets no limit, for models without positions.
+# Models without positions have this.
 UNLIMITED_POSITIONS = 2**20
 
 
@@ -69,8 +69,7 @@ def read_model_config(path: Path) -> ModelConfig:
 
 
 def _text_part(raw: dict[str, Any], family: Family, file: Path) -> dict[str, Any]:
-    """Fields of the text part. For a model with images: those of its section, completed from the
-    whole file."""
+    """Completes the section of a model with images from the whole file."""
     if family.section is None:
         return raw
     text = raw.get(family.section)
@@ -112,7 +111,6 @@ def _check_rope(attention: AttentionConfig, file: Path) -> None:
 
 
 def _check_window(raw: Mapping[str, Any], fields: FamilyFields, file: Path) -> None:
-    """Refuses a window that the family does not implement."""
     asked = raw.get("sliding_window") is not None and raw.get("use_sliding_window") is not False
     if asked and all(attention.sliding_window is None for attention in _attentions(fields)):
         raise ConfigError(
@@ -122,7 +120,7 @@ def _check_window(raw: Mapping[str, Any], fields: FamilyFields, file: Path) -> N
 
 
 def _check_sizes(fields: FamilyFields, file: Path) -> None:
-    """ConfigError if products of allowed sizes are too large."""
+    """Checks products: each size alone may be allowed."""
     widths = {"attention heads x head_dim": max(a.num_heads * a.head_dim for a in _attentions(fields))}
     for kind, linear in fields["linear"].items():
         widths |= {f"the width of {name} ({kind})": width for name, width in state_shape(linear).segments}
@@ -137,7 +135,6 @@ def _check_sizes(fields: FamilyFields, file: Path) -> None:
 
 def _check_activation(hf: Any, activation: str, path: Path) -> None:
     for name, known in (("hidden_act", activation), ("mamba_hidden_act", "silu"), ("mlp_hidden_act", "relu2")):
-        # transformers has two names for one function.
         if getattr(hf, name, known) not in ((known, "swish") if known == "silu" else (known,)):
             raise ConfigError(f"{path}: {name} is {shown(getattr(hf, name))}; hybridrt implements {known!r}")
 
@@ -166,7 +163,7 @@ def refuse_gguf(name: str | Path) -> None:
 
 
 def _refuse_quantised_files(path: Path) -> None:
-    """UnsupportedModelError for files of quantised weights next to config.json, or without one."""
+    """Raises UnsupportedModelError for quantised weights, next to config.json or without one."""
     if not any(path.glob("*.safetensors")):
         for found in sorted(path.glob("*.[gG][gG][uU][fF]"))[:1]:
             refuse_gguf(found)
@@ -198,7 +195,7 @@ def _family(path: Path, raw: Mapping[str, Any]) -> Family:
 
 
 def _eos_ids(path: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """generation_config.json overrides config.json, because chat models list end-of-turn ids there."""
+    """Reads generation_config.json first: chat models list end-of-turn ids there."""
     file = path / "generation_config.json"
     generation = read_object(file) if file.exists() else {}
     check_fields(generation, EOS, file)

@@ -1,6 +1,6 @@
 """Reads config.json fields as transformers does, with defaults, older names and derived fields.
 
-It does not import transformers, which takes seconds and may change its defaults.
+transformers itself takes seconds to import, and may change its defaults.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,10 @@ from hybridrt.base.config_json import NULL, OBJECT, check_fields, either
 from hybridrt.base.errors import ConfigError, shown
 from hybridrt.models.config.family import Family, current_kind
 
-# Lists with an entry for each layer.
 LAYER_LISTS = {"layer_types", "layers_block_type", "mlp_layer_types"}
-# Defaults that `derive` replaces. A file may give them too.
+# Defaults that `derive` replaces.
 OPEN = (None, "auto")
-# Scaled rotary embeddings that start from the training length.
+# Scaled from the training length.
 SCALED_FROM_LENGTH = ("llama3", "longrope", "yarn")
 
 
@@ -41,7 +40,6 @@ def read_fields(raw: Mapping[str, Any], family: Family, file: Path) -> SimpleNam
     for name in (LAYER_LISTS | {"mtp_layers_block_type"}) & family.fields.keys():
         if isinstance(kinds := fields.get(name), list):
             fields[name] = [current_kind(kind) for kind in kinds]
-    # A field with an open default may be open in the file too.
     left = {name for name, value in family.defaults.items() if value in OPEN and fields[name] in (None, value)}
     check_fields({k: v for k, v in fields.items() if k not in left}, family.fields, file)
     try:

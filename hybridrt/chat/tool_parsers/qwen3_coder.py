@@ -44,9 +44,9 @@ _LAYOUT = Layout(
 )
 _NAME = re.compile(r"(?!\s)[^>\n]+(?<!\s)")  # a name of a function or a parameter that a schema may have
 _CALLED = re.compile(r"[^\s<>=]+")
-# Rules of grammars: what a function without a strict schema holds, and text as a parameter.
+# Rules for functions without a strict schema.
 _FREE = ('free: ("<parameter=" KEY ">\\n" value)* "</function>"', r"KEY: /[^\s<>=]{1,256}/")
-# Text as a parameter cannot hold what the parser takes for its end.
+# Text cannot hold what the parser takes for its end.
 _TEXT = (
     "value[lazy]: VALUE",
     r"VALUE: /(?s:.*)\n<\/parameter>\n/ & ~/(?s:.*)(<parameter=|<\/function>|<\/parameter>(?s:..))(?s:.*)/",

@@ -89,8 +89,7 @@ def prepare_chat(
     prompt = chat.prompt(conversation, params, encode)
     given, wanted = params.structured_outputs, prompt.params.structured_outputs
     if given is not None and wanted is not given:
-        # Check it alone first: within a larger grammar, an impossible form would fail only after
-        # the reasoning.
+        # Within a larger grammar, an impossible form would fail only after the reasoning.
         engine.intake.compiler.grammar(given)
     try:
         prepared = engine.prepare(prompt.tokens, prompt.params)

@@ -100,7 +100,7 @@ class LLM:
         host_cache_bytes: int = 0,
         seed: int = 0,
     ) -> None:
-        options = dict(locals())  # the parameters, which are the fields of EngineConfig
+        options = dict(locals())  # the fields of EngineConfig
         del options["self"]
         self.config = EngineConfig(**options | ({"model": str(model)} if isinstance(model, PathLike) else {}))
         check_world(tp_size)
@@ -112,7 +112,7 @@ class LLM:
         path = find_checkpoint(config.model)
         if path.is_dir():  # if not, the runner says so
             read_model_config(path)
-        self.tokenizer = load_tokenizer(path)  # before the weights, whose loading may take minutes
+        self.tokenizer = load_tokenizer(path)  # read before the weights
         start: dict[str, Any] = {"progress": progress, "ahead": KernelsAhead}
         # The executor over several ranks, which `close` ends; None with one rank.
         self._split = TensorParallelExecutor(config, **start) if config.tp_size > 1 else None
@@ -319,7 +319,7 @@ class LLM:
         """
         file, content = as_path("path", path, SessionError), text_or_ids(prompt)
         if not isinstance(content, str):
-            content = content[: self.plan.max_model_len - 1]  # the last token of the longest text is never computed
+            content = content[: self.plan.max_model_len - 1]  # the last token is never computed
         prepared = self.engine.prepare(content, SamplingParams(max_tokens=1, cache_salt=cache_salt))
         tokens = np.array(prepared.tokens, np.int32)
         with undisturbed():
@@ -383,7 +383,7 @@ class LLM:
         self.close()
 
     def _stream(self, prepared: PreparedPrompt) -> Iterator[Delta]:
-        """Runs a prompt and yields its deltas. Ends the request if the reader leaves."""
+        """Ends the request if the reader leaves."""
         engine, queue, running = self.engine, DeltaQueue(), prepared.params.n
         try:
             with engine.turns:
@@ -396,19 +396,16 @@ class LLM:
                     running -= sum(delta.finish_reason is not None for delta in deltas)
                     if not running or any(delta.error for delta in deltas):
                         engine.abandon(queue)
-                        engine.finish_launched()  # its launched work is over: it holds nothing
+                        engine.finish_launched()  # it holds nothing then
                 _raise_error(deltas)
                 yield from deltas
         finally:
-            # The garbage collector may run this in any thread, in the middle of a step: it only
-            # notes the queue.
+            # The collector may run this within a step: only note the queue.
             engine.abandon(queue)
 
 
 def _shows_bars() -> bool:
-    """True if progress bars are visible: standard error is a terminal, or tqdm has found a
-    notebook. `sys.stderr` is None if standard error is closed.
-    """
+    """Whether standard error is a terminal, or tqdm has found a notebook. `sys.stderr` may be None."""
     return issubclass(tqdm, tqdm_notebook) or (sys.stderr is not None and sys.stderr.isatty())
 
 

@@ -35,7 +35,7 @@ class FoldCounts:
             self._ends[admission.row] = admission.phase % self._phases
         if not len(plan.decode):
             return 0
-        rows = plan.decode.rows.astype(np.int64)  # numpy indexes fastest with int64
+        rows = plan.decode.rows.astype(np.int64)  # the fastest index
         ends = self._ends[rows] + np.fromiter(gained, np.int32)
         full = ends > self._last
         ends[full] = 0

@@ -13,7 +13,7 @@ from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.runtime.step.plan import StepResult, TokenLogprobs
 from hybridrt.runtime.step.token_scores import TokenScores
 
-UNREAD = 256  # tokens of a sample without a stream that wait for their text at a time
+UNREAD = 256  # tokens that wait for text without a stream
 
 
 class Samples:
@@ -73,7 +73,7 @@ class Samples:
             gained.append(len(tokens))
             if tokens and request.finish_reason is None and not request.restarting:
                 self._accept(request, tokens, logprobs, max_new > 1)
-            if -1 in tokens:  # even if the request has ended: the state after them is not finite
+            if -1 in tokens:  # even of an ended request: its state is broken
                 request.broken = True
         if self.folds is not None:
             self.totals.count_folds(self.folds.of_step(step.plan, gained[: len(step.plan.decode)]))
@@ -103,7 +103,7 @@ class Samples:
     def abort(self, request: Request) -> None:
         try:
             self._finish(request, "abort")
-        except Exception as e:  # its text cannot be made; it ends with that error
+        except Exception as e:  # its text cannot be made
             self.fail(request, e)
 
     def clear(self) -> None:
@@ -145,8 +145,8 @@ class Samples:
         totals.output_tokens += len(request.output) - known
 
     def _go_on(self, request: Request) -> None:
-        """Makes text of new tokens, and tells the reader. Without a stream, text is made in parts:
-        all of it at the end would delay every other sample.
+        """Makes text in parts, also without a stream: all at the end would delay every other
+        sample.
         """
         if request.detokenizer is not None and (request.stream or len(request.output) - request.decoded >= UNREAD):
             request.read_text()

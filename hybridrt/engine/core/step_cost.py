@@ -10,13 +10,12 @@ import numpy as np
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import StepPlan
 
-# Numbers of tokens from which one more token may cost more. With few tokens, a step takes the time
-# to read all weights; with many, each token adds its products. Costs are not negative, so the time
-# is a convex function of the tokens.
+# Numbers of tokens from which one more may cost more: a step of few takes the time to read all
+# weights.
 _KNOTS = (0, 64, 256, 1024)
 _KINDS = ("decode", "prefill", "mixed")
 _OF_KIND = {kind: tuple(float(kind == other) for other in _KINDS) for kind in _KINDS}
-_DECAY = 0.98  # weight of a step after the next one of its kind
+_DECAY = 0.98  # weight after each later step of its kind
 _RIDGE = 1e-6  # ridge of normalised features: makes the fit unique
 _ENOUGH, _FIT_EVERY, _REMEMBERED = 8, 32, 128  # steps
 
@@ -98,7 +97,7 @@ class StepCost:
         self.max_prompt_tokens = 0
         self._buckets = sorted(buckets, key=sum)
         self._costs: list[float] | None = None
-        self._squares = np.zeros((len(_KINDS), _SIZE, _SIZE))  # sums over steps, by kind
+        self._squares = np.zeros((len(_KINDS), _SIZE, _SIZE))
         self._moments = np.zeros((len(_KINDS), _SIZE))
         self._count = 0
         self._errors: deque[float] = deque(maxlen=_REMEMBERED)
@@ -160,7 +159,7 @@ def _has_room(bucket: Bucket, work: StepWork) -> bool:
 
 def _nonnegative_costs(squares: np.ndarray, moments: np.ndarray) -> np.ndarray:
     """The x >= 0 that minimises x^T squares x / 2 - moments^T x (Lawson & Hanson 1974, chapter 23).
-    squares [n, n], moments [n]. Features that no step had cost nothing.
+    Features that no step had cost nothing.
     """
     scale = np.sqrt(squares.diagonal())
     seen = scale > 0
@@ -180,7 +179,7 @@ def _nonnegative_costs(squares: np.ndarray, moments: np.ndarray) -> np.ndarray:
 def _solve_free(
     squares: np.ndarray, moments: np.ndarray, found: np.ndarray, free: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Minimum over the free unknowns. Unknowns that would become negative on the way are fixed."""
+    """Unknowns that would become negative on the way are fixed."""
     while True:
         target = np.zeros_like(found)
         target[free] = np.linalg.solve(squares[np.ix_(free, free)], moments[free])

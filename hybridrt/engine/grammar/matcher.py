@@ -156,9 +156,7 @@ class Matcher:
 
     @contextmanager
     def _taken(self, state: "_State", token: int) -> "Iterator[_State | None]":
-        """The state after a draft's token; None if it may not come. Takes the token back
-        afterwards.
-        """
+        """Yields the state after it; None if it may not come. Takes it back afterwards."""
         inner, thinking = state
         read = True
         if thinking is not None:

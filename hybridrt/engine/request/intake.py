@@ -19,7 +19,7 @@ from hybridrt.runtime.step.sampling_table import SamplingTable
 from hybridrt.runtime.step.token_rules import any_allowed, make_rules
 
 MAX_NAME_CHARACTERS = 1024
-_FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")  # fields that may forbid tokens
+_FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class EngineLimits:
     def check_length(self, num_tokens: int) -> None:
         longest = self.max_model_len - 1
         if num_tokens > longest:
-            # Clients know an overlong prompt by the words of OpenAI's error.
+            # Clients know OpenAI's words.
             raise PromptTooLongError(
                 f"the prompt has {num_tokens} tokens; this model's maximum context length is {longest + 1} tokens "
                 f"(max_model_len), so it may have at most {longest}, which leaves room for one output token: shorten "
@@ -211,8 +211,8 @@ class Intake:
                 raise RequestError(f"{name} is {number} and the vocabulary has {vocab} tokens; lower it", name)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Token ids of `bad_words`: of each word at the beginning of a text and, as in vLLM, of the
-        word after a space if that makes as many tokens with another first one.
+        """Encodes each word at the beginning of a text and, as in vLLM, after a space if that makes
+        as many tokens with another first one.
         """
         found = list[list[int]]()
         if self.tokenizer is None:
@@ -227,7 +227,7 @@ class Intake:
         return found
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Token ids of a prompt, cut to its end if the parameters say so."""
+        """Cuts it to its end if the parameters say so."""
         content, kept = text_or_ids(prompt), params.truncate_prompt_tokens
         if kept is not None:
             kept = self.limits.max_model_len - 1 if kept < 0 else kept
@@ -251,9 +251,7 @@ def check_arrived(arrived: PrefixMatch | None, num_tokens: int) -> None:
 
 
 def _check_constants(params: SamplingParams, rules: TokenRules | None) -> None:
-    """Raises RequestError for numbers that a step cannot pack: there they would fail all rows, and
-    end other ranks.
-    """
+    """Refuses here: in a step they would fail all rows, and end other ranks."""
     try:
         SamplingTable.constants(params, params.seed or 0, rules)
     except (struct.error, OverflowError, TypeError) as e:

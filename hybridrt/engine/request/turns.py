@@ -12,7 +12,7 @@ from hybridrt.base.ambient import undisturbed
 from hybridrt.base.errors import EngineError, UnavailableError
 from hybridrt.base.interrupts import Interrupts
 
-_HELD = nullcontext()  # a turn of the thread that has its turn
+_HELD = nullcontext()  # the turn of the thread that has it
 
 
 class Turns:
@@ -26,7 +26,7 @@ class Turns:
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
-        self._mutex = RLock()  # not Lock: the collector may run finalizers in here
+        self._mutex = RLock()  # reentrant: finalizers may run in here
         self._line: deque[tuple[Lock, int]] = deque()
         self._owner: int | None = None
         self._process = os.getpid()
@@ -72,9 +72,7 @@ class Turns:
                 self._hand_on()
 
     def _take(self, wait: bool) -> None:
-        """Takes the turn, or waits in line for it. EngineError if it is taken and `wait` is False,
-        or in a fork.
-        """
+        """Waits for it, or raises EngineError if it is taken and `wait` is False, or in a fork."""
         self.check_process()
         with self._mutex:
             if self._owner is None:
@@ -89,7 +87,7 @@ class Turns:
             gate.acquire()
             self._line.append((gate, get_ident()))
         try:
-            gate.acquire()  # the thread that ends its turn releases it
+            gate.acquire()
         except BaseException:
             self._give_up(gate)
             raise

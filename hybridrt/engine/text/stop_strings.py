@@ -16,12 +16,12 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = sorted(strings, key=len)
         self._next: list[dict[str, int]] = [{}]
-        self._depth, self._found = [0], [0]  # `_found`: the longest string that ends in a state, 0 if none does
+        self._depth, self._found = [0], [0]  # `_found`: the longest string that ends there
         for string in strings:
             self._add(string)
         self._shorter = [0] * len(self._next)  # the longest shorter end of a state that begins a string
         level = list(self._next[0].values())
-        while level:  # short ones first: long ones look at their ends
+        while level:  # short ones first
             level = [later for state in level for later in self._link(state)]
 
     def _add(self, string: str) -> None:

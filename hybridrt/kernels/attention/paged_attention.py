@@ -125,8 +125,8 @@ def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding
         return RowContext(_run(slots), None, seq_lens)
     last = seq_lens - 1 if batch.num_drafts is None else seq_lens - tokens + batch.num_drafts
     in_context = (position >= 0) & (position <= last.unsqueeze(1))
-    # Other slots may be stale or another request's. Masked values are still multiplied by zero, and
-    # 0 * NaN is NaN: the row's own last key replaces them.
+    # Other slots may be stale. Masked values are still multiplied by zero, and 0 * NaN is NaN: the
+    # row's own last key replaces them.
     stand_in = slots.gather(1, (last - position[:, 0]).clamp(min=0).long().unsqueeze(1))
     slots = torch.where(in_context, slots, stand_in).view(-1)
     if tokens == 1:
@@ -147,7 +147,6 @@ def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = Non
         if tokens > 1:
             visible = visible.expand(-1, groups, -1, -1).reshape(num_rows, 1, groups * tokens, -1)
     keys, values = _by_head((k_cache, v_cache), slots, num_rows, q.dtype)
-    # Query heads of one key head become query positions of that head: nothing is repeated.
     if tokens == 1:
         query = q.view(num_rows, kv_heads, groups, head_dim)
     else:
@@ -176,8 +175,9 @@ def _run(slots: Tensor) -> Tensor | slice:
 
 
 def _all_reach(seq_lens: Tensor, context: int) -> bool:
-    """Whether every context has the table's width, if looking does not wait: then no mask is
-    needed."""
+    """Whether every context has the table's width: then no mask is needed. False if looking would
+    wait.
+    """
     return not seq_lens.is_cuda and seq_lens.tolist() == [context] * len(seq_lens)
 
 
@@ -212,8 +212,7 @@ def _last_slots(
 def _visible(
     in_context: Tensor, node: Tensor, tokens: int, sliding_window: int | None, tree_mask: Tensor | None
 ) -> Tensor:
-    """`[B, T, L]` bool: which keys each token sees. node `[B, L]`: a key's token, negative in the
-    prefix."""
+    """`[B, T, L]` bool; node `[B, L]`: a key's token, negative in the prefix."""
     if tree_mask is None:
         tree_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=node.device).tril()
         tree_mask = tree_mask.expand(len(node), -1, -1)
@@ -222,7 +221,7 @@ def _visible(
     visible = in_context.unsqueeze(1) & ((node < 0).unsqueeze(1) | in_tree)
     if sliding_window is None:
         return visible
-    depth = tree_mask.sum(-1) - 1  # a node's mask holds its ancestors and itself
+    depth = tree_mask.sum(-1) - 1
     key_depth = torch.where(node < 0, node, depth.gather(1, clamped.squeeze(1)))
     return visible & (depth.unsqueeze(2) - key_depth.unsqueeze(1) < sliding_window)
 

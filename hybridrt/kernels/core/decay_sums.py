@@ -1,8 +1,8 @@
 """Running sums of log decays in float64, with exact differences.
 
 Token j has decayed at token i by exp(G_i - G_j), where G is the running sum of gates. In float32 a
-strong gate before j makes the difference inexact, and -inf makes it NaN. So gates are clamped to
-FLOOR, and sums are float64.
+strong gate before j makes the difference inexact, and -inf makes it NaN: so gates are clamped to
+FLOOR.
 """
 
 import torch

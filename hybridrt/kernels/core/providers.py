@@ -3,7 +3,7 @@
 Every operation is registered once per provider: `torch` (the reference), `triton` (ours, CUDA), and
 installed libraries. `select` picks the highest priority that is installed and runs on the device;
 `HYBRIDRT_PROVIDERS="rms_norm=torch,sample=triton"` overrides it. Implementations are imported when
-first picked, so optional packages are not imported before use.
+first picked: optional packages may be missing.
 """
 
 import importlib
@@ -133,7 +133,7 @@ def select(op: str, device_type: str, name: str | None = None) -> Callable[..., 
 
 
 def _live(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Recordings call it again: interpreted kernels are no torch operations."""
+    """Makes recordings call it again: interpreted kernels are no torch operations."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -280,7 +280,7 @@ def _parse_override(item: str) -> tuple[str, str]:
 
 
 def _import_operations() -> None:
-    """Imports the files that register operations, but not those of Triton and of libraries."""
+    """Only files that register operations: not those of Triton and of libraries."""
     package = importlib.import_module("hybridrt.kernels")
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if not module.name.endswith("_triton") and ".libraries" not in module.name:

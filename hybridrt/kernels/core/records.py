@@ -7,7 +7,7 @@ heads, Hk key heads), Mamba-1 [I, N] (I channels). Softmax attention: Hq query h
 of dim D. Entry 0 of every pool is scratch. A row with state slots -1 is padding: it gets zeros and
 touches no state. Indices are int32. Activations, conv rings, and values and keys of state rings
 have the model's dtype; state pools are float32, bfloat16 or float16; the rest is float32 unless
-stated. Token-wise tensors may have any row and token stride, as column slices of one projection.
+stated. Token-wise tensors may have any row and token stride.
 """
 
 import math
@@ -21,7 +21,7 @@ from hybridrt.kernels.core.chunk_plan import ChunkPlan
 
 Activation = Literal["silu"] | None
 NO_LIMIT = (0.0, math.inf)
-L2_NORM_EPS = 1e-6  # added to the squared norm of a query or key, in references and kernels
+L2_NORM_EPS = 1e-6  # added to squared norms
 
 
 class TokenInputs(NamedTuple):

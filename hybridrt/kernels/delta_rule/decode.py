@@ -1,13 +1,7 @@
 """A whole decode or verify step of the gated delta rule: conv, SiLU, norms, gates, delta rule.
 
-It serves Gated Delta Nets and Kimi Delta Attention, whose raw gates have one dimension more. It
-starts from the merged projection. There are three state modes:
-
-- classic: the state is read and written each step;
-- replay, with a `ring`: the state is a checkpoint, the ring holds the inputs since
-  (`decode_ring.py`);
-- intermediate, with `state.intermediate`: the state after each token is stored there, and the pool
-  is only read. Tokens of a row may be the nodes of a draft tree in this mode alone.
+It serves Gated Delta Nets and Kimi Delta Attention, whose raw gates have one dimension more. State
+modes are those of `mamba2_decode.py`, with the ring of `decode_ring.py`.
 """
 
 from typing import Any
@@ -49,7 +43,6 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
         ConfigError: the conv ring or the state ring is too narrow for T tokens, the conv does not
             end in SiLU, or one of ring and step has gates of heads and the other of channels.
     """
-    # The separate operations one after the other
     state = step.state
     conved = causal_conv1d_update.reference(qkv, step.conv_weights, step.conv_state, step.conv_nodes)
     inputs = DeltaInputs(*split_qkv(conved, state.states), *gdn_gates(a, b, weights))
@@ -59,7 +52,9 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
 
 
 def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q, k `[..., Hk, K]` and v `[..., Hv, V]` of the conv's channels, for a pool of states `[S+1, Hv, V, K]`."""
+    """Views q, k `[..., Hk, K]` and v `[..., Hv, V]` of the conv's channels, for a pool of states
+    `[S+1, Hv, V, K]`.
+    """
     _, value_heads, value_dim, key_dim = states.shape
     width = (qkv.shape[-1] - value_heads * value_dim) // 2
     q, k, v = qkv.split((width, width, value_heads * value_dim), -1)

@@ -33,9 +33,9 @@ class PreparedChunks(NamedTuple):
 
 @triton.jit
 def _widen(inverse, A, FROM: tl.constexpr, TO: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(I + A)^-1 for A [..., n, n] cut down to blocks of 2^TO along the diagonal, given it for blocks of 2^FROM.
+    """(I + A)^-1 for A [..., n, n] cut to diagonal blocks of 2^TO, given it for blocks of 2^FROM.
 
-    With B what A has between the two halves of the blocks, (T^-1 + B)^-1 = T - T B T.
+    With B the part of A between the two halves, (T^-1 + B)^-1 = T - T B T.
     """
     n: tl.constexpr = A.shape[-1]
     apart = tl.arange(0, n)[:, None] ^ tl.arange(0, n)[None, :]

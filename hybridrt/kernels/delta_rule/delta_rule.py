@@ -62,7 +62,7 @@ def chunk_gated_delta_rule(
     out, final = _scan_chunks(chunks, initial, plan)
     write_rows(state.states, state.write_state_slots, final)
     out = out.masked_fill(pad_mask(state.write_state_slots, 4)[plan.seq_idx], 0)
-    packed = v.new_zeros(tokens + 1, *v.shape[1:])  # the last row takes the places of chunks that hold no token
+    packed = v.new_zeros(tokens + 1, *v.shape[1:])
     packed[torch.where(valid, index, tokens)] = out.transpose(1, 2).to(v.dtype)
     return packed[:tokens]
 
@@ -76,7 +76,6 @@ def recurrent_gated_delta_rule(inputs: DeltaInputs, state: StateSlots, weights: 
     inputs = with_gates(inputs, weights)
     q, k, v = inputs.q, inputs.k, inputs.v
     heads_per_key = v.shape[2] // k.shape[2]
-    # k and q side by side: one pass over the state serves both products.
     pairs = torch.stack((l2_normalize(k), l2_normalize(q) * q.shape[-1] ** -0.5), -2)
     pairs = pairs.repeat_interleave(heads_per_key, 2)
     decay, v, beta = inputs.g.float().exp(), v.float(), inputs.beta.float().unsqueeze(-1)
@@ -99,11 +98,11 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """What the scan needs of n chunks of Q tokens, float32: everything that does not depend on the incoming state.
+    """n chunks of Q tokens, float32: everything that does not depend on the incoming state.
 
     Attributes:
         new_values: `[n, Hv, Q, V]`, the corrected values beta (v - S k) for a zero incoming state.
-        state_keys: `[n, Hv, Q, K]`, such that the corrected values are new_values - state_keys S^T.
+        state_keys: `[n, Hv, Q, K]`; the corrected values are new_values - state_keys S^T.
         queries: `[n, Hv, Q, K]`, q times the decay since the chunk's start.
         keys: `[n, Hv, Q, K]`, k times the decay until the chunk's end.
         scores: `[n, Hv, Q, Q]`, the causal, decayed q k^T.
@@ -119,7 +118,7 @@ class _Chunks:
 
 
 def _to_chunks(x: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """x `[T, H, ...]` as `[n, H, Q, ...]` float32, zero where there is no token."""
+    """Cuts x `[T, H, ...]` to `[n, H, Q, ...]` float32, zero where there is no token."""
     gathered = x[index].float()
     return gathered.masked_fill(~valid.view(*valid.shape, *[1] * (x.ndim - 1)), 0).transpose(1, 2)
 

@@ -76,7 +76,6 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     k_norm = tl.sqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + L2_EPS)
     q_factor = K**-0.5 * near / tl.sqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + L2_EPS)
     k_factor, k_from = near / k_norm, 1.0 / (near * k_norm)
-    # Stored before the products, which need the registers.
     factors = factors_ptr + (chunk.to(tl.int64) * HV + h) * (3 * Q) + t
     tl.store(factors, k_factor * tl.exp(sums))
     tl.store(factors + Q, q_factor * tl.exp(sums))
@@ -88,7 +87,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * pair * q_factor[:, None]
     tl.store(scores_ptr + place, tl.where(r >= c, scores, 0.0).to(scores_ptr.dtype.element_ty))
     A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * pair * (beta * k_factor)[:, None]
-    # No entry of A or the inverse is above 1, where float16 is as fine as TF32 and its products twice as fast.
+    # No entry is above 1, where float16 is as fine as TF32 and its products twice as fast.
     dtype: tl.constexpr = tl.float32 if k.dtype == tl.float32 else tl.float16
     inverse = unit_inverse(tl.where(r > c, A, 0.0).to(dtype), Q, LEVELS, PRECISION)
     tl.store(solved_ptr + place, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
@@ -117,7 +116,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
             tl.store(out_ptr + token * (HV * V) + out_tile, zeros, mask=tile_mask(token + t < row_end, j, V, BLOCK_V))
         return
 
-    # Starts have 64 bits and offsets 32: fewer registers and instructions for addresses.
+    # 64-bit starts, 32-bit offsets: fewer registers.
     q_ptr += h // (HV // HK) * q_strides[1]
     k_ptr += h // (HV // HK) * k_strides[1]
     if CHANNELS:
@@ -130,8 +129,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if tl.load(has_initial_ptr + row) != 0:
         state += tl.load(cells + read.to(tl.int64) * states_ss, mask=inside, other=0.0).to(tl.float32)
-    # Where chunks begin is computed, not loaded, and carried in one number: addresses that wait for a load, or a value
-    # that is carried over two rounds, would keep Triton from fetching the next chunks ahead.
+    # Computed, in one number: addresses that wait for a load keep Triton from fetching ahead.
     boundary = tl.load(ends_ptr + tl.minimum(first, last) + 1)
     for chunk in range(first, last + 1):
         start = tl.maximum(boundary - CHUNK, row_start)
@@ -154,8 +152,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
             q_from_start = tl.load(factors_ptr + place * (3 * Q) + Q + t)
             k_to_end = tl.load(factors_ptr + place * (3 * Q) + 2 * Q + t)
         if CHANNELS:
-            # Zeros, as far as the compiler knows not so: Triton fetches ahead what the operands of a product need, and
-            # would load decays, which go into a sum alone, when they are due.
+            # Zeros, unknown to the compiler: Triton fetches ahead the operands of products only.
             state += tl.minimum(decay, 0.0)
         held = state.to(k.dtype)
         if CHANNELS:
@@ -170,7 +167,7 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=tile_mask(live, j, V, BLOCK_V))
         if CHANNELS:
             k, u = k_left, u.to(k.dtype)
-        elif k.dtype == tl.float16:  # where u / |k| may be past the largest number, and k / |k| is not
+        elif k.dtype == tl.float16:  # where u / |k| may overflow, and k / |k| does not
             k, u = (k.to(tl.float32) * k_to_end[:, None]).to(k.dtype), u.to(k.dtype)
         else:
             u = (u * k_to_end[:, None]).to(k.dtype)

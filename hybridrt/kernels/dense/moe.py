@@ -137,7 +137,6 @@ def fused_experts(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor)
 
 def _each_expert(x: Tensor, experts: ExpertStack, weights: Tensor, ids: Tensor) -> Tensor:
     """Reads on the host how many tokens each expert has."""
-    # Token-expert pairs sorted by expert, one pair of matrix products for each expert that was hit
     count, top_k = experts.w_up.shape[0], ids.shape[1]
     flat = ids.flatten().long()
     order = torch.where(flat < 0, count, flat).argsort(stable=True)

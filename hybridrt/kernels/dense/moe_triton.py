@@ -1,7 +1,7 @@
 """Triton kernels of the routed experts.
 
-With few token-expert pairs bandwidth decides, and each pair gathers its own weight rows. With many,
-pairs are laid out in blocks of one expert, and blocks are matrix products.
+Few token-expert pairs are bound by bandwidth: each gathers its own weight rows. Many are laid out
+in blocks of one expert, and blocks are matrix products.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from hybridrt.kernels.core.launch import dot_precision
 from hybridrt.kernels.core.pdl_triton import begin, begin_in_turn, pdl
 from hybridrt.kernels.dense.moe import ExpertStack
 
-# Up to here two small launches that compare all pairs cost less than a sort.
+# Up to here comparing all pairs costs less than a sort.
 COMPARED_PAIRS = 12288
 
 
@@ -42,8 +42,7 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
     INNER: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [inner blocks, pairs]. A thread owns 8 neighbouring columns of each row, one 16-byte
-    load."""
+    """Grid [inner blocks, pairs]. A thread loads 16 bytes of each row."""
     begin_in_turn(PDL)
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
@@ -51,7 +50,7 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
         return
     i, d = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, BLOCK_D)
     x_row = x_ptr + (pair // TOP_K).to(tl.int64) * x_sr + d
-    # Rows past the last repeat it: cheaper than a mask, and never written.
+    # Past the last row it repeats: cheaper than a mask, and never written.
     w_rows = w_ptr + expert * w_se + tl.minimum(i, INNER - 1)[:, None] * w_sr + d[None, :]
     tile = tl.load(w_rows, mask=(d < D)[None, :], other=0.0)
     up_tile = tile
@@ -64,7 +63,7 @@ def _gathered_up_kernel(  # type: ignore[no-untyped-def]
         if GATED:
             up += _sum_by_8(up_tile.to(tl.float32) * x)
         if BLOCK_D < D:
-            # Last, so that a row's next piece reuses the registers of this one.
+            # Last, to reuse the registers of this piece.
             following = start + BLOCK_D
             mask = (following + d < D)[None, :]
             tile = tl.load(w_rows + following, mask=mask, other=0.0)
@@ -90,8 +89,7 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
     hidden_ptr, w_ptr, bias_ptr, weights_ptr, ids_ptr, out_ptr, w_se, w_sr, TOP_K: tl.constexpr, D: tl.constexpr,
     INNER: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens, output blocks]: BLOCK_P experts and BLOCK_I inner columns at a time. A tile has
-    a row for each expert and output; a thread owns 8 neighbouring columns."""
+    """Grid [tokens, output blocks]. A tile has a row for each expert and output."""
     PARTS: tl.constexpr = (INNER + BLOCK_I - 1) // BLOCK_I
     STEPS: tl.constexpr = (TOP_K + BLOCK_P - 1) // BLOCK_P * PARTS
     t = tl.program_id(0).to(tl.int64)
@@ -99,7 +97,7 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
     p = r // BLOCK_D
     w_rows = w_ptr + tl.minimum(tl.program_id(1) * BLOCK_D + r % BLOCK_D, D - 1) * w_sr
     ids_row, weights_row = ids_ptr + t * TOP_K, weights_ptr + t * TOP_K
-    # The experts were chosen before the previous kernel began, so reading them early is safe.
+    # The experts were chosen before the previous kernel began: reading them early is safe.
     tile = _down_tile(w_rows, ids_row, w_se, p, i, TOP_K, INNER)
     begin(PDL)
     total = tl.zeros([BLOCK_P * BLOCK_D, BLOCK_I // 8], tl.float32)
@@ -112,7 +110,7 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
         hidden = tl.load(hidden_rows[:, None] + column[None, :], mask=mask, other=0.0)
         total += _sum_by_8(tile.to(tl.float32) * hidden.to(tl.float32)) * weight[:, None]
         if STEPS > 1:
-            # Last, so that the next tile reuses the registers of this one.
+            # Last, to reuse the registers of this tile.
             k, column = (step + 1) // PARTS * BLOCK_P + p, (step + 1) % PARTS * BLOCK_I + i
             tile = _down_tile(w_rows, ids_row, w_se, k, column, TOP_K, INNER)
     out = tl.sum(tl.reshape(tl.sum(total, 1), [BLOCK_P, BLOCK_D]), 0)
@@ -127,7 +125,7 @@ def _gathered_down_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _down_tile(w_rows, ids_row, w_se, k, column, TOP_K: tl.constexpr, INNER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, columns] of the weights; row r is of a token's expert k[r], zeros if there is none."""
+    """[rows, columns] of the weights of experts k, zeros where there is none."""
     expert = tl.load(ids_row + k, mask=k < TOP_K, other=-1).to(tl.int64)
     mask = (expert >= 0)[:, None] & (column < INNER)[None, :]
     return tl.load((w_rows + expert * w_se)[:, None] + column[None, :], mask=mask, other=0.0)
@@ -177,8 +175,7 @@ def _weighted_sum_kernel(  # type: ignore[no-untyped-def]
     y_ptr, weights_ptr, ids_ptr, out_ptr, TOP_K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens * blocks of columns]. A thread adds the experts in order: no shared memory, all
-    loads in flight at once."""
+    """A thread adds the experts in order: no shared memory, all loads in flight at once."""
     begin(PDL)
     COLUMNS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     t = (tl.program_id(0) // COLUMNS).to(tl.int64)
@@ -232,7 +229,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     place = block * SIZE + rank % SIZE
     tl.store(layout_ptr + place, p, mask=expert >= 0)
     tl.store(block_expert_ptr + block, expert, mask=(expert >= 0) & (rank % SIZE == 0))
-    # The rest of an expert's last block is empty. Blocks of no expert follow the last block.
+    # The rest of an expert's last block is empty. Blocks of no expert follow.
     gap = 1 + tl.arange(0, SIZE)
     empty = ((expert >= 0) & (rank == count - 1))[:, None] & ((rank % SIZE)[:, None] + gap[None, :] < SIZE)
     tl.store(layout_ptr + place[:, None] + gap[None, :], tl.full([BLOCK_P, SIZE], 0, tl.int32) + pairs, mask=empty)
@@ -277,8 +274,9 @@ def gathered_tiles(width: int, inner: int, top_k: int, gated: bool) -> tuple[dic
 
 @dataclass(frozen=True)
 class _Blocks:
-    """n blocks of one expert's pairs: `pairs` [n * size], the number of pairs for none, and
-    `experts` [n], E for none. The pairs of a block without an expert are undefined."""
+    """n blocks of one expert's pairs: `pairs` [n * size], the number of pairs for none; `experts`
+    [n], E for none.
+    """
 
     pairs: Tensor
     experts: Tensor
@@ -286,8 +284,7 @@ class _Blocks:
 
 
 def _lay_out(ids: Tensor, experts: int) -> _Blocks:
-    """Pairs by expert, then by number, without those of no expert (-1). Shapes depend on argument
-    shapes alone."""
+    """Orders pairs by expert, then by number. Shapes depend on argument shapes alone."""
     pairs = ids.numel()
     size = 16 if pairs <= 16 * experts else 64
     blocks = min(pairs, pairs // size + experts)
@@ -309,9 +306,9 @@ def _sorted_blocks(ids: Tensor, experts: int, size: int, blocks: int) -> _Blocks
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     padded = (counts + size - 1) // size * size
     order = flat.argsort(stable=True)
-    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)  # from the place in `order` to that in the layout
+    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
     place = torch.arange(pairs, device=ids.device) + shift[flat[order]]
-    # Pairs without an expert come last; those outside the layout share one spare place after it.
+    # Pairs without an expert share a spare place.
     layout = torch.full((blocks * size + 1,), pairs, dtype=torch.int64, device=ids.device)
     layout[place.clamp(max=blocks * size)] = order
     ends = padded[:experts].cumsum(0)

@@ -3,8 +3,6 @@
 With s_j the sum of A dt over the ring up to entry j, and S the checkpoint:
 
     y_t = exp(s_t) S C_t + sum_{j <= t} exp(s_t - s_j) dt_j (B_j . C_t) x_j
-
-The entry of token t itself is among the j.
 """
 
 import torch
@@ -35,7 +33,9 @@ def mamba2_replay(inputs: SSMInputs, weights: SSMWeights, state: StateSlots, rin
 
 
 def _read(state: Tensor, v: Tensor, k: Tensor, g: Tensor, A: Tensor, C: Tensor, end: Tensor) -> Tensor:
-    """Outputs [B, T, H, P] for queries C [B, T, G, N] that see the state and the ring's entries up to end [B, T]."""
+    """Returns [B, T, H, P]. Queries C [B, T, G, N] see the state and the ring's entries up to end
+    [B, T].
+    """
     entry = torch.arange(g.shape[1], device=g.device)
     sums = decay_sums(g * finite_rates(A), 1)
     at_end = sums.gather(1, end.long()[:, :, None].expand(-1, -1, g.shape[2]))

@@ -1,7 +1,7 @@
 """Running sums within each request: y_t = S + x_1 + ... + x_t, and S becomes the last y.
 
-The recurrence of the history branch's mode "prefix_sum". Its results are easy to predict, so tests
-notice a wrong slot, a lost state or a sum that runs into the next row. Sums are float32.
+This is the recurrence of the history branch's mode "prefix_sum". Sums are easy to predict: tests
+notice a wrong slot, a lost state or a sum that runs into the next row.
 """
 
 from typing import Any

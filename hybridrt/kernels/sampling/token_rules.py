@@ -96,7 +96,6 @@ def apply_token_rules(logits: Tensor, table: TokenRuleTable, lines: DrawLines) -
 
 
 def _after_prefix(table: TokenRuleTable, lines: DrawLines, columns: Tensor) -> Tensor:
-    """[B, M] bool: the output ends with the rule's prefix."""
     rows, known, lengths = lines.rows[:, None].long(), lines.known[:, None], columns[LENGTH]
     follows = torch.ones_like(lengths, dtype=torch.bool)
     width, path = lines.path.shape[1], lines.path

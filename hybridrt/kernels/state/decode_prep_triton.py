@@ -32,7 +32,7 @@ def _decode_inputs_kernel(  # type: ignore[no-untyped-def]
     t = tl.arange(0, BLOCK_TOKENS)
     live = t < TOKENS
     position = length - TOKENS + t
-    # A slot of the page entered above comes from the page itself: this program's own store is not awaited.
+    # Read from the page itself: this program's own store is not awaited.
     fresh = position // PAGE == tl.where(page >= 0, last_index, -1)
     real = live & (t <= drafted)
     known = tl.zeros([BLOCK_TOKENS], tl.int32)
@@ -61,7 +61,7 @@ def decode_inputs_triton(
     )  # fmt: skip
 
 
-# Row counts change from step to step: specialising on them would compile in the middle of serving.
+# Specialising on changing row counts would compile in the middle of serving.
 @triton.jit(do_not_specialize=["num_rows", "num_real"])
 def _fill_decode_metadata_kernel(  # type: ignore[no-untyped-def]
     slots, start_positions, accepted, ring_start_out, ring_length_out, req_pool_indices, seq_lens,

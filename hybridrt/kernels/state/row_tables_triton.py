@@ -7,7 +7,7 @@ from torch import Tensor
 from hybridrt.kernels.core.pdl_triton import begin, pdl
 from hybridrt.kernels.core.records import RowTables
 
-BLOCK, CLEARED = 128, 1024  # rows, and numbers of a slot, that a program takes at a time
+BLOCK, CLEARED = 128, 1024  # rows, and numbers of a slot, of a program
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -43,7 +43,6 @@ def _pages_kernel(  # type: ignore[no-untyped-def]
 def _clear_kernel(  # type: ignore[no-untyped-def]
     states_ptr, slots_ptr, states_sl, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid [programs of a slot, layers, slots]. A slot has SIZE numbers."""
     slot = tl.load(slots_ptr + tl.program_id(2)).to(tl.int64)
     if slot > 0:
         numbers = states_ptr + tl.program_id(1).to(tl.int64) * states_sl + slot * SIZE

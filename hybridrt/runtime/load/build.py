@@ -119,7 +119,7 @@ def find_checkpoint(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except Exception as e:  # the hub client raises its own errors, those of requests, and OS errors
+    except Exception as e:  # the hub client's own errors, those of requests, and OS errors
         raise ConfigError(f"{_legible(name)} is no directory here, and the hub does not give it: {reason(e)}") from e
 
 
@@ -238,7 +238,7 @@ def make_plan(
             f"host_cache_bytes is {config.host_cache_bytes}; a KV page and a state take "
             f"{2 * max(sum(costs.pages), spec.image_bytes()) * target.tp.size} bytes: raise it"
         )
-    # The length may have been cut to what fits: page tables are as long as it is.
+    # Page tables are as long as requests, which may have been cut to fit.
     return replace(plan, host=host, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
 
 
@@ -258,8 +258,7 @@ def set_bytes(config: EngineConfig, target: RunTarget) -> int:
 
 
 def _table_length(config: EngineConfig, target: RunTarget, max_len: int) -> int:
-    """Positions of a page table: the drafts of a last verify step may exceed the longest request. 0
-    without attention layers."""
+    """Includes the drafts of a last verify step. 0 without attention layers."""
     return max_len + config.num_verify_tokens - 1 if kv_layers(config, target) else 0
 
 

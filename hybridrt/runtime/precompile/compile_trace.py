@@ -1,8 +1,8 @@
 """Finds the kernels that a configuration launches, by running its steps on a pretended GPU.
 
-Every kernel that Triton would compile is noted (`pretend_gpu.py`). A specialisation depends on
-dtypes, on constants, on which pointers and integers are divisible by 16 and which integers are 1.
-So the pools are planned and cut as in the real run, and steps of the same sizes run.
+A specialisation depends on dtypes, constants, which pointers and integers are divisible by 16, and
+which integers are 1. So the pools are planned and cut as in the real run, and steps of the same
+sizes run.
 """
 
 import traceback
@@ -43,8 +43,8 @@ from hybridrt.runtime.step.plan import (
 )
 from hybridrt.runtime.step.token_rules import make_rules
 
-PROMPTS = (1, 15, 16, 100, 512)  # tokens: one, fewer than 16, divisible by 16 or not, few and many
-_SAVE = 16  # prefixes are saved at multiples of it
+PROMPTS = (1, 15, 16, 100, 512)
+_SAVE = 16
 _NamedStep = tuple[str, Callable[[], Any]]  # for messages, and what runs it
 
 
@@ -78,8 +78,8 @@ class TraceGroup(TPGroup):
 class _Address:
     """What Triton asks of a tensor.
 
-    A tensor without memory begins at address 0, a view of it at its offset; on the device every
-    allocation begins at a multiple of 512.
+    A tensor without memory begins at address 0, a view at its offset; real allocations begin at
+    multiples of 512.
     """
 
     dtype: torch.dtype
@@ -105,10 +105,10 @@ def noted(note: Callable[[Kernel], None]) -> Iterator[None]:
         return True  # nothing is compiled
 
     def note_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        with torch._C.DisableTorchFunction():  # else each question would go through the pretended GPU
+        with torch._C.DisableTorchFunction():  # the pretended GPU would answer
             addresses, named = tuple(map(_address, args)), {name: _address(value) for name, value in kwargs.items()}
         launch = (self.fn, *map(_hashable, addresses), *((name, _hashable(value)) for name, value in named.items()))
-        if launch not in launched:  # layers launch alike, and Triton takes a millisecond for each
+        if launch not in launched:  # layers launch alike; Triton takes a millisecond
             launched.add(launch)
             run(self, *addresses, grid=grid, warmup=True, **named)
 
@@ -124,7 +124,7 @@ def _address(value: Any) -> Any:
 
 
 def _hashable(value: Any) -> Any:
-    """Equal values of different types are different arguments. Values without a hash are described."""
+    """Equal values of different types are different arguments."""
     try:
         hash(value)
     except TypeError:
@@ -162,7 +162,7 @@ def _run_all(steps: Iterable[_NamedStep]) -> list[str]:
     for name, step in steps:
         try:
             step()
-        except Exception as e:  # a step that cannot be traced only costs time at the start
+        except Exception as e:  # it only costs time at the start
             problems.append(f"{name}: {described(e)}")
     return problems
 
@@ -175,7 +175,6 @@ def described(error: Exception) -> str:
 
 
 def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:
-    """A runner over the real run's pools, and the step that measures activations over small pools."""
     _, target = load_target(config, TraceGroup(size=config.tp_size))
     config = _own_kernels(config, target)
     model = empty_model(config, target, target.device).eval()
@@ -186,7 +185,6 @@ def _runners(config: EngineConfig) -> tuple[StepRunner, Callable[[], Any]]:
 
 
 def _own_kernels(config: EngineConfig, target: RunTarget) -> EngineConfig:
-    """The configuration with our attention in place of a library's: other kernels stay the same."""
     names = {
         "attention_backend": resolve_attention_name(config.attention_backend, target.device),
         "prefill_attention_backend": resolve_prefill_name(config, target.device, kv_layers(config, target)),
@@ -205,7 +203,6 @@ def _first_steps(make: "_Plans") -> Iterator[_NamedStep]:
 
 
 def _further_steps(make: "_Plans") -> Iterator[_NamedStep]:
-    """Steps with the prefix cache, and with all sorts of sampling."""
     greedy, rows = SamplingParams(temperature=0.0), sorted({1, min(2, make.plan.num_rows), make.plan.num_rows})
     for tokens in make.lengths:
         yield f"{tokens} tokens that leave a state", partial(make.run, make.saving(tokens, greedy))
@@ -221,7 +218,7 @@ def _further_steps(make: "_Plans") -> Iterator[_NamedStep]:
 
 
 class _Plans:
-    """Plans of steps over a runner's pools. Slots and pages are arbitrary: nothing is computed."""
+    """Slots and pages are arbitrary: nothing is computed."""
 
     def __init__(self, runner: StepRunner) -> None:
         self.runner, self.plan = runner, runner.memory_plan
@@ -234,7 +231,6 @@ class _Plans:
             self.runner.launch(plan)
 
     def prompts(self, lengths: Sequence[int], params: SamplingParams) -> StepPlan:
-        """New prompts, one of each length."""
         rows = range(1, len(lengths) + 1)
         return StepPlan(
             admissions=[self._admission(row, n, params) for row, n in zip(rows, lengths)],
@@ -243,7 +239,7 @@ class _Plans:
         )
 
     def saving(self, tokens: int, params: SamplingParams) -> StepPlan | None:
-        """A prompt that leaves a state at its last place on the grid; None where there is none."""
+        """Returns None if the prompt has no place on the grid of saves."""
         runner, at = self.runner, (tokens - 1) // _SAVE * _SAVE
         if not (at and self.recurrent and keeps_prefixes(runner.config, runner.model_config)):
             return None
@@ -252,7 +248,6 @@ class _Plans:
         return plan
 
     def after_others(self, tokens: int, params: SamplingParams) -> StepPlan | None:
-        """A prompt with a cached first page and state."""
         runner = self.runner
         if not keeps_prefixes(runner.config, runner.model_config) or tokens + _SAVE >= self.plan.max_model_len:
             return None
@@ -264,8 +259,7 @@ class _Plans:
         return plan
 
     def decode(self, rows: int, params: SamplingParams, constrained: bool = False) -> None:
-        """Prompts with these parameters, then a decode step of all rows, with drafts if there are
-        any."""
+        """Appends prompts, then a decode step of all rows, with drafts if there are any."""
         runner = self.runner
         runner.launch(self.prompts([_SAVE] * rows, params))
         drafts = [0] * (runner.config.num_verify_tokens - 1)

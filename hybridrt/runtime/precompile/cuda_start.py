@@ -22,7 +22,7 @@ def start_cuda(device: str, tp: TPGroup) -> None:
 
 
 def _start(index: int | None) -> None:
-    """Calls that release Python's lock. A failure repeats at the GPU's first use."""
+    """Releases Python's lock. A failure repeats at the GPU's first use."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

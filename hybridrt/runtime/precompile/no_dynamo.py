@@ -1,7 +1,6 @@
 """Keeps torch's compiler out of a process that compiles none of torch's graphs.
 
-Operations on torch's "meta" device ask it for `disable` once. That imports some 900 modules, which
-takes a second, or several where opening a file is slow.
+Operations on "meta" ask it for `disable`: that imports some 900 modules, a second or more.
 """
 
 import importlib

@@ -1,8 +1,7 @@
 """Plain decode steps on a CPU, over tensors and batches that are made once per number of rows.
 
-An eager step makes tensors and a batch, and its backends look at all numbers: for a few rows of a
-small model that takes a quarter of the model's time. Here numpy fills the tensors in place, and the
-backends prepare the step like a graph's, with the numbers of the scheduler and the tables.
+Making them anew takes a quarter of a small model's time for a few rows. Here numpy fills the
+tensors in place, and the backends prepare the step like a graph's.
 """
 
 from collections.abc import Hashable
@@ -32,7 +31,7 @@ class _Columns(NamedTuple, Generic[A]):
 
 
 class _Rows(NamedTuple):
-    """A step of n rows. `columns` share memory with `output_indices` and the batch's tensors."""
+    """`columns` share memory with the other tensors."""
 
     columns: _Columns[np.ndarray]
     batch: ForwardBatch

@@ -1,8 +1,8 @@
 """Decode and verify steps as graphs over static buffers, one per bucket of batch sizes.
 
-On CUDA a bucket is a CUDA graph. Elsewhere it is a closure over the same buffers, which are
-poisoned before every replay: a stale value is NaN or an index out of range. Both use the same
-backend hooks, so a CPU test of the closure tests the metadata of the graph.
+Without CUDA a bucket is a closure over the same buffers, which are poisoned before every replay: a
+stale value is NaN or an index out of range. Both use the same backend hooks, so a CPU test of the
+closure tests the metadata of the graph.
 """
 
 import gc
@@ -132,8 +132,8 @@ class CudaGraphRecorder:
         if not warm:
             step()  # Triton compiles, and cuBLAS picks its workspaces
         reserve_counters(self._device)
-        # Calls of other threads (NCCL's watchdog queries events) are not captured. "relaxed": a
-        # function that has not run may load the kernels that only its sizes need.
+        # Other threads' calls (NCCL's watchdog) are not captured. "relaxed": a new function may
+        # load its kernels.
         with _no_collection():
             return self._capture.record(step, "relaxed" if warm else "thread_local")
 
@@ -143,7 +143,7 @@ class CudaGraphRecorder:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Stops garbage collection: it might destroy another engine's graph, which ends a capture."""
+    """Collection might destroy another engine's graph, which ends a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -219,8 +219,7 @@ class GraphRunner:
             for bs in bar:
                 self._upload(NO_ROWS, NO_INTEGERS)
                 self._prepare(bs, 0, None)
-                # A run before the capture takes as long as the capture: only the largest step has
-                # one.
+                # A run before the capture takes as long: only the largest step has one.
                 self._replays[bs] = self.recorder(self._bind(bs), bool(self._replays))
                 self.captured_bytes = free - free_device_bytes(self.model.device)
                 bar.set_postfix_str(f"{self.captured_bytes / 2**30:.2f} GiB")
@@ -250,7 +249,7 @@ class GraphRunner:
         self._prepare(bs, n, lens)
         self._replays[bs]()
         views = self.views_of(n)
-        views.batch.metadata = self.prepared.metadata  # it is the same step, without padding
+        views.batch.metadata = self.prepared.metadata
         return views.logits
 
     def _upload(self, decode: DecodeRows, new_pages: np.ndarray) -> None:
@@ -276,8 +275,9 @@ class GraphRunner:
         return self._cached_views[n]
 
     def _bind(self, bs: int) -> Callable[[], None]:
-        """The step of one bucket, over views of the static buffers. It must not refer to this
-        object, which keeps it: a cycle would keep the pools until the garbage collector runs."""
+        """Refers only to static buffers: a cycle with this object would keep the pools until
+        garbage is collected.
+        """
         buffers, total, batch = self.buffers, bs * self.tokens, self.views_of(bs).batch
         model, backend, pool, last_tokens = self.model, self.backend, self.pool, self.last_tokens
 

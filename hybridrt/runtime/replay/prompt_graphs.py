@@ -1,14 +1,12 @@
 """Prefill and mixed steps of few tokens as graphs: launching their kernels takes too long.
 
 A graph has a fixed number of decode rows, prompts and tokens, its bucket; `PaddedStep` pads a step
-to it. Tensors on the device hold what differs between steps: rows, their tokens and places, chunks,
-states before and after. On the host kernels see only bounds, because a graph is captured with one
-padding row that has all of the bucket's tokens: grids fit every step, and programs without work end
-at once.
+to it. Tensors on the device hold what differs between steps. Kernels see only bounds on the host,
+because a graph is captured with one padding row that has all of the bucket's tokens: grids fit
+every step.
 
 Before the graph run one copy of the step's integers and the planning for its decode rows; after it,
-sampling. The table changes (admissions, pages) and the rest of the planning (`prepare_in_graph`)
-are recorded.
+sampling. Table changes and the rest of the planning (`prepare_in_graph`) are recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -120,8 +118,7 @@ class PromptGraphs:
             self._fill(graph, StepPlan())
             self._set_host_lengths(graph)
             self.backend.prepare(graph.batch, graph=self._view)
-            # A run before the capture takes as long as the capture. One per number of decode rows
-            # is enough.
+            # A run before the capture takes as long: one per number of decode rows.
             warm = any(known.decode_rows == bucket.decode_rows for known in self._graphs)
             with stack.calling(splits(len(stack.parts)), self.recorder.split):
                 graph.replay = self.recorder(self._bind(graph), warm)
@@ -171,8 +168,7 @@ class PromptGraphs:
         graph.batch.num_real = len(plan.decode)
 
     def _set_host_lengths(self, graph: PromptGraph) -> None:
-        """The host's lengths of a step. A capture has one row with all tokens: bounds for all
-        replays."""
+        """A capture has one row with all tokens: bounds for all replays."""
         batch, arrays, prompts = graph.batch, graph.host.arrays, graph.host.arrays.prompts
         assert prompts is not None and graph.arrays.prompts is not None
         batch.query_lens_cpu = np.diff(prompts.query_start_loc).tolist()
@@ -186,8 +182,9 @@ class PromptGraphs:
         graph.logits.fill_(float("nan"))
 
     def _bind(self, graph: PromptGraph) -> Callable[[], None]:
-        """The recorded step, over the buffers of a bucket. It must not refer to this object or the
-        graph, which keep it: a cycle would keep the pools until the garbage collector runs."""
+        """Refers neither to this object nor to the graph: a cycle would keep the pools until
+        garbage is collected.
+        """
         arrays, batch, decoded = graph.arrays, graph.batch, graph.bucket.decode_rows
         extend, changes = arrays.prompts, arrays.tables
         assert extend is not None and changes is not None

@@ -16,8 +16,6 @@ from hybridrt.runtime.step.plan import HostCopy, HostState
 
 
 class _Run(NamedTuple):
-    """Copied pages that are consecutive in main memory: where they are staged, and there."""
-
     staged: slice
     host: slice
 
@@ -71,7 +69,7 @@ class HostCopies:
         if event is None or not event.query():
             return event is None
         for number in [number for number in self._running if number <= ticket]:
-            del self._running[number]  # copies run in order, so earlier ones have ended too
+            del self._running[number]  # copies run in order
         return True
 
     def _copy(self, copy: HostCopy) -> None:
@@ -120,7 +118,6 @@ class HostCopies:
         self._states[state.place].copy_(self._staged_state, non_blocking=True)
 
     def _state_images(self) -> Iterator[torch.Tensor]:
-        """Views of the staged state, as MambaPool.read_slot gives it."""
         assert self._mamba is not None
         start = 0
         for part in self._mamba.slot_parts():
@@ -129,15 +126,14 @@ class HostCopies:
             start += aligned(nbytes)
 
     def _indices(self, pages: Sequence[int]) -> torch.Tensor:
-        """[n] int64 on the device. A copy from memory that is not pinned would wait for the stream."""
+        """Pinned: other copies to the device wait for the stream."""
         index = torch.tensor(pages, dtype=torch.int64)
         return index if self._device.type == "cpu" else index.pin_memory().to(self._device, non_blocking=True)
 
 
 def _pinned(entries: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """[entries, nbytes] uint8 of main memory, page-locked for a GPU. torch's own pinned memory may
-    use twice as much: it comes in powers of two."""
-    buffer = torch.zeros((entries, nbytes), dtype=torch.uint8)  # page faults happen here, not while requests wait
+    """[entries, nbytes] uint8, page-locked for a GPU. torch's pinned memory comes in powers of two."""
+    buffer = torch.zeros((entries, nbytes), dtype=torch.uint8)  # page faults happen here
     if device.type == "cuda" and buffer.numel() and (status := page_lock(buffer)):
         raise MemoryBudgetError(
             f"{buffer.numel()} bytes of main memory cannot be page-locked (CUDA error {status}): lower "

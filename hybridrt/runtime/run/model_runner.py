@@ -78,7 +78,7 @@ class ModelRunner(StepRunner):
         kernels.start_compiling(target.device, self.model_path)
         if plan is None:
             weights = weight_bytes(empty_model(config, target, torch.device("meta")))
-            plan_ahead(config, target, weights, budget_bytes)  # raises what can be known before loading
+            plan_ahead(config, target, weights, budget_bytes)  # raises what is known before loading
         with _out_of_memory_as("loading weights", "run it on a larger device, or end what else runs on this one"):
             model = build_model(config, target, self.model_path, progress)
         kernels.wait_for_start()
@@ -101,14 +101,15 @@ def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_
     if budget_bytes is None and target.device.type == "cuda":
         peak = _measure_activations(config, target, model)
         peak += _graph_activations(config, target, peak)
-    # One scheduler lends the rows and pages of all ranks: the rank with the least memory decides how many.
+    # One scheduler serves all ranks: the smallest decides.
     budget_bytes = target.tp.minimum(pool_budget(config, target, peak) if budget_bytes is None else budget_bytes)
     return make_plan(config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak)
 
 
 def _graph_activations(config: EngineConfig, target: RunTarget, peak: int) -> int:
-    """Bytes of the graphs' activations, in proportion to the step that needed `peak` bytes. Prompt
-    graphs are the largest; others use the same memory."""
+    """Estimates bytes from the step that needed `peak`. Prompt graphs are the largest; others use
+    the same memory.
+    """
     if not (config.cuda_graph and config.cuda_graph_prompts):
         return 0
     buckets = needed_buckets(graph_rows(config, target), config.chunked_prefill_size)
@@ -124,14 +125,13 @@ def _measure_activations(config: EngineConfig, target: RunTarget, model: CausalL
     runner.launch(step).result()
     peak = peak_bytes(target.device) - before
     del runner
-    gc.collect()  # if a backend of another package is part of a cycle, it would keep the small pools
+    gc.collect()  # a cycle in another package's backend would keep the small pools
     release_kept_memory()
     return peak
 
 
 @contextmanager
 def _out_of_memory_as(doing: str, advice: str) -> Iterator[None]:
-    """Running out of device memory inside becomes a MemoryBudgetError with advice."""
     try:
         yield
     except torch.OutOfMemoryError as e:

@@ -98,7 +98,7 @@ def _kv_tensors(pools: Pools) -> Iterator[tuple[str, int, torch.Tensor]]:
 
 
 def _state_parts(pools: Pools, num_states: int) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Name, shape and dtype of every part of the states, in the state pool's order."""
+    """Yields name, shape and dtype in the state pool's order."""
     if pools.req_to_token.mamba_pool is None:
         return
     parts = list(pools.req_to_token.mamba_pool.slot_parts())
@@ -118,7 +118,7 @@ def _gather(tp: TPGroup, part: torch.Tensor) -> torch.Tensor:
 def _scatter(
     tp: TPGroup, data: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """This rank's part of rank 0's [ranks, ...]: `shape`, on the device."""
+    """This rank's part, `shape`, of rank 0's [ranks, ...]."""
     part = torch.empty(shape, dtype=dtype, device=device)
     if tp.size == 1 or not part.numel():
         return part if data is None else part.copy_(data.view(shape))

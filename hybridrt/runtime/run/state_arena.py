@@ -15,7 +15,7 @@ from hybridrt.mem_cache.pools.state_slices import MambaSpec, Section, derive_mam
 from hybridrt.runtime.load.target import RunTarget
 from hybridrt.runtime.step.plan import StateCopy
 
-Part = tuple[tuple[int, ...], torch.dtype]  # the shape and dtype of a tensor in an image
+Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype in an image
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ class StateArena:
             tensor.flatten(0, 1).index_copy_(0, places[group], heads.transpose(0, 1))
 
     def _check_room(self, copy: StateCopy) -> None:
-        """PoolError unless the image fits its room: the bytes around it belong to other requests,
-        and another worker may be reading them."""
+        """Raises PoolError if not: another worker may be reading the bytes around it."""
         needed, end = self.layout.image_bytes(copy.length, copy.start), self.buffer.numel()
         room = end - copy.offset if copy.room is None else copy.room
         if copy.offset < 0 or needed > room or copy.offset + needed > end:
@@ -139,7 +138,7 @@ class StateArena:
         return [table[copy.length - count : copy.length].long() for table, count in zip(tables, counts)]
 
     def _read(self, start: int, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
-        """Consecutive tensors from byte `start` on. Copies: an image has no alignment."""
+        """Copies, because an image has no alignment."""
         for shape, dtype in parts:
             end = start + prod(shape) * dtype.itemsize
             yield self.buffer[start:end].clone().view(dtype).view(shape)

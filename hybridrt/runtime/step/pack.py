@@ -1,7 +1,6 @@
 """Packs a StepPlan into one record of int32 arrays, which goes to the device in one copy.
 
-The record has the same type on host and device, for eager steps and graphs. A graph's rows and
-prompts are padded to its size.
+The type is the same on host and device, for eager steps and graphs, which pad.
 """
 
 from collections.abc import Sequence
@@ -155,7 +154,7 @@ def pack_step(
     ).T
     sampling, decoded = sample.nonzero()[0], len(plan.decode) * tokens
     ends = decoded + np.cumsum(new, dtype=np.int32)
-    starts = np.repeat(computed + new - ends, new)  # a token's position less its place in the batch
+    starts = np.repeat(computed + new - ends, new)
     following_ids = _flat([[*r.tokens[1:], r.following] for r in plan.extend]) if following else None
     prompts = PromptArrays(
         np.concatenate((np.arange(0, decoded + 1, tokens, dtype=np.int32), ends)),
@@ -199,7 +198,6 @@ def pack_tables(plan: StepPlan) -> TableChanges[np.ndarray] | None:
 
 
 def _page_entries(writes: Sequence[PageWrite]) -> PageEntries[np.ndarray] | None:
-    """None without pages: a model without attention has none."""
     rows, counts, indices, pages = list[int](), list[int](), list[np.ndarray](), list[np.ndarray]()
     for write in writes:
         rows.append(write.row)
@@ -224,8 +222,9 @@ def _pack_drafts(decode: DecodeRows, width: int, tree: bool) -> DraftArrays[np.n
 
 
 def _ancestors(parents: np.ndarray) -> np.ndarray:
-    """The ancestors of nodes as bits, the node's own included; [n, width] int32, as `parents` (-1
-    for the root). Padding continues a row as a chain."""
+    """Bits, the node's own included; [n, width] int32, as `parents` (-1 for the root). Padding
+    continues a row as a chain.
+    """
     n, width = parents.shape
     ancestors = np.ones((n, width), np.int32)
     for node in range(1, width):
@@ -282,13 +281,13 @@ class StagingRing:
         self._copy(into, staging)
 
     def _staging(self, into: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """Pinned memory for a copy to `into`, as a tensor and as an array; on a CPU `into` itself."""
+        """Returns pinned memory, as tensor and array; on a CPU `into` itself."""
         if self.device.type == "cpu":
             return into, into.numpy()
         i, size = self._next, into.numel()
         event, pinned, views = self._events[i], self._pinned[i], self._views[i]
-        event.synchronize()  # three copies back: done long ago unless the host runs far ahead
-        if views is None or len(views[1]) != size:  # most copies of a ring have one size
+        event.synchronize()  # done long ago unless the host runs far ahead
+        if views is None or len(views[1]) != size:
             if pinned is None or pinned.numel() < size:
                 pinned = self._pinned[i] = pinned_empty(max(size, 4096) * 2, torch.int32)
             views = self._views[i] = pinned[:size], pinned[:size].numpy()

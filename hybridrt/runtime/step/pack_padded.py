@@ -1,9 +1,7 @@
 """Pads a step with prompts to the sizes of its bucket, so that one graph serves all steps that fit.
 
-A bucket has fixed numbers of decode rows, prompts and prompt tokens. Padding belongs to request row
-0 and to no state slot. After the prompts comes one padding row with all remaining tokens, then rows
-without tokens. So every token of a graph belongs to a row, and the rows' tokens add up to the
-bucket's.
+Padding belongs to request row 0 and to no state slot. After the prompts comes one padding row with
+all remaining tokens, then rows without tokens: the rows' tokens add up to the bucket's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,12 +32,11 @@ PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024)
 DECODE_ROWS = (0, 32, 64, 128)
 # In bucket 384, decode rows + prompt tokens = 384, because GEMM tiles are 128 tokens: 320 prompt
 # tokens with 64 rows take about as long as 256 (13.1 and 12.4 ms, Falcon-H1-7B on an H200; 384 take
-# 15.5). In all others the size counts prompt tokens only: prompts and chunks often have these
-# lengths.
+# 15.5). In all others the size counts prompt tokens only.
 SHARED_TOKENS = 384
-PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts of a bucket; tokens for each of them
-CACHED_PAGES = 1024  # page-table entries of a bucket, in addition to one for each of its tokens
-TAIL = 16  # mean tokens after a saved state: states are saved on a grid, usually of 16 tokens
+PROMPT_ROWS, TOKENS_OF_ONE = 8, 64  # most prompts, and tokens for each
+CACHED_PAGES = 1024  # page-table entries besides one for each token
+TAIL = 16  # mean tokens after a saved state
 
 
 class Bucket(NamedTuple):
@@ -97,8 +94,8 @@ class StateSaves(Enum):
     """How a graph saves states within its prompts, at most one per prompt."""
 
     NONE = auto()
-    AT_CHUNKS = auto()  # after a chunk that ends there
-    SECOND_PASS = auto()  # a first pass ends there, a second one computes the tokens after it
+    AT_CHUNKS = auto()  # the chunk ends there
+    SECOND_PASS = auto()  # a second pass computes the rest
 
 
 class PaddedStep:
@@ -190,14 +187,14 @@ class PaddedStep:
         return self.arrays.prompts
 
     def _recurrent(self, extend: Sequence[ExtendRow]) -> RecurrentArrays[list[int]]:
-        """The first values of the recurrent arrays: of the prompts and the padding row."""
+        """Starts with the prompts and the padding row."""
         if self._saves is StateSaves.SECOND_PASS:
             return RecurrentArrays(passes=_pass_lists(extend, self._bucket, self._sizes))
         return one_pass_lists(extend, self._sizes)
 
 
 def _fill(into: Record, values: Record) -> None:
-    """Writes a record of lists to the starts of a record of arrays. None leaves padding."""
+    """Copies lists to the starts of arrays; None leaves padding."""
     for part, value in zip(into, values):
         if isinstance(value, tuple):
             _fill(part, value)
@@ -208,7 +205,7 @@ def _fill(into: Record, values: Record) -> None:
 def _padding(
     bucket: Bucket, sizes: Sequence[int], saves: StateSaves, seq_len_fill: int, groups: int
 ) -> StepArrays[np.ndarray]:
-    """An empty step of a bucket. Positions are 0: rotary tables end with the longest request."""
+    """Positions are 0: rotary tables end with the longest request."""
     (rows, tokens), prompts = bucket, bucket.prompts
     sampled, batch = rows + prompts, rows + prompts + 1
     sampling = SamplingArrays(_zeros(prompts, 2), _zeros(prompts, SamplingTable.CONSTANTS))
@@ -233,7 +230,7 @@ def _padding(
 
 def _padding_rows(bucket: Bucket, sizes: Sequence[int], saves: StateSaves) -> RecurrentArrays[np.ndarray]:
     rows = bucket.prompts + 1
-    counts = [most_chunks(rows, bucket.tokens, size) + bucket.prompts for size in sizes]  # a saved state divides one
+    counts = [most_chunks(rows, bucket.tokens, size) + bucket.prompts for size in sizes]
     saved = None
     if saves is StateSaves.AT_CHUNKS:
         saved = SavedArrays(_zeros(rows), _zeros(rows), tuple(_zeros(count) for count in counts))
@@ -261,7 +258,6 @@ def _padding_pass(runs: int, tokens: int, sizes: Sequence[int], *, covers_all: b
 
 
 def _padding_chunks(rows: int, count: int, tokens: int) -> ChunkArrays[np.ndarray]:
-    """A plan of `count` chunks, none of which has any of the rows' `tokens`."""
     ends = np.full(count + 1, tokens, np.int32)
     ends[0] = 0
     return ChunkArrays(ends, _zeros(count), _zeros(rows), np.full(rows, -1, np.int32))
@@ -291,6 +287,6 @@ def _pass_lists(
     second_pass += [Run(padding_row, -1, -1, 0, 0, 0)] * (bucket.prompts + 1 - len(second_pass))
     later = pass_lists(second_pass, 1, sizes)
     assert later.tokens is not None
-    # Padding of the second pass is token 0, which is never after a saved state.
+    # Padding is token 0, which is never after a saved state.
     del later.tokens[tail:]
     return pass_lists(first_pass, 0, sizes), later

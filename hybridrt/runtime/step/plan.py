@@ -1,6 +1,6 @@
 """One step as data: the scheduler's plan for an executor, and its result. Host integers only.
 
-The parts of a plan are msgspec structs, encoded as arrays: a plan goes to every rank in every step.
+Msgspec structs, encoded as arrays: a plan goes to every rank in every step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -249,8 +249,7 @@ class StepPlan:
     constrained: list[int] = field(default_factory=list)
 
 
-# Natural log-probabilities, of the model's own logits, by token id: the token's own first, then the
-# likeliest.
+# Natural logarithms: the token's own first, then the likeliest.
 TokenLogprobs = dict[int, float]
 
 

@@ -1,7 +1,6 @@
 """What recurrent layers need of a step's prompts: chunks, and states saved within them.
 
-States are saved at the ends of chunks in one pass, where the backends can do it, else in several
-passes.
+States are saved in one pass, where the backends can do it, else in several.
 """
 
 from collections.abc import Mapping, Sequence

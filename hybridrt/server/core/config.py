@@ -13,7 +13,7 @@ from hybridrt.server.core.pages import host_name
 
 API_KEY_VARIABLE = "HYBRIDRT_API_KEY"
 _HEADER_TEXT = re.compile(r"[\x21-\x7e]+")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+")  # scheme, host and port: what browsers send
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/]+")  # what browsers send
 _HTTP_URL = re.compile(r"https?://[^\s/]+\S*")
 
 
@@ -98,7 +98,7 @@ class ServerConfig:
             try:
                 for file in (self.tls_certificate, self.tls_key):
                     check_file(file, 1 << 20)
-                # Without a password, OpenSSL asks for that of an encrypted key on the terminal.
+                # Without a password, OpenSSL asks for one on the terminal.
                 ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_certificate, self.tls_key, "")
             except (OSError, ValueError) as e:
                 raise ConfigError(

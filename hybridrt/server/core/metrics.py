@@ -13,8 +13,7 @@ from hybridrt.engine.api.async_llm import AsyncLLM
 from hybridrt.engine.api.engine_loop import StepMessage
 from hybridrt.engine.request.outputs import Delta, EngineCounters
 
-# Every reader takes this version. prometheus_client's latest, 1.0.0, is for those that ask for it: it has names of any
-# characters, and there are none here.
+# Every reader takes this version; 1.0.0 is for names of any characters.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -27,7 +26,6 @@ _BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _STEP = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
-# Measured at the end of a sample or request: the histogram's text and bounds.
 _AT_END: dict[str, tuple[str, tuple[float, ...]]] = {
     "e2e_request_latency_seconds": ("From arrival to the last token.", _WHOLE),
     "request_queue_time_seconds": ("From arrival until a sample runs.", _WHOLE),
@@ -75,7 +73,7 @@ class Metrics(Collector):
         self._labels = {"model_name": model, "engine": "0"}
         self.prompt_tokens = self.output_tokens = 0
         self._ends: Counter[str] = Counter()
-        self._last: dict[tuple[str, int], float] = {}  # when a sample gained something
+        self._last: dict[tuple[str, int], float] = {}
         self._ended: dict[str, list[int]] = {}  # output tokens of samples whose siblings run
         self._first = Histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST)
         self._between = Histogram("vllm:inter_token_latency_seconds", "Between two tokens of a sample.", _BETWEEN)
@@ -118,9 +116,7 @@ class Metrics(Collector):
         self.prompt_tokens += tokens if delta.index == 0 else 0
 
     def _count_end(self, delta: Delta, at_once: bool) -> None:
-        """Args:
-        at_once: all tokens came in this delta, so only their mean distance is known.
-        """
+        """`at_once`: all tokens came in this delta, so only their mean distance is known."""
         metrics = delta.metrics
         assert metrics is not None and delta.finish_reason is not None, "it is the sample's last delta"
         self._ends["error" if delta.error is not None else delta.finish_reason] += 1
@@ -148,7 +144,7 @@ class Metrics(Collector):
                 self._between.add(decoding / rest, rest)
 
     def _count_request(self, delta: Delta) -> None:
-        """Counts a request at the end of its last sample, if the client is still there."""
+        """Counts at the end of its last sample, if the client is still there."""
         stream, ended = self._llm.stream_of(delta.request_id), self._ended.pop(delta.request_id, [])
         if stream is None or delta.metrics is None:
             return
@@ -225,7 +221,6 @@ class Metrics(Collector):
         return family
 
     def _config(self) -> Family:
-        """What the caches are made of, as labels of a constant."""
         plan = self._llm.llm.plan
         facts = {"block_size": plan.page_size, "num_gpu_blocks": plan.num_pages, "num_state_slots": plan.num_slots}
         labels = {**self._labels, **{name: str(value) for name, value in facts.items()}}

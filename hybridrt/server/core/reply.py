@@ -39,9 +39,9 @@ class Reply(ABC):
         self.output_tokens = self.cached_tokens = 0
         self.in_thread = partial(service.llm.in_thread, lane="answer")
         asked = [p.params.logprobs for p in deltas.requests.values() if p.params.logprobs is not None]
-        self._entries = 1 + max(asked) if asked else 0  # log-probabilities of an output token
+        self._entries = 1 + max(asked) if asked else 0
         self._reasons: list[str] = []
-        self._first: float | None = None  # seconds to the first token of any sample
+        self._first: float | None = None
 
     @abstractmethod
     def whole(self, ended: list[Delta]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class BlockReply(Reply):
 
     @abstractmethod
     def _end_block(self, kind: BlockKind) -> Iterable[dict[str, Any]]:
-        """Events at the end of the open block. `reader.finish_reason` is set if it is the last one."""
+        """Sets `reader.finish_reason` at the last one."""
 
     @abstractmethod
     def _end(self) -> Iterable[dict[str, Any]]: ...

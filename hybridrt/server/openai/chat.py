@@ -21,7 +21,7 @@ from hybridrt.server.openai.answers import Answer, in_slices
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import SLICE
 
-# Fields of SamplingParams, by the names that errors of this endpoint give them.
+# Fields of SamplingParams, as errors name them here.
 CHAT_NAMES = {"logprobs": "top_logprobs", "prompt": "messages"}
 
 
@@ -94,8 +94,7 @@ class ChatAnswer(Answer):
         return self._choice(index, delta, reason) | {"message": message}
 
     def _read(self, delta: Delta) -> ChatDelta:
-        """Reads a delta. Counts its reasoning here: a sum over all samples for each chunk would
-        take long."""
+        """Counts reasoning here: summing over all samples takes long."""
         answer = self._reader.answers[delta.index]
         before = answer.reasoning_tokens
         gain = self._reader.read(delta)
@@ -205,10 +204,9 @@ async def prepare_chat(service: Service, body: ChatRequest, scope: Scope) -> Pre
 
 
 def _params(service: Service, body: ChatRequest) -> SamplingParams:
-    if body.top_logprobs and not body.logprobs:  # clients of vLLM send its default, 0
+    if body.top_logprobs and not body.logprobs:  # vLLM's clients send its default, 0
         raise APIError(400, "top_logprobs goes with logprobs: set logprobs to true", "top_logprobs")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    # None: as many as the model has room for.
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return service.sampling_params(body, max_tokens=max_tokens, logprobs=logprobs)
 

@@ -16,7 +16,6 @@ from hybridrt.server.openai.response_protocol import ResponseRequest
 from hybridrt.server.wire.errors import APIError
 from hybridrt.server.wire.sse import encode, named_events
 
-# For each kind of block: the type of its item, the prefix of its id, the name of its events.
 _ITEMS: dict[BlockKind, tuple[str, str, str]] = {
     "text": ("message", "msg", "output_text"),
     "reasoning": ("reasoning", "rs", "reasoning_text"),

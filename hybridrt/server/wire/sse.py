@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-SLICE = 256  # tokens whose entries are made and encoded at a time
+SLICE = 256  # tokens encoded at a time
 DONE = b"data: [DONE]\n\n"
 
 
@@ -69,7 +69,6 @@ def _joined(begin: bytes, parts: Iterable[Iterator[bytes]], end: bytes) -> Itera
 
 
 def _spelled(value: Any) -> Any:
-    """For the encoder: a value that `pieces` knows, at once."""
     if isinstance(value, (Slices, Parts)) or callable(value):
         return msgspec.Raw(b"".join(pieces(value)))
     raise TypeError(f"{type(value).__name__} is no JSON")
