@@ -120,8 +120,7 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     def layer_places(self, layer: Layer, batch: ForwardBatch) -> Tensor:
         """[N] token slots of the new tokens in a layer's page group."""
-        places = batch.out_cache_loc
-        return places if places.dim() == 1 else places[self.kv_pool.group_of(layer.layer_id)]
+        return self._places(self.kv_pool.group_of(layer.layer_id), batch)
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         if graph is not None:

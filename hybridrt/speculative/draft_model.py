@@ -20,6 +20,7 @@ from hybridrt.base.errors import ConfigError
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup
 from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.page_sets import in_every_group
 from hybridrt.mem_cache.prefix_tree.radix_node import in_common
 from hybridrt.runtime.load.build import (
     empty_model,
@@ -183,7 +184,7 @@ class DraftModelDrafter(Drafter):
             row, pages, tenant.admitted = tenant.row, self._pages, True
             own = np.arange(1 + (row - 1) * pages, 1 + row * pages, dtype=np.int32)
             self._pending.admissions.append(self._admission(tenant))
-            self._pending.page_writes.append(PageWrite(row, 0, np.repeat(own[:, None], self._groups, 1)))
+            self._pending.page_writes.append(PageWrite(row, 0, in_every_group(own, self._groups)))
         if any(tenant.held for tenant in fresh):  # restored once their slots are zeroed
             plan, self._pending = self._pending, StepPlan()
             self.runner.launch(plan)

@@ -7,7 +7,6 @@ import numpy as np
 from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.mem_cache.pools.page_sets import GroupPages
-from hybridrt.mem_cache.pools.slots import Slots
 
 
 class PageAllocators:
@@ -21,6 +20,7 @@ class PageAllocators:
 
     Attributes:
         groups: the allocators.
+        has_windows: a group has a window.
         total, num_free, num_used, num_cached, num_locked: pages of all groups.
     """
 
@@ -32,6 +32,7 @@ class PageAllocators:
         page_bytes: Sequence[int] | None = None,
     ) -> None:
         self.demands, self._page_bytes = tuple(demands), tuple(page_bytes or [0] * len(demands))
+        self.has_windows = any(demand.window is not None for demand in demands)
         self.groups = tuple(
             SlotAllocator(total, what if demand.window is None else f"{what} (window {demand.window})")
             for total, demand in zip(totals, demands, strict=True)
@@ -69,10 +70,6 @@ class PageAllocators:
         read.
         """
         return sum([(g.num_used + g.num_locked) * nbytes for g, nbytes in zip(self.groups, self._page_bytes)])
-
-    @property
-    def has_windows(self) -> bool:
-        return any([demand.window is not None for demand in self.demands])
 
     def room(self) -> tuple[int, ...]:
         """Pages of each group that are free, or that the cache may give up."""
@@ -119,7 +116,7 @@ class PageAllocators:
 
     def cached_of(self, pages: GroupPages) -> GroupPages:
         """Those pages that are the cache's."""
-        return tuple([Slots(held).at(~group.are_used(held)) for group, held in zip(self.groups, pages)])
+        return tuple([held.at(~group.are_used(held)) for group, held in zip(self.groups, pages)])
 
     def are_idle(self, group: int, keys: np.ndarray) -> np.ndarray:
         return self.groups[group].are_idle(keys)

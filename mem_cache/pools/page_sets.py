@@ -7,8 +7,6 @@ when all windows of later tokens have passed it.
 Sets are an array [n, G] int64 of handles; 0 means that the group has no page there.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from hybridrt.mem_cache.pools.slots import Slots, indices_of
@@ -32,14 +30,6 @@ def page_numbers(sets: PageSets) -> np.ndarray:
     return indices_of(sets).astype(np.int32)
 
 
-def joined(*parts: GroupPages) -> GroupPages:
-    """Pages of several lists, by group."""
-    return tuple(Slots(*columns) for columns in zip(*parts, strict=True))
-
-
-def sets_from(first: int, pages: Sequence[Slots], total: int) -> PageSets:
-    """[total, G] sets. Group g has `pages[g]` from index first on, 0 elsewhere."""
-    found = no_sets(len(pages), total)
-    for column, held in zip(found.T, pages):
-        column[first : first + len(held)] = held.keys
-    return found
+def in_every_group(numbers: np.ndarray, groups: int) -> np.ndarray:
+    """[n, G] page numbers: `numbers` [n] in each page group."""
+    return np.repeat(numbers[:, None], groups, 1)

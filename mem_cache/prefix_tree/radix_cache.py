@@ -459,8 +459,7 @@ class RadixCache:
     def _enlist_windows(self, node: Node) -> None:
         for group, window in self._window_groups:
             heap = self._in_windows[group]
-            if node.pages[:, group].any():
-                heapq.heappush(heap, (self._num_passed(node, group, window) == 0, node.used, next(self._order), node))
+            self._enlist_window(node, group, window)
             if len(heap) > 64 + 4 * self._size:
                 nodes = dict.fromkeys(entry[3] for entry in heap if entry[3].parent is not None)
                 heap[:] = [(self._num_passed(n, group, window) == 0, n.used, next(self._order), n) for n in nodes]
@@ -486,20 +485,22 @@ class RadixCache:
                 continue
             passed = self._num_passed(node, group, window)
             if (last, used) != (passed == 0, node.used):
-                self._enlist_windows_of(node, group, passed)
-                continue
-            if not self._drop_window(node, group, passed or len(node.pages), wanted - gone.counts[group], gone):
+                self._enlist_window(node, group, window)
+            elif not self._drop_window(node, group, passed or len(node.pages), wanted - gone.counts[group], gone):
                 busy.append(node)
-            elif node.parent is not None and node.pages[:, group].any():
-                self._enlist_windows_of(node, group, self._num_passed(node, group, window))
+            else:
+                self._enlist_window(node, group, window)
         for node in busy:
-            self._enlist_windows_of(node, group, self._num_passed(node, group, window))
+            self._enlist_window(node, group, window)
         while gone.counts[group] < wanted and (holder := self._worths.least(None, self._clock)) is not None:
             self._drop_state(holder, gone)  # the other pages are tails of states
             self._prune(holder)
 
-    def _enlist_windows_of(self, node: Node, group: int, passed: int) -> None:
-        heapq.heappush(self._in_windows[group], (passed == 0, node.used, next(self._order), node))
+    def _enlist_window(self, node: Node, group: int, window: int) -> None:
+        """Enters a node that has pages of a group in the order of their eviction."""
+        if node.parent is not None and node.pages[:, group].any():
+            last = self._num_passed(node, group, window) == 0
+            heapq.heappush(self._in_windows[group], (last, node.used, next(self._order), node))
 
     def _drop_window(self, node: Node, group: int, end: int, most: int, gone: Gone) -> bool:
         """Removes at most `most` idle pages of a group among the first `end` of a node. False if

@@ -9,7 +9,6 @@ from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.page_allocators import PageAllocators
 from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
 from hybridrt.mem_cache.pools.slots import Slot, Slots
-from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
 from hybridrt.runtime.step.plan import HostCopy, HostState, StepPlan
@@ -65,10 +64,11 @@ class HostTier:
         hosted[: len(held.pages)] = held.pages[:last]
         lacking = (pages[:last] > 0) & (hosted == 0)
         need = np.count_nonzero(lacking, axis=0).tolist()
+        known = pages_of(held.pages)
         self.tree.lock(held)  # this also marks the path as used
-        self._keep(held, True)
+        self.pages.lock(known)
         room = self._make_room(need, len(ends))
-        self._keep(held, False)
+        self.pages.unlock(known)
         self.tree.unlock(held)
         if not room or not (any(need) or ends):
             return
@@ -86,10 +86,6 @@ class HostTier:
             tuple(own.at(mask) for own, mask in zip(fresh, kept)),
             [HostState(end, states[end].index, slot.index) for end, slot in places.items() if slot in taken.states],
         )
-
-    def _keep(self, held: PrefixMatch, locked: bool) -> None:
-        """Locks the pages of a match while others are evicted, or unlocks them."""
-        (self.pages.lock if locked else self.pages.unlock)(pages_of(held.pages))
 
     def fetch(self, pages: GroupPages, places: GroupPages, states: Sequence[HostState]) -> int:
         """Copies pages `places` of the tier to `pages` of the device, and states. Returns the

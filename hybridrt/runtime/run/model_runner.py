@@ -4,7 +4,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from hybridrt.base.config import EngineConfig
@@ -13,6 +12,7 @@ from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts
+from hybridrt.mem_cache.pools.page_sets import in_every_group
 from hybridrt.models.base import CausalLM
 from hybridrt.runtime.load.build import (
     Runtime,
@@ -150,7 +150,7 @@ def probe(config: EngineConfig, target: RunTarget) -> tuple[MemoryPlan, StepPlan
     return plan, StepPlan(
         admissions=[Admission.from_prompt(r, r, ids, params, 0) for r in range(1, rows + 1)],
         page_writes=[
-            PageWrite(r, 0, np.repeat(int32s(range(1 + (r - 1) * pages, 1 + r * pages))[:, None], len(groups), 1))
+            PageWrite(r, 0, in_every_group(int32s(range(1 + (r - 1) * pages, 1 + r * pages)), len(groups)))
             for r in range(1, rows + 1)
             if groups
         ],
