@@ -1,13 +1,16 @@
 """Ledger of a pool: who owns which entry (request row, state slot or KV page), on the host."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from hybridrt.base.errors import OutOfSlotsError, PoolError
 from hybridrt.mem_cache.pools.slots import GENERATION, Slot, Slots, indices_of, keys_of, slot_of
 
-_FREE, _USED, _CACHED = range(3)
+FREE, USED, CACHED = range(3)
+_NOTHING = np.empty(0, np.bool_)
+Number = TypeVar("Number", int, np.ndarray)
 _NAMES = ("free", "used by a request", "owned by the cache")
 
 
@@ -28,16 +31,20 @@ class SlotAllocator:
     """
 
     def __init__(self, num_slots: int, what: str) -> None:
-        end = 1 + num_slots
         self.total = num_slots
         self._what = what
-        self._state = np.zeros(end, np.uint8)
-        self._handles = np.arange(end)  # of free entries: the handle of the next tenancy
-        self._handles[0] = -1
-        self._locks = np.zeros(end, np.int32)
+        self._make_entries(np.arange(1 + num_slots), 1)
         self._free = np.arange(num_slots, 0, -1)  # its first `num_free` are free
-        self._places = np.empty(end, np.int32)  # by entry: its place among the arguments of a call
-        self.num_free, self.num_cached, self.num_locked = num_slots, 0, 0
+        self.num_free = num_slots
+
+    def _make_entries(self, numbers: np.ndarray, scratch: int) -> None:
+        """`numbers` [n] int64 of the entries in their pool; the first `scratch` belong to nobody."""
+        self._state = np.zeros(len(numbers), np.uint8)
+        self._handles = numbers  # of free entries: the handle of the next tenancy
+        self._handles[:scratch] = -1
+        self._locks = np.zeros(len(numbers), np.int32)
+        self._places = np.empty(len(numbers), np.int32)  # by entry: its place among the arguments of a call
+        self.num_cached, self.num_locked = 0, 0
 
     @property
     def num_used(self) -> int:
@@ -49,19 +56,16 @@ class SlotAllocator:
         Raises:
             OutOfSlotsError: fewer than n are free; nothing was taken.
         """
-        start = self.num_free - n
         self.check_free(n)
-        indices = self._free[start : self.num_free][::-1]
-        self.num_free = start
-        self._state[indices] = _USED
+        indices = self._take_free(n)
+        self._state[indices] = USED
         return Slots.of_keys(self._handles[indices])
 
     def alloc_one(self) -> Slot:
         """`alloc` of one entry, without arrays: each request needs a row and a state slot."""
         self.check_free(1)
-        self.num_free -= 1
-        index = self._free.item(self.num_free)
-        self._state[index] = _USED
+        index = self._take_one()
+        self._state[index] = USED
         return slot_of(self._handles.item(index))
 
     def free(self, slots: Sequence[Slot]) -> None:
@@ -70,33 +74,34 @@ class SlotAllocator:
         Raises:
             PoolError: an entry is not used by a request, or its handle is stale; nothing was freed.
         """
-        if len(slots) == 1 and self._is(slots[0], _USED):  # fast path: each request frees a row and a state slot
-            index = slots[0].index
-            self._state[index] = _FREE
+        if len(slots) == 1 and self._is(slots[0], USED):  # fast path: each request frees a row and a state slot
+            index = self._index(slots[0].index)
+            self._state[index] = FREE
             self._handles[index] += GENERATION
-            self._free[self.num_free] = index
-            self.num_free += 1
+            self._add_one(index)
         elif len(slots):
-            self._give_back(self._checked(slots, _USED))
+            self._give_back(self._checked(slots, USED))
 
     def free_used(self, slots: Sequence[Slot]) -> np.ndarray:
         """Frees those entries that requests use. Returns the mask of these, [n] bool; the others
         are the cache's. PoolError if a handle is stale.
         """
         indices = self._indices(slots)
-        used: np.ndarray = self._state[indices] == _USED
+        used: np.ndarray = self._state[indices] == USED
         self._give_back(self._once(indices[used]))
         return used
 
     def are_used(self, slots: Sequence[Slot]) -> np.ndarray:
         """[n] bool: which entries are used by requests; the others are the cache's. PoolError if a
         handle is stale."""
-        used: np.ndarray = self._state[self._indices(slots)] == _USED
+        if not len(slots):
+            return _NOTHING
+        used: np.ndarray = self._state[self._indices(slots)] == USED
         return used
 
     def are_idle(self, keys: np.ndarray) -> np.ndarray:
         """[n] bool: which entries of the cache no request has locked. `keys`: [n] int64 handles."""
-        idle: np.ndarray = self._locks[indices_of(keys)] == 0
+        idle: np.ndarray = self._locks[self._index(indices_of(keys))] == 0
         return idle
 
     def to_cache(self, slots: Sequence[Slot]) -> None:
@@ -105,7 +110,7 @@ class SlotAllocator:
         """
         if not len(slots):
             return
-        self._state[self._checked(slots, _USED)] = _CACHED
+        self._state[self._checked(slots, USED)] = CACHED
         self.num_cached += len(slots)
 
     def evict(self, slots: Sequence[Slot]) -> None:
@@ -114,10 +119,10 @@ class SlotAllocator:
         """
         if not len(slots):
             return
-        indices = self._checked(slots, _CACHED)
+        indices = self._checked(slots, CACHED)
         locks = self._locks[indices]
         if np.count_nonzero(locks):
-            first = indices[locks.argmax()]
+            first = self._number(indices[locks.argmax()])
             raise PoolError(f"the cache gives up {self._what} {first}, which a running request has locked")
         self.num_cached -= len(indices)
         self._give_back(indices)
@@ -126,7 +131,7 @@ class SlotAllocator:
         """Keeps entries of the cache from eviction. PoolError if one is not the cache's."""
         if not len(slots):
             return
-        indices = self._checked(slots, _CACHED)
+        indices = self._checked(slots, CACHED)
         locks = self._locks[indices]
         self.num_locked += len(locks) - int(np.count_nonzero(locks))
         self._locks[indices] = locks + 1
@@ -135,32 +140,32 @@ class SlotAllocator:
         """Takes one lock off each entry. PoolError if one is not locked; nothing has changed."""
         if not len(slots):
             return
-        indices = self._checked(slots, _CACHED)
+        indices = self._checked(slots, CACHED)
         locks = self._locks[indices]
         if np.count_nonzero(locks) < len(locks):
-            raise PoolError(f"{self._what} {indices[locks.argmin()]} is not locked")
+            raise PoolError(f"{self._what} {self._number(indices[locks.argmin()])} is not locked")
         self._locks[indices] = locks - 1
         self.num_locked -= int(np.count_nonzero(locks == 1))
 
     def reclaim(self) -> None:
         """Frees every entry of every owner. After an interrupted call no ledger is right."""
-        self._state[:] = _FREE
+        self._state[:] = FREE
         self._handles += GENERATION
         self._locks[:] = 0
-        self._free = np.arange(self.total, 0, -1)
-        self.num_free, self.num_cached, self.num_locked = self.total, 0, 0
+        self.num_cached, self.num_locked = 0, 0
+        self._free_all()
 
     def check(self) -> None:
         """Raises PoolError unless each entry is exactly one of free, used and cached."""
-        free, state = self._free[: self.num_free], self._state[1:]
-        counts = [np.count_nonzero(state == each) for each in (_FREE, _USED, _CACHED)]
+        free, state = self._all_free(), self._state
+        counts = [len(free), *[np.count_nonzero(state == each) for each in (USED, CACHED)]]
         if counts != [self.num_free, self.num_used, self.num_cached]:
             raise PoolError(f"{self._what}: {counts} are free, used, cached, but the counters say {self!r}")
         if len(np.unique(free)) != len(free) or self._state[free].any():
             raise PoolError(f"the free list of {self._what} holds an entry twice or one that is in use: {self!r}")
         if self.num_locked != np.count_nonzero(self._locks):
             raise PoolError(f"{self.num_locked} of {self._what} are said to be locked: {self!r}")
-        if (self._state[self._locks > 0] != _CACHED).any():
+        if (self._state[self._locks > 0] != CACHED).any():
             raise PoolError(f"an entry of {self._what} is locked, but not the cache's: {self!r}")
 
     def __repr__(self) -> str:
@@ -170,8 +175,10 @@ class SlotAllocator:
         )
 
     def _is(self, slot: Slot, source: int) -> bool:
-        index = slot.index
-        return index <= self.total and self._handles.item(index) == slot and self._state.item(index) == source
+        index = self._index(slot.index)
+        if index >= len(self._handles):
+            return False
+        return self._handles.item(index) == slot and self._state.item(index) == source
 
     def check_free(self, n: int) -> None:
         """OutOfSlotsError if fewer than n entries are free."""
@@ -179,39 +186,78 @@ class SlotAllocator:
             raise OutOfSlotsError(f"{n} x {self._what} wanted, {self.num_free} of {self.total} free")
 
     def _give_back(self, indices: np.ndarray) -> None:
-        end = self.num_free + len(indices)
-        self._state[indices] = _FREE
+        self._state[indices] = FREE
         self._handles[indices] += GENERATION
+        self._add_free(indices)
+
+    # -- the free entries, by index
+
+    def _take_one(self) -> int:
+        self.num_free -= 1
+        return self._free.item(self.num_free)
+
+    def _take_free(self, n: int) -> np.ndarray:
+        self.num_free -= n
+        return self._free[self.num_free : self.num_free + n][::-1]
+
+    def _add_one(self, index: int) -> None:
+        self._free[self.num_free] = index
+        self.num_free += 1
+
+    def _add_free(self, indices: np.ndarray) -> None:
+        end = self.num_free + len(indices)
         self._free[self.num_free : end] = indices[::-1]
         self.num_free = end
 
+    def _free_all(self) -> None:
+        self._free = np.arange(self.total, 0, -1)
+        self.num_free = self.total
+
+    def _all_free(self) -> np.ndarray:
+        return self._free[: self.num_free]
+
+    # -- the places of entries in the arrays, by their numbers in the pool
+
+    def _index(self, number: Number) -> Number:
+        return number
+
+    def _number(self, index: np.ndarray) -> np.ndarray:
+        return indices_of(self._handles[index])
+
     def _checked(self, slots: Sequence[Slot], source: int) -> np.ndarray:
         if len(slots) == 1 and self._is(slots[0], source):
-            return np.array([slots[0].index])
+            return np.array([self._index(slots[0].index)])
         indices = self._indices(slots)
         right = self._state[indices] == source
         if np.count_nonzero(right) < len(right):
             index = indices[right.argmin()]
-            raise PoolError(f"{self._what} {index} is {_NAMES[self._state[index]]}, not {_NAMES[source]}")
+            number = self._number(index)
+            raise PoolError(f"{self._what} {number} is {_NAMES[self._state[index]]}, not {_NAMES[source]}")
         return self._once(indices)
 
     def _once(self, indices: np.ndarray) -> np.ndarray:
         if len(indices) > 1:
             self._places[indices] = places = np.arange(len(indices), dtype=np.int32)
             if np.count_nonzero(self._places[indices] != places):
-                raise PoolError(f"the same {self._what} twice in one call: {indices.tolist()}")
+                raise PoolError(f"the same {self._what} twice in one call: {self._number(indices).tolist()}")
         return indices
 
     def _indices(self, slots: Sequence[Slot]) -> np.ndarray:
         keys = keys_of(slots)
-        indices = indices_of(keys)
+        numbers = indices_of(keys)
+        indices = self._index(numbers)
         try:
             right = self._handles[indices] == keys
         except IndexError:
-            right = indices <= self.total
+            right = indices < len(self._handles)
         if np.count_nonzero(right) < len(right):
-            index = indices[right.argmin()]
-            if not 1 <= index <= self.total:
-                raise PoolError(f"{self._what} {index} does not exist; valid are 1 to {self.total}")
-            raise PoolError(f"stale handle of {self._what} {index}: it was freed and may belong to another request")
+            wrong = right.argmin()
+            index, number = indices[wrong], numbers[wrong]
+            if index >= len(self._handles) or self._handles[index] < 0:
+                raise PoolError(f"{self._what} {number} does not exist; {self._valid}")
+            raise PoolError(f"stale handle of {self._what} {number}: it was freed and may belong to another request")
         return indices
+
+    @property
+    def _valid(self) -> str:
+        return f"valid are 1 to {self.total}"

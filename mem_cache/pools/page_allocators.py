@@ -4,9 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from hybridrt.base.errors import OutOfSlotsError
 from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.mem_cache.pools.page_sets import GroupPages
+from hybridrt.mem_cache.pools.slabs import SlabAllocator, Slabs, SlabShare
 
 
 class PageAllocators:
@@ -17,9 +19,11 @@ class PageAllocators:
         demands: of each group.
         what: name of one page, for error messages.
         page_bytes: of a page of each group, for `held_bytes`.
+        slabs, shares: memory that the groups share instead, and how each one sees it.
 
     Attributes:
         groups: the allocators.
+        slabs, shares: None and nothing if no memory is shared.
         has_windows: a group has a window.
         total, num_free, num_used, num_cached, num_locked: pages of all groups.
     """
@@ -30,12 +34,17 @@ class PageAllocators:
         demands: Sequence[PageDemand],
         what: str = "KV page",
         page_bytes: Sequence[int] | None = None,
+        slabs: Slabs | None = None,
+        shares: Sequence[SlabShare] = (),
     ) -> None:
         self.demands, self._page_bytes = tuple(demands), tuple(page_bytes or [0] * len(demands))
         self.has_windows = any(demand.window is not None for demand in demands)
-        self.groups = tuple(
-            SlotAllocator(total, what if demand.window is None else f"{what} (window {demand.window})")
-            for total, demand in zip(totals, demands, strict=True)
+        names = [what if demand.window is None else f"{what} (window {demand.window})" for demand in demands]
+        self.slabs, self.shares = slabs, tuple(shares)
+        self.groups: tuple[SlotAllocator, ...] = (
+            tuple([SlotAllocator(total, name) for total, name in zip(totals, names, strict=True)])
+            if slabs is None
+            else tuple([SlabAllocator(slabs, share, name) for share, name in zip(shares, names, strict=True)])
         )
 
     def __iter__(self) -> Iterator[tuple[SlotAllocator, PageDemand]]:
@@ -46,11 +55,13 @@ class PageAllocators:
 
     @property
     def total(self) -> int:
-        return sum([group.total for group in self.groups])
+        return self.num_free + self.num_used + self.num_cached
 
     @property
     def num_free(self) -> int:
-        return sum([group.num_free for group in self.groups])
+        """Free slabs count as pages of the first group."""
+        slabs = 0 if self.slabs is None else self.slabs.num_free * self.shares[0].per_slab
+        return slabs + sum([group.num_free for group in self.groups])
 
     @property
     def num_used(self) -> int:
@@ -72,12 +83,37 @@ class PageAllocators:
         return sum([(g.num_used + g.num_locked) * nbytes for g, nbytes in zip(self.groups, self._page_bytes)])
 
     def room(self) -> tuple[int, ...]:
-        """Pages of each group that are free, or that the cache may give up."""
-        return tuple([group.num_free + group.num_cached - group.num_locked for group in self.groups])
+        """Pages of each group that are free, or that the cache may give up, if only one group takes
+        them."""
+        if self.slabs is None:
+            return tuple([group.num_free + group.num_cached - group.num_locked for group in self.groups])
+        slabs, own = self.slabs.room()
+        return tuple([count + slabs * share.per_slab for count, share in zip(own, self.shares)])
+
+    def may_have(self, counts: Sequence[int]) -> bool:
+        """Whether so many pages of each group are free, or the cache may give them up."""
+        if self.slabs is not None:
+            return self.slabs.may_have(counts)
+        return all([count <= most for count, most in zip(counts, self.room())])
 
     def shortages(self, counts: Sequence[int]) -> list[int]:
         """How many of `counts` pages of each group are not free."""
+        if self.slabs is not None:
+            return self.slabs.shortages(counts)
         return [max(count - group.num_free, 0) for count, group in zip(counts, self.groups)]
+
+    def bounds(self, num_tokens: int) -> list[int]:
+        """Most pages of each group that a request of so many tokens can have when it runs alone. If
+        groups share memory and lack some for the request, those of one group are too few."""
+        if self.slabs is None:
+            return [group.total for group in self.groups]
+        least = [share.slabs(demand.least(num_tokens)) for share, demand in zip(self.shares, self.demands)]
+        spare, found = self.slabs.total - sum(least), list[int]()
+        for share, demand, count in zip(self.shares, self.demands, least):
+            more = max(min(share.slabs(demand.prefilling(num_tokens)) - count, spare), min(spare, 0))
+            spare -= more
+            found.append((count + more) * share.per_slab)
+        return found
 
     def alloc(self, counts: Sequence[int]) -> GroupPages:
         """Takes so many pages of each group.
@@ -85,6 +121,8 @@ class PageAllocators:
         Raises:
             OutOfSlotsError: fewer are free; nothing was taken.
         """
+        if self.slabs is not None and any(self.shortages(counts)):
+            raise OutOfSlotsError(f"{list(counts)} KV pages wanted, and the groups lack {self.shortages(counts)}")
         for count, group in zip(counts, self.groups):
             group.check_free(count)
         return tuple([group.alloc(count) for count, group in zip(counts, self.groups)])
@@ -124,7 +162,11 @@ class PageAllocators:
     def reclaim(self) -> None:
         for group in self.groups:
             group.reclaim()
+        if self.slabs is not None:
+            self.slabs.reclaim()
 
     def check(self) -> None:
         for group in self.groups:
             group.check()
+        if self.slabs is not None:
+            self.slabs.check()

@@ -1,0 +1,235 @@
+"""Slabs: equal parts of one memory that pools share, and the ledgers of their owners.
+
+A slab belongs to one pool at a time, which fills it with entries of its own. It is free again as soon
+as all of its entries are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybridrt.base.errors import OutOfSlotsError, PoolError
+from hybridrt.mem_cache.pools.allocator import FREE, USED, Number, SlotAllocator
+
+
+@dataclass(frozen=True)
+class SlabShare:
+    """How a pool sees slabs. Entry i of slab s has the number s * apart + i.
+
+    Attributes:
+        per_slab: entries of a slab.
+        apart: from the first number of a slab to that of the next one.
+    """
+
+    per_slab: int
+    apart: int
+
+    def slabs(self, count: int) -> int:
+        """Slabs of `count` entries."""
+        return -(-count // self.per_slab)
+
+
+class Slabs:
+    """Which of the slabs 1 to `total` are free. Slab 0 is scratch."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.allocators: list[SlabAllocator] = []
+        self.reclaim()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        return self._free.pop()
+
+    def give_back(self, slabs: Sequence[int]) -> None:
+        self._free += slabs
+
+    def shortages(self, counts: Sequence[int]) -> list[int]:
+        """How many of `counts` entries of each allocator are not free, if all are lent together."""
+        left = self.num_free
+        short = [count - a.num_free if count > a.num_free else 0 for count, a in zip(counts, self.allocators)]
+        for i, lacking in enumerate(short) if any(short) else ():
+            share = self.allocators[i].share
+            slabs = min(share.slabs(lacking), left)
+            left -= slabs
+            short[i] = max(lacking - slabs * share.per_slab, 0)
+        return short
+
+    def room(self) -> tuple[int, list[int]]:
+        """If the cache gives up everything that nobody reads: free slabs, and each allocator's free
+        entries in other slabs."""
+        slabs, entries = self.num_free, list[int]()
+        for allocator in self.allocators:
+            busy = allocator.num_busy()
+            kept = busy[busy > 0]
+            slabs += allocator.num_slabs - len(kept)
+            entries.append(int((allocator.share.per_slab - kept).sum()))
+        return slabs, entries
+
+    def may_have(self, counts: Sequence[int]) -> bool:
+        """Whether so many entries of each allocator can be lent together, if the cache gives up
+        everything that nobody reads."""
+        own = [a.num_free + a.num_cached - a.num_locked for a in self.allocators]
+        if all([count <= most for count, most in zip(counts, own)]) or not any(self.shortages(counts)):
+            return True
+        slabs, entries = self.room()
+        need = zip(self.allocators, counts, entries)
+        return sum([a.share.slabs(max(count - own, 0)) for a, count, own in need]) <= slabs
+
+    def reclaim(self) -> None:
+        """Frees all slabs. Their owners have been told."""
+        self._free = list(range(self.total, 0, -1))
+
+    def check(self) -> None:
+        """Raises PoolError unless each slab is free or has exactly one owner."""
+        held = [*self._free, *[slab for allocator in self.allocators for slab in allocator.owned()]]
+        if sorted(held) != list(range(1, self.total + 1)):
+            raise PoolError(f"of slabs 1 to {self.total}, {sorted(held)} are free or owned")
+
+
+class SlabAllocator(SlotAllocator):
+    """A SlotAllocator that takes slabs when it needs entries, and gives empty ones back.
+
+    It fills one slab at a time, then the one with the fewest free entries, so that others become
+    empty.
+
+    Attributes:
+        num_free: free entries of its slabs.
+        num_slabs: slabs that it owns.
+        total: entries of all slabs.
+    """
+
+    def __init__(self, slabs: Slabs, share: SlabShare, what: str) -> None:
+        self.share, self.slabs, self._what = share, slabs, what
+        self._gap = share.apart - share.per_slab
+        self.total = slabs.total * share.per_slab
+        end = 1 + slabs.total
+        numbers = np.arange(end)[:, None] * share.apart + np.arange(share.per_slab)
+        self._make_entries(numbers.ravel(), share.per_slab)
+        # By slab: its free entries, in a stack, their number, and whether it is owned.
+        self._stacks = np.empty((end, share.per_slab), np.int64)
+        self._free_counts, self._owned = np.zeros(end, np.int64), np.zeros(end, np.bool_)
+        self.num_slabs = self._filling = 0  # the latter is the slab that is filled; 0: none yet
+        self._free_all()
+        slabs.allocators.append(self)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_slabs * self.share.per_slab - self.num_free - self.num_cached
+
+    @property
+    def most_free(self) -> int:
+        """Of all slabs that are free, and of its own."""
+        return self.num_free + self.slabs.num_free * self.share.per_slab
+
+    def check_free(self, n: int) -> None:
+        if n > self.num_free and n > self.most_free:
+            raise OutOfSlotsError(f"{n} x {self._what} wanted, {self.most_free} of {self.total} free")
+
+    def owned(self) -> list[int]:
+        found: list[int] = self._owned.nonzero()[0].tolist()
+        return found
+
+    def num_busy(self) -> np.ndarray:
+        """Of each slab, the entries that requests use or have locked."""
+        by_slab = len(self._owned), self.share.per_slab
+        busy: np.ndarray = (self._state == USED).reshape(by_slab).sum(1)
+        return busy if not self.num_locked else busy + (self._locks > 0).reshape(by_slab).sum(1)
+
+    def check(self) -> None:
+        super().check()
+        held = np.bincount((self._state != FREE).nonzero()[0] // self.share.per_slab, minlength=len(self._owned))
+        if (held[~self._owned] > 0).any():
+            raise PoolError(f"an entry of {self._what} is in a slab that has another owner: {self!r}")
+        if (held + self._free_counts != self.share.per_slab)[self._owned].any():
+            raise PoolError(f"a slab of {self._what} has lost entries: {self!r}")
+        if self.num_slabs != np.count_nonzero(self._owned) or (held[self._owned] == 0).any():
+            raise PoolError(f"{self.num_slabs} slabs of {self._what}, or one of them is empty: {self!r}")
+
+    # -- the free entries, by index
+
+    def _take_one(self) -> int:
+        slab = self._slab_to_fill()
+        self._free_counts[slab] -= 1
+        self.num_free -= 1
+        return self._stacks.item(slab, self._free_counts.item(slab))
+
+    def _take_free(self, n: int) -> np.ndarray:
+        if n == 1:  # fast path: a decoding request needs one page of each group
+            return np.array([self._take_one()])
+        parts = list[np.ndarray]()
+        while n:
+            slab = self._slab_to_fill()
+            count = self._free_counts.item(slab)
+            left = max(count - n, 0)
+            parts.append(self._stacks[slab, left:count][::-1])
+            self._free_counts[slab] = left
+            self.num_free -= count - left
+            n -= count - left
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _slab_to_fill(self) -> int:
+        if self._filling and self._free_counts.item(self._filling):
+            return self._filling
+        if self.num_free:
+            partly = self._free_counts.nonzero()[0]
+            self._filling = partly.item(self._free_counts[partly].argmin())
+            return self._filling
+        self._filling = slab = self.slabs.take()
+        per_slab = self.share.per_slab
+        self._stacks[slab] = np.arange((slab + 1) * per_slab - 1, slab * per_slab - 1, -1)
+        self._free_counts[slab], self._owned[slab] = per_slab, True
+        self.num_slabs += 1
+        self.num_free += per_slab
+        return slab
+
+    def _add_one(self, index: int) -> None:
+        slab = index // self.share.per_slab
+        count = self._free_counts.item(slab)
+        self._stacks[slab, count] = index
+        self._free_counts[slab] = count + 1
+        self.num_free += 1
+        if count + 1 == self.share.per_slab:
+            self._give_up(np.array([slab]))
+
+    def _add_free(self, indices: np.ndarray) -> None:
+        if len(indices) == 1:
+            return self._add_one(indices.item())
+        indices = indices[::-1]
+        indices = indices[(indices // self.share.per_slab).argsort(kind="stable")]
+        slabs, firsts, counts = np.unique(indices // self.share.per_slab, return_index=True, return_counts=True)
+        places = np.arange(len(indices)) - np.repeat(firsts - self._free_counts[slabs], counts)
+        self._stacks[np.repeat(slabs, counts), places] = indices
+        self._free_counts[slabs] += counts
+        self.num_free += len(indices)
+        empty = slabs[self._free_counts[slabs] == self.share.per_slab]
+        if len(empty):
+            self._give_up(empty)
+
+    def _give_up(self, slabs: np.ndarray) -> None:
+        self._free_counts[slabs], self._owned[slabs] = 0, False
+        self.num_slabs -= len(slabs)
+        self.num_free -= len(slabs) * self.share.per_slab
+        self.slabs.give_back(slabs.tolist())
+
+    def _free_all(self) -> None:
+        """`Slabs.reclaim` follows."""
+        self._free_counts[:], self._owned[:] = 0, False
+        self.num_free = self.num_slabs = self._filling = 0
+
+    def _all_free(self) -> np.ndarray:
+        stacked = np.arange(self.share.per_slab) < self._free_counts[:, None]
+        return self._stacks[stacked]
+
+    # -- the places of entries in the arrays, by their numbers in the pool
+
+    def _index(self, number: Number) -> Number:
+        return number - number // self.share.apart * self._gap if self._gap else number
+
+    @property
+    def _valid(self) -> str:
+        return f"there are {self.total} in {self.slabs.total} slabs"
