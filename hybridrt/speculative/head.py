@@ -80,8 +80,7 @@ class HeadRunner:
         self.ahead = HeadStep(self.model, runner.memory_plan.num_rows)
         self.hidden = torch.zeros_like(self.ahead.hidden)
         self.tokens = torch.zeros(runner.memory_plan.num_rows + 1, dtype=torch.int32, device=runner.device)
-        firsts = [group.num_pages + 1 for group in runner.memory_plan.groups]
-        self._first_pages, self._pages = np.array(firsts, np.int32), own_pages
+        self._own_pages, self._pages = np.stack(runner.pools.kv.own, 1), own_pages
         self._staging, self._last_tokens = StagingRing(runner.device), runner.last_tokens
         self._graphs = runner.graphs  # graphs by tokens of a row; the head's own steps get the number AHEAD among them
 
@@ -126,7 +125,7 @@ class HeadRunner:
         """Launches `steps` drafts of each row. The handle has [rows, steps * (1 + topk)] tokens: for
         every step the draft, then the likeliest tokens (see `DeviceDrafter.draft` in
         hybridrt/runtime/load/draft_needs.py)."""
-        packed = _pack(rows, steps, self.table.page_size, self._first_pages, self._pages)
+        packed = _pack(rows, steps, self.table.page_size, self._own_pages, self._pages)
         step_rows: DraftedRows[torch.Tensor] = self._staging.upload(packed)
         if (entries := step_rows.pages) is not None:
             self.table.write_pages(entries.rows, entries.indices, entries.pages)
@@ -177,10 +176,10 @@ def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -
 
 
 def _pack(
-    rows: Sequence[DraftRow], steps: int, page_size: int, first_pages: np.ndarray, own: int
+    rows: Sequence[DraftRow], steps: int, page_size: int, own_pages: np.ndarray, own: int
 ) -> DraftedRows[np.ndarray]:
-    """Integers of a proposal. Drafts beyond a row's lent pages go to the row's `own` pages, from
-    `first_pages` [G] of row 0 on."""
+    """Integers of a proposal. Drafts beyond a row's lent pages go to the row's `own` pages, among
+    `own_pages` [rows * own, G] of all rows."""
     beyond = [
         (r.row, r.end_page + i, r.row * own + i)
         for r in rows
@@ -189,7 +188,7 @@ def _pack(
     pages = None
     if beyond:
         lines, indices, places = int32_array(beyond).T
-        pages = PageEntries(lines, indices, places[:, None] + first_pages)
+        pages = PageEntries(lines, indices, own_pages[places])
     return DraftedRows(
         int32_array([r.row for r in rows]),
         int32_array([r.computed for r in rows]),

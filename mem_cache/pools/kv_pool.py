@@ -1,10 +1,14 @@
 """Keys and values of the softmax-attention layers, in pages."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from math import prod
 
+import numpy as np
 import torch
 
 from hybridrt.base.config import AttentionSpec
+from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 
 # Layer ids by the spec that they share.
 KVLayers = Mapping[AttentionSpec, Sequence[int]]
@@ -21,10 +25,14 @@ class KVPool:
         layers: the model's attention layers.
         num_pages: pages of each group that an allocator may hand out (1 to num_pages). One number:
             of every group.
+        own_pages: further pages of each group, for a drafter.
+        slabs: memory that the groups share, instead of `num_pages`; None: each tensor has memory
+            of its own.
 
     Attributes:
         windows: of each page group, in tokens; None for layers without a window, which come first.
-        num_pages: of each page group.
+        num_pages: of each page group, the greatest number of a page.
+        own: numbers of the drafter's pages, [own_pages] int32 for each group.
         tensors: for each spec its keys, then its values: [A, num_pages + 1, page_size, kv_heads,
             dim], A layers in the order of `layers`. Specs of variant "mla" have one tensor.
         tensor_groups: the page group of each of `tensors`.
@@ -33,20 +41,29 @@ class KVPool:
     """
 
     def __init__(
-        self, layers: KVLayers, *, num_pages: int | Sequence[int], page_size: int, device: torch.device | str
-    ) -> None:
+        self, layers: KVLayers, *, num_pages: int | Sequence[int], page_size: int, device: torch.device | str,
+        own_pages: int = 0, slabs: SlabPlan | None = None,
+    ) -> None:  # fmt: skip
         self.page_size, self.device = page_size, torch.device(device)
         self.windows = page_windows(layers)
-        self.num_pages = (num_pages,) * len(self.windows) if isinstance(num_pages, int) else tuple(num_pages)
+        lent = (num_pages,) * len(self.windows) if isinstance(num_pages, int) else tuple(num_pages)
+        if slabs is None:
+            self.num_pages = tuple([count + own_pages for count in lent])
+            own = [[*range(count + 1, count + 1 + own_pages)] for count in lent]
+        else:
+            self.num_pages = tuple([(slabs.total - 1) * share.apart + share.per_slab - 1 for share in slabs.groups])
+            own = [slabs.own_numbers(group) for group in range(len(self.windows))]
+        self.own = [np.array(numbers, np.int32) for numbers in own]
         self.specs = {layer_id: spec for spec, layer_ids in layers.items() for layer_id in layer_ids}
         self.tensors: list[torch.Tensor] = []
         self.tensor_groups: list[int] = []
         self._layers: dict[int, tuple[torch.Tensor, ...]] = {}
+        # Kernels of other libraries multiply masked values by zero, and 0 * NaN is NaN.
+        make = partial(_zeros, torch.device(device)) if slabs is None else _TensorsInSlabs(slabs, device).make
         for spec, layer_ids in layers.items():
             group = self.windows.index(spec.sliding_window)
             shape = (len(layer_ids), self.num_pages[group] + 1, page_size, spec.num_kv_heads)
-            # Kernels of other libraries multiply masked values by zero, and 0 * NaN is NaN.
-            held = [torch.zeros(*shape, dim, dtype=spec.dtype, device=device) for dim in spec.cache_dims]
+            held = [make(group, (*shape, dim), spec.dtype) for dim in spec.cache_dims]
             self.tensors += held
             self.tensor_groups += [group] * len(held)
             self._layers |= {layer_id: tuple(t[i] for t in held) for i, layer_id in enumerate(layer_ids)}
@@ -69,10 +86,40 @@ class KVPool:
             tensor.index_copy_(1, targets[:, group], tensor.index_select(1, sources[:, group]))
 
 
+def _zeros(device: torch.device, group: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+class _TensorsInSlabs:
+    """Page tensors over one buffer of slabs. In a slab, they follow each other as they are made."""
+
+    def __init__(self, slabs: SlabPlan, device: torch.device | str) -> None:
+        self._buffer = torch.zeros(slabs.nbytes, dtype=torch.uint8, device=device)
+        self._per_slab = [share.per_slab for share in slabs.groups]
+        self._next = [0] * len(slabs.groups)  # place of a group's next tensor in a slab, in pages
+
+    def make(self, group: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of `shape` [A, pages, page_size, kv_heads, dim]."""
+        first, per_slab, cell = self._next[group], self._per_slab[group], prod(shape[2:])
+        self._next[group] += shape[0] * per_slab
+        strides = per_slab * cell, cell, prod(shape[3:]), shape[4], 1
+        return self._buffer.view(dtype).as_strided(shape, strides, first * cell)
+
+
 def page_windows(layers: Iterable[AttentionSpec]) -> tuple[int | None, ...]:
     """The windows of the page groups of layers with these specs, in order."""
     windows = {spec.sliding_window for spec in layers}
     return tuple(sorted(windows, key=lambda window: -1 if window is None else window))
+
+
+def cell_bytes(layers: KVLayers, page_size: int) -> tuple[int | None, ...]:
+    """Bytes of a page in one tensor, of each page group; None if its tensors differ."""
+    found: dict[int | None, set[int]] = {window: set() for window in page_windows(layers)}
+    for spec in layers:
+        found[spec.sliding_window] |= {
+            page_size * spec.num_kv_heads * dim * spec.dtype.itemsize for dim in spec.cache_dims
+        }
+    return tuple([next(iter(sizes)) if len(sizes) == 1 else None for sizes in found.values()])
 
 
 def page_bytes(layers: KVLayers, page_size: int) -> tuple[int, ...]:

@@ -1,13 +1,14 @@
 """Turns a byte budget into numbers of request rows, state slots and KV pages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hybridrt.base.errors import MemoryBudgetError
 from hybridrt.mem_cache.pools.host_plan import NO_HOST_PLAN, HostPlan
 from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.slab_plan import SlabPlan, plan_slabs
 
 GIB = 1024**3
 
@@ -47,7 +48,7 @@ class PageGroup:
 
     Attributes:
         demand: how many pages a request holds at a time.
-        num_pages: pages that may be lent.
+        num_pages: pages that may be lent; with shared memory, if no other group has any.
         page_bytes: of a page, over the layers.
     """
 
@@ -69,6 +70,7 @@ class MemoryPlan:
         num_slots: S, state slots of rows and cached prefixes; 0 without recurrent layers.
         groups: page groups, with pages of `page_size` tokens; none without attention layers.
         max_model_len: longest prompt + output of one request.
+        slabs: memory that the page groups share; None: each has memory of its own.
         budget_bytes: limit of the pools, without weight_bytes and activation_bytes.
         host: the prefix cache's part in main memory.
 
@@ -86,6 +88,7 @@ class MemoryPlan:
     weight_bytes: int = 0
     activation_bytes: int = 0
     host: HostPlan = NO_HOST_PLAN
+    slabs: SlabPlan | None = None
 
     def __post_init__(self) -> None:
         if 0 < self.num_slots < self.num_rows:
@@ -122,21 +125,31 @@ class MemoryPlan:
         return [
             ("recurrent state", f"{self.num_slots} slots{cached}", slots * self.costs.slot),
             ("running requests", f"{self.num_rows} rows", (self.num_rows + 1) * self.costs.row),
-            *[
-                (
-                    "KV cache" if group.window is None else f"KV cache, window {group.window}",
-                    f"{group.num_pages} pages of {self.page_size} tokens",
-                    (group.num_pages + 1) * group.page_bytes,
-                )
-                for group in self.groups
-            ],
+            *(self._kv_pools() if self.slabs is None else [self._shared_pool(self.slabs)]),
             ("graph buffers, draft model", "", self.costs.fixed),
             *([("state transfer", "", self.costs.transfer)] if self.costs.transfer else []),
         ]
 
+    def _kv_pools(self) -> list[tuple[str, str, int]]:
+        return [
+            (
+                "KV cache" if group.window is None else f"KV cache, window {group.window}",
+                f"{group.num_pages} pages of {self.page_size} tokens",
+                (group.num_pages + 1) * group.page_bytes,
+            )
+            for group in self.groups
+        ]
+
+    def _shared_pool(self, slabs: SlabPlan) -> tuple[str, str, int]:
+        """Pages of drafters are charged with the rows."""
+        counts = " or ".join([f"{group.num_pages}" for group in self.groups])
+        nbytes = slabs.nbytes - slabs.own_pages * sum([group.page_bytes for group in self.groups])
+        return "KV cache, shared", f"{counts} pages of {self.page_size} tokens", nbytes
+
     def summary(self) -> str:
+        most = "" if self.slabs is None else "at most "
         pages = "".join(
-            f", {group.num_pages} KV pages"
+            f", {most}{group.num_pages} KV pages"
             + (f" ({group.num_pages * self.page_size} tokens)" if group.window is None else f" (window {group.window})")
             for group in self.groups
         )
@@ -210,6 +223,24 @@ def plan_memory(
         rows, rows + cached if costs.slot else 0, groups, page_size, min(length, longest), costs, budget_bytes,
         weight_bytes, activation_bytes,
     )  # fmt: skip
+
+
+def share_memory(plan: MemoryPlan, cell_bytes: Sequence[int | None], own_pages: int) -> MemoryPlan:
+    """The plan with all page groups in one memory of the same size, if the longest request fits
+    there too; else the plan itself.
+
+    Args:
+        cell_bytes: of a page in one tensor of each group; None if its tensors differ.
+        own_pages: the drafter's pages of each group, which the plan has charged with the rows.
+    """
+    sizes = [group.page_bytes for group in plan.groups]
+    total = sum([(group.num_pages + 1) * group.page_bytes for group in plan.groups]) + own_pages * sum(sizes)
+    slabs = plan_slabs(total, sizes, cell_bytes, own_pages=own_pages, page_size=plan.page_size)
+    if slabs is None or not slabs.fits([group.demand for group in plan.groups], plan.max_model_len):
+        return plan
+    groups = zip(plan.groups, slabs.groups)
+    most = tuple([replace(group, num_pages=slabs.num_slabs * share.per_slab) for group, share in groups])
+    return replace(plan, groups=most, slabs=slabs)
 
 
 def _page_bytes(costs: UnitCosts, counts: Sequence[int]) -> int:

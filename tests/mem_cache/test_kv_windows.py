@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from hybridrt.base.config import AttentionSpec
-from hybridrt.mem_cache.pools.kv_pool import KVPool, page_bytes, page_windows
+from hybridrt.mem_cache.pools.kv_pool import KVPool, cell_bytes, page_bytes, page_windows
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
+from hybridrt.mem_cache.pools.slab_plan import SlabPlan, plan_slabs
 
 
 def spec(kv_heads: int, dim: int, window: int | None, **more: str) -> AttentionSpec:
@@ -72,3 +73,70 @@ def test_a_table_has_token_slots_of_each_group(groups: int) -> None:
     assert table.tables[2, 0, 0] == 7, "a view"
     row = HybridReqToTokenPool.row_bytes(11, 4, groups)
     assert row == table.tables[0].nbytes + table.req_to_state_slot[:1].nbytes
+
+
+# The layers of a window have tensors of one size, but for their shape and dtype.
+ALIKE = {
+    spec(2, 8, 9): [0, 3], spec(2, 8, None): [1], spec(1, 16, 9): [4], spec(2, 12, 5): [2],
+    spec(1, 16, None, variant="mla"): [5],
+}  # fmt: skip
+
+
+def in_slabs(own_pages: int = 0, budget: int = 40_000) -> tuple[KVPool, SlabPlan]:
+    plan = plan_slabs(budget, page_bytes(ALIKE, SIZE), cell_bytes(ALIKE, SIZE), own_pages=own_pages, page_size=SIZE)
+    assert plan is not None and plan.nbytes <= budget
+    return KVPool(ALIKE, num_pages=0, page_size=SIZE, device="cpu", own_pages=own_pages, slabs=plan), plan
+
+
+def pages_of_slab(plan: SlabPlan, group: int, slab: int) -> list[int]:
+    share = plan.groups[group]
+    return [slab * share.apart + i for i in range(share.per_slab)]
+
+
+def test_groups_share_memory_and_no_byte_is_in_two_pages() -> None:
+    """Slabs go to the groups in turn. Each page of each tensor keeps what was written to it alone, and page 0 is
+    zero. Kernels need tokens of a layer without gaps."""
+    pool, plan = in_slabs(own_pages=7)
+    pages: dict[int, list[int]] = {group: pool.own[group].tolist() for group in range(3)}
+    assert all(len({*numbers}) == 7 for numbers in pages.values())
+    for slab in range(1, 1 + plan.num_slabs):
+        pages[slab % 3] += pages_of_slab(plan, slab % 3, slab)
+    torch.manual_seed(0)
+    written = {}
+    for layer in GROUPS:
+        for i, tensor in enumerate(pool.held(layer)):
+            assert tensor.is_contiguous() and len(tensor) == pool.num_pages[pool.group_of(layer)] + 1
+            for page in pages[pool.group_of(layer)]:
+                written[layer, i, page] = torch.randn(tensor[page].shape).to(tensor.dtype)
+                tensor[page] = written[layer, i, page]
+    for (layer, i, page), wanted in written.items():
+        assert torch.equal(pool.held(layer)[i][page], wanted), (layer, i, page)
+    assert not any(tensor[:, 0].any() for tensor in pool.tensors)
+
+
+def test_pages_in_slabs_are_copied_in_each_group() -> None:
+    pool, plan = in_slabs()
+    sources = torch.tensor([[pages_of_slab(plan, g, 1 + g)[0] for g in range(3)]])
+    targets = torch.tensor([[pages_of_slab(plan, g, 5 + g)[0] for g in range(3)]])
+    for tensor, group in zip(pool.tensors, pool.tensor_groups):
+        tensor[:, sources[0, group]] = torch.randn(tensor[:, 0].shape).to(tensor.dtype)
+    pool.copy_pages(sources, targets)
+    for tensor, group in zip(pool.tensors, pool.tensor_groups):
+        assert tensor[:, sources[0, group]].any()
+        assert torch.equal(tensor[:, targets[0, group]], tensor[:, sources[0, group]])
+
+
+def test_tensors_of_two_sizes_in_a_group_share_nothing() -> None:
+    sizes = {"own_pages": 0, "page_size": SIZE}
+    assert cell_bytes(LAYERS, SIZE) == (None, 64, None) and cell_bytes(ALIKE, SIZE) == (64, 96, 64)
+    assert plan_slabs(40_000, page_bytes(LAYERS, SIZE), cell_bytes(LAYERS, SIZE), **sizes) is None
+    assert plan_slabs(40_000, (64,), (64,), **sizes) is None, "one group alone"
+
+
+def test_slabs_are_as_small_as_their_number_allows_and_waste_little() -> None:
+    plan = plan_slabs(10**9, (2 * 96, 10 * 64), (96, 64), own_pages=0, page_size=2)
+    assert plan is not None and plan.num_slabs <= 4096 and plan.slab_bytes % (10 * 192) == 0, "both fill a slab"
+    small = plan_slabs(10_000, (2 * 96, 10 * 64), (96, 64), own_pages=0, page_size=2)
+    assert small is not None and small.slab_bytes == 768, "of 640 bytes at least, and of whole pages of 96 and 64"
+    vast = plan_slabs(2**37, (2 * 96, 10 * 64), (96, 64), own_pages=0, page_size=16)
+    assert vast is None, "a token's slot has 31 bits"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridrt.base.config import SpeculativeConfig
 from hybridrt.base.errors import MemoryBudgetError
-from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts, plan_memory
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, PageGroup, UnitCosts, plan_memory, share_memory
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.runtime.load.build import weight_bytes
 from hybridrt.runtime.step.prompt_logprobs import prompt_logprob_bytes
@@ -243,3 +243,33 @@ def test_the_plan_prints_itself(checkpoints: CheckpointStore) -> None:
     assert {what for what, _, _ in plan.table()} >= {"recurrent state", "weights", "running requests"}
     assert sum(size for _, _, size in plan.table()) == plan.pool_bytes + plan.weight_bytes
     assert "0 slots" in str(replace(plan, num_slots=0).table())
+
+
+@given(plans(), st.integers(0, 9), st.data())
+@settings(max_examples=300)
+def test_shared_memory_is_no_larger_and_holds_the_longest_request(
+    arguments: dict[str, Any], own: int, data: st.DataObject
+) -> None:
+    """Groups whose pages have up to 6 tensors each."""
+    tensors = [data.draw(st.integers(1, 6)) for _ in arguments["demands"]]
+    costs = arguments["costs"]
+    sizes = [16 * size * count for size, count in zip(costs.pages, tensors)]
+    plan = attempt(arguments | {"costs": replace(costs, pages=sizes), "budget_bytes": 16 * arguments["budget_bytes"]})
+    assume(not isinstance(plan, str))
+    assert isinstance(plan, MemoryPlan)
+    cells = [16 * size for size in costs.pages]
+    shared = share_memory(plan, cells, own)
+    slabs = shared.slabs
+    if slabs is None:
+        assert shared == plan
+        return
+    assert len(plan.groups) > 1 and shared.pool_bytes <= plan.pool_bytes
+    assert shared.max_model_len == plan.max_model_len and shared.num_rows == plan.num_rows
+    need = [
+        -(-group.demand.least(plan.max_model_len) // share.per_slab) for group, share in zip(plan.groups, slabs.groups)
+    ]
+    assert sum(need) <= slabs.num_slabs
+    for group, share, size, cell in zip(shared.groups, slabs.groups, sizes, cells):
+        assert share.per_slab * size <= slabs.slab_bytes == share.apart * cell
+        assert group.num_pages == slabs.num_slabs * share.per_slab
+    assert any(name == "KV cache, shared" for name, _, _ in shared.table()) and "at most" in shared.summary()

@@ -20,9 +20,9 @@ from hybridrt.kinds.registry import state_shape
 from hybridrt.layers.attention import attention_spec
 from hybridrt.layers.weights import Build
 from hybridrt.mem_cache.pools.host_plan import STAGED_BYTES, plan_host
-from hybridrt.mem_cache.pools.kv_pool import KVPool, page_bytes, page_windows
+from hybridrt.mem_cache.pools.kv_pool import KVPool, cell_bytes, page_bytes, page_windows
 from hybridrt.mem_cache.pools.mamba_pool import MambaPool, MambaPoolSpec
-from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory
+from hybridrt.mem_cache.pools.memory_plan import MemoryPlan, UnitCosts, plan_memory, share_memory
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
@@ -194,11 +194,12 @@ def keeps_prefixes(config: EngineConfig, model_config: ModelConfig) -> bool:
 
 def make_plan(
     config: EngineConfig, target: RunTarget, *, budget_bytes: int, weights: int = 0, activations: int = 0,
-    cache_slots: int | None = None,
+    cache_slots: int | None = None, share: bool = False,
 ) -> MemoryPlan:  # fmt: skip
     """The memory plan for pools of `budget_bytes`.
 
     Args:
+        share: page groups share memory. Their pages are then lent by CacheCoordinator only.
         cache_slots: state slots for cached prefixes; None takes a share if the prefix cache is on.
     """
     mc, spec = target.model_config, pool_spec(config, target)
@@ -239,7 +240,17 @@ def make_plan(
             f"{2 * max(sum(costs.pages), spec.image_bytes()) * target.tp.size} bytes: raise it"
         )
     # Page tables are as long as requests, which may have been cut to fit.
-    return replace(plan, host=host, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
+    plan = replace(plan, host=host, costs=replace(costs, row=row_bytes(config, target, plan.max_model_len)))
+    return _in_slabs(config, target, plan) if share else plan
+
+
+def _in_slabs(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> MemoryPlan:
+    return share_memory(plan, cell_bytes(kv_layers(config, target), config.page_size), own_pages(config, plan))
+
+
+def own_pages(config: EngineConfig, plan: MemoryPlan) -> int:
+    """The drafter's pages of each page group."""
+    return (plan.num_rows + 1) * draft_needs(config).row_pages(config)
 
 
 def row_bytes(config: EngineConfig, target: RunTarget, max_len: int) -> int:
@@ -296,9 +307,10 @@ def build_pools(config: EngineConfig, target: RunTarget, plan: MemoryPlan) -> Po
     """Allocates everything that the plan counts."""
     device, spec = target.device, pool_spec(config, target)
     mamba = MambaPool(spec, num_slots=plan.num_slots, num_rows=plan.num_rows, device=device) if spec.groups else None
-    own = (plan.num_rows + 1) * draft_needs(config).row_pages(config)
-    pages = [group.num_pages + own for group in plan.groups]
-    kv = KVPool(kv_layers(config, target), num_pages=pages, page_size=plan.page_size, device=device)
+    kv = KVPool(
+        kv_layers(config, target), num_pages=[group.num_pages for group in plan.groups], page_size=plan.page_size,
+        device=device, own_pages=own_pages(config, plan), slabs=plan.slabs,
+    )  # fmt: skip
     table = HybridReqToTokenPool(
         num_rows=plan.num_rows, max_context=_table_length(config, target, plan.max_model_len), page_size=plan.page_size,
         mamba_pool=mamba, device=device, num_groups=max(len(plan.groups), 1),
