@@ -260,6 +260,23 @@ class RadixCache:
             self._prune(node)
         return gone.entries()
 
+    def evict_passed(self, num_pages: Sequence[int]) -> CacheEntries:
+        """Removes and returns up to so many pages of each window group that no request needs which
+        goes on from the end of a node."""
+        gone = Gone(len(self.windows))
+        for group, window in self._window_groups:
+            self._evict_window(group, window, num_pages[group], gone, passed_only=True)
+        return gone.entries()
+
+    def evict_leaf(self, num_sets: int) -> CacheEntries:
+        """Removes and returns about so many sets from the end of the idle leaf that was used least
+        recently, and its state. If it has none to give, the next leaf's; nothing if no leaf is idle.
+        """
+        gone = Gone(len(self.windows))
+        while not any(gone.counts) and (leaf := self._oldest_leaf()) is not None:
+            self.shorten(leaf, num_sets, gone)
+        return gone.entries()
+
     def thin(self, node: Node, most: int) -> CacheEntries:
         """Removes and returns the states within answers on the path of a node, except the deepest
         `most`.
@@ -473,10 +490,10 @@ class RadixCache:
         useless = len(node.pages) if self.recurrent and node.state is None else max(end - first, 0)
         return useless if node.pages[:useless, group].any() else 0
 
-    def _evict_window(self, group: int, window: int, wanted: int, gone: Gone) -> None:
+    def _evict_window(self, group: int, window: int, wanted: int, gone: Gone, passed_only: bool = False) -> None:
         """Removes pages of a window group: first those that no request needs that goes on from the
-        end of a node, then others, least recently used first. A prefix that lacks a page is not
-        usable any more; its state goes too.
+        end of a node, then others unless `passed_only`, least recently used first. A prefix that
+        lacks a page is not usable any more; its state goes too.
         """
         heap, busy = self._in_windows[group], list[Node]()
         while gone.counts[group] < wanted and heap:
@@ -486,12 +503,17 @@ class RadixCache:
             passed = self._num_passed(node, group, window)
             if (last, used) != (passed == 0, node.used):
                 self._enlist_window(node, group, window)
+            elif last and passed_only:
+                self._enlist_window(node, group, window)
+                break
             elif not self._drop_window(node, group, passed or len(node.pages), wanted - gone.counts[group], gone):
                 busy.append(node)
             else:
                 self._enlist_window(node, group, window)
         for node in busy:
             self._enlist_window(node, group, window)
+        if passed_only:
+            return
         while gone.counts[group] < wanted and (holder := self._worths.least(None, self._clock)) is not None:
             self._drop_state(holder, gone)  # the other pages are tails of states
             self._prune(holder)

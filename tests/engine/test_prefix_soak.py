@@ -6,6 +6,8 @@ import pytest
 
 from hybridrt.base.sampling_params import SamplingParams
 from hybridrt.engine.cache import host_fetches
+from hybridrt.mem_cache.pools.slab_plan import SlabPlan
+from hybridrt.mem_cache.pools.slabs import SlabShare
 from tests.support.engine_harness import VOCAB, Rig
 from tests.support.mock_executor import Windows, tokens_alone
 
@@ -18,13 +20,13 @@ class Talks:
     """Conversations that come and go: turns, branches, aborts, salts, several samples of a prompt, resets. Odd
     seeds in windows alone are of models without recurrent layers."""
 
-    def __init__(self, seed: int, windows: Windows = (None,)) -> None:
+    def __init__(self, seed: int, windows: Windows = (None,), slabs: SlabPlan | None = None) -> None:
         self.random, self.windows = random.Random(seed), windows
         slots = 9 if None in windows or seed % 2 == 0 else 0
         self.rig = Rig(
             rows=4, slots=slots, pages=90, page_size=self.random.choice((1, 2, 4)), max_model_len=LENGTH, chunk=12,
             late=1, drafts=seed % 2 * 3, replay=True, cache=True, grid=4, host=(120, 12),
-            copy_delay=seed % 5, windows=windows,
+            copy_delay=seed % 5, windows=windows, slabs=slabs,
         )  # fmt: skip
         self.histories: list[list[int]] = [[]]
         self.open: dict[str, tuple[list[int], SamplingParams]] = {}
@@ -69,9 +71,11 @@ class Talks:
         del self.histories[:-12]
 
 
-def soak(seed: int, steps: int, monkeypatch: pytest.MonkeyPatch, windows: Windows = (None,)) -> dict[str, int]:
+def soak(
+    seed: int, steps: int, monkeypatch: pytest.MonkeyPatch, windows: Windows = (None,), slabs: SlabPlan | None = None
+) -> dict[str, int]:
     monkeypatch.setattr(host_fetches, "LEAST_TOKENS", 2)
-    talks = Talks(seed, windows)
+    talks = Talks(seed, windows, slabs)
     talks.run(steps)
     store, counters = talks.rig.pools.prefixes, talks.rig.engine.counters()
     trees = [store.tree, *([] if store.tier is None else [store.tier.tree])]
@@ -111,3 +115,27 @@ def test_random_conversations_in_windows_for_a_while(
 ) -> None:
     found = soak(seed, 300, monkeypatch, windows)
     assert found["checked"] and found["hit"]
+
+
+SHARED = {
+    (None, 7): SlabPlan(1, 40, (SlabShare(4, 9), SlabShare(2, 5))),
+    (None, 3, 11): SlabPlan(1, 60, (SlabShare(3, 3), SlabShare(2, 4), SlabShare(1, 7))),
+    (3, 11): SlabPlan(1, 30, (SlabShare(5, 6), SlabShare(2, 8))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", SHARED)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_conversations_in_shared_memory_for_a_while(
+    seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = soak(seed, 300, monkeypatch, windows, SHARED[windows])
+    assert found["checked"] and found["hit"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("windows", SHARED)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_conversations_in_shared_memory(seed: int, windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert min(soak(seed, 20_000, monkeypatch, windows, SHARED[windows]).values()) > 0

@@ -10,6 +10,7 @@ from hybridrt.engine.request.intake import EngineLimits
 from hybridrt.engine.request.outputs import Delta
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from tests.support.cache_ledger import check_cache
 from tests.support.mock_drafter import MockDrafter
 from tests.support.mock_executor import MockExecutor, Windows, tokens_alone
@@ -58,15 +59,18 @@ class Rig:
         replay: bool = False,
         host: tuple[int, int] | None = None,
         copy_delay: int = 0,
+        slabs: SlabPlan | None = None,
     ) -> None:
         slots = rows if slots is None else slots
+        if slabs is not None:  # the page groups share them, instead of `pages` of each
+            pages = max((slabs.num_slabs + 1) * share.apart for share in slabs.groups)
         self.executor = MockExecutor(
             num_rows=rows, num_slots=slots, num_pages=pages, page_size=page_size, vocab=vocab, late=late,
-            windows=windows, replay=replay,
+            windows=windows, replay=replay, slabs=slabs,
         )  # fmt: skip
         back = page_size - 1 if cache and not slots else 0
         demands = [PageDemand(page_size, w, chunk, drafts + 1, back if w else 0) for w in windows] if pages else []
-        self.pools = CacheCoordinator(rows, slots, [pages] * len(demands), demands, prefix_cache=cache)
+        self.pools = CacheCoordinator(rows, slots, [pages] * len(demands), demands, prefix_cache=cache, slabs=slabs)
         self.pools.prefixes.grid = grid or self.pools.prefixes.grid
         self.executor.copy_delay = copy_delay
         if host is not None:  # KV pages and states in main memory

@@ -32,6 +32,7 @@ class FakeRunner(MockExecutor):
         self.model_path = config.model
         self.model_config = SimpleNamespace(vocab_size=VOCAB, eos_token_ids=(EOS,), image_tokens={})
         self.memory_plan = SimpleNamespace(
+            slabs=None,
             host=NO_HOST_PLAN,
             num_rows=rows, num_slots=rows, num_pages=32, page_size=4, groups=(PageGroup(PageDemand(4), 32, 0),),
             max_model_len=config.max_model_len or 64,

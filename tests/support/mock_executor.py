@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from hybridrt.base.errors import EngineError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.mem_cache.pools.slab_plan import SlabPlan
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.runtime.step.plan import (
     Admission,
@@ -56,6 +58,33 @@ def tokens_alone(
     for i in range(count):
         context.append(next_token(context, seed, i, vocab, windows, has_state))
     return context[len(prompt) :]
+
+
+class SlabMemory(dict[tuple[Page, int], int]):
+    """KV of pages that share slabs: a group's first write to a slab destroys what others have there."""
+
+    def __init__(self, slabs: SlabPlan) -> None:
+        self._slabs = slabs
+        self._written: dict[int, tuple[int, list[tuple[Page, int]]]] = {}  # by slab: the group, and its keys
+
+    def __setitem__(self, key: tuple[Page, int], token: int) -> None:
+        (group, number), _ = key
+        share = self._slabs.groups[group]
+        slab, place = divmod(number, share.apart)
+        assert 1 <= slab <= self._slabs.num_slabs and place < share.per_slab, f"page {number} is in no slab"
+        owner, keys = self._written.get(slab, (group, []))
+        if owner != group:
+            for other in keys:
+                self.pop(other, None)
+            keys = []
+        keys.append(key)
+        self._written[slab] = group, keys
+        super().__setitem__(key, token)
+
+    def __ior__(self, more: Any) -> "SlabMemory":
+        for key, token in more.items():
+            self[key] = token
+        return self
 
 
 @dataclass
@@ -144,7 +173,7 @@ class MockExecutor:
 
     def __init__(
         self, *, num_rows: int, num_slots: int, num_pages: int, page_size: int, vocab: int, late: int = 0,
-        windows: Windows = (None,), replay: bool = False,
+        windows: Windows = (None,), replay: bool = False, slabs: SlabPlan | None = None,
     ) -> None:  # fmt: skip
         self.replay = replay
         self.vocab, self.page_size, self.late, self.windows = vocab, page_size, late, tuple(windows)
@@ -156,7 +185,7 @@ class MockExecutor:
         self.borrowers: dict[Page, list[Tenant]] = {}
         self.slot_readers: dict[int, list[tuple[MockHandle, Tenant]]] = {}
         self.saved: dict[int, MockHandle] = {}  # by state slot: the step that leaves a state there
-        self.kv: dict[tuple[Page, int], int] = {}
+        self.kv: dict[tuple[Page, int], int] = {} if slabs is None else SlabMemory(slabs)
         self.state: dict[int, int] = {}
         self.text: dict[int, list[int]] = {}  # by state slot: the tokens in its state
         self.queue: list[MockHandle] = []

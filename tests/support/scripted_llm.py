@@ -60,6 +60,7 @@ class ScriptedRunner(MockExecutor):
         self.model_path = config.model
         self.model_config = SimpleNamespace(vocab_size=vocab, eos_token_ids=(self.end,), image_tokens={})
         self.memory_plan = SimpleNamespace(
+            slabs=None,
             num_rows=8,
             num_slots=16,
             num_pages=4096,

@@ -48,6 +48,8 @@ from hybridrt.mem_cache.pools.memory_plan import MemoryPlan
 from hybridrt.mem_cache.pools.page_allocators import PageAllocators
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.mem_cache.pools.page_sets import GroupPages, no_sets, page_numbers
+from hybridrt.mem_cache.pools.slab_plan import SlabPlan
+from hybridrt.mem_cache.pools.slabs import Slabs
 from hybridrt.mem_cache.pools.state_moves import StateMove, When
 from hybridrt.mem_cache.prefix_tree.prefix_cache import NO_MATCH, PrefixMatch
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
@@ -63,6 +65,7 @@ class CacheCoordinator:
         num_pages: KV pages of each page group; none without attention layers.
         demands: how many pages of each group requests hold.
         page_bytes: of a page of each group; None: not known.
+        slabs: memory that page groups share; None: each has the pages of `num_pages`.
         prefix_cache: keep the entries of ended requests.
         lookahead: 1 if the KV of a token depends on the next one (prediction heads), else 0.
 
@@ -84,10 +87,12 @@ class CacheCoordinator:
         prefix_cache: bool = False,
         lookahead: int = 0,
         page_bytes: Sequence[int] | None = None,
+        slabs: SlabPlan | None = None,
     ) -> None:
         self.rows = SlotAllocator(num_rows, "request row")
         self.slots = SlotAllocator(num_slots, "state slot")
-        self.pages = PageAllocators(num_pages, demands, page_bytes=page_bytes)
+        ledger, shares = (None, ()) if slabs is None else (Slabs(slabs.num_slabs), slabs.groups)
+        self.pages = PageAllocators(num_pages, demands, page_bytes=page_bytes, slabs=ledger, shares=shares)
         self.columns = RowColumns.allocate(num_rows)
         self.donations: list[StateMove] = []
         self._num_releases = 0  # counts events that may make room
@@ -103,7 +108,7 @@ class CacheCoordinator:
         pages, demands = [group.num_pages for group in plan.groups], [group.demand for group in plan.groups]
         made = cls(
             plan.num_rows, plan.num_slots, pages, demands, prefix_cache=prefix_cache, lookahead=lookahead,
-            page_bytes=[group.page_bytes for group in plan.groups],
+            page_bytes=[group.page_bytes for group in plan.groups], slabs=plan.slabs,
         )  # fmt: skip
         if plan.host:
             made.add_tier(plan.host.num_pages, plan.host.num_states, copied)
@@ -114,7 +119,8 @@ class CacheCoordinator:
         `Executor.copied`.
         """
         pages = PageAllocators([num_pages] * len(self.pages), self.pages.demands, "KV page in main memory")
-        self.prefixes.tier = HostTier(pages, num_states if self.slots.total else 0, self.prefixes.tree, copied)
+        num_states = num_states if self.slots.total else 0
+        self.prefixes.tier = HostTier(pages, num_states, self.prefixes.tree, copied, self.pages.shares)
         self.fetches = HostFetches(self.prefixes, self.prefixes.tier)
 
     def check_fits(self, num_tokens: int) -> None:
@@ -122,13 +128,13 @@ class CacheCoordinator:
         alone.
         """
         # The last token is only sampled: its KV is never written.
-        for group, demand in self.pages:
+        for (_, demand), most in zip(self.pages, self.pages.bounds(num_tokens - 1)):
             need = demand.least(num_tokens - 1)
-            if need > group.total:
-                max_tokens = group.total * demand.page_size + 1
+            if need > most:
+                max_tokens = most * demand.page_size + 1
                 raise MemoryBudgetError(
                     f"a request of {num_tokens} tokens (prompt + max_tokens) needs {need} KV pages and there are "
-                    f"{group.total}: cut prompt + max_tokens to {max_tokens}, or raise memory_fraction"
+                    f"{most}: cut prompt + max_tokens to {max_tokens}, or raise memory_fraction"
                 )
 
     def admit(self, request: Request, headroom: int, plan: StepPlan) -> bool:
@@ -164,8 +170,8 @@ class CacheCoordinator:
         firsts = [demand.first_page(match.length) for demand in self.pages.demands]
         pages = RequestPages(matched, matched_starts(matched, firsts))
         need = [
-            min(demand.whole(prefill_end) - end, demand.prefilling(prefill_end), group.total)
-            for (group, demand), end in zip(self.pages, pages.ends)
+            min(demand.whole(prefill_end) - end, demand.prefilling(prefill_end), most)
+            for demand, end, most in zip(self.pages.demands, pages.ends, self.pages.bounds(prefill_end))
         ]
         if not self._make_room([count + headroom for count in need], 1 if self.slots.total else 0):
             self.prefixes.unlock(match)
@@ -250,13 +256,14 @@ class CacheCoordinator:
         if not request.shared and self.prefixes.wants(request, firsts):
             self.prefixes.share(request, request.settled)
         gone = tuple([pages.leave(group, first) for group, first in enumerate(firsts)])
-        used = [held.at(group.are_used(held)) for group, held in zip(self.pages.groups, gone)]
-        self.pages.unlock(self.pages.cached_of(gone))
-        for kept, own, count in zip(pages.spare, used, spare):
-            kept.extend(own[:count])
-        self.pages.free(tuple([own[count:] for own, count in zip(used, spare)]))
+        own = [group.are_used(held) for group, held in zip(self.pages.groups, gone)]
+        used = [held.at(mask) for held, mask in zip(gone, own)]
+        self.pages.unlock(tuple([held.at(~mask) for held, mask in zip(gone, own)]))
+        for kept, held, count in zip(pages.spare, used, spare):
+            kept.extend(held[:count])
+        self.pages.free(tuple([held[count:] for held, count in zip(used, spare)]))
         # Others take the place of those that the cache has now: it may give up as many.
-        self._add_spare(request, [max(count - len(own), 0) for own, count in zip(used, spare)])
+        self._add_spare(request, [max(count - len(held), 0) for held, count in zip(used, spare)])
         self._num_releases += 1
 
     def _add_spare(self, request: Request, counts: Sequence[int]) -> None:

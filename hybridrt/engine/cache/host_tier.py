@@ -8,6 +8,7 @@ import numpy as np
 from hybridrt.mem_cache.pools.allocator import SlotAllocator
 from hybridrt.mem_cache.pools.page_allocators import PageAllocators
 from hybridrt.mem_cache.pools.page_sets import GroupPages, PageSets, no_sets, pages_of
+from hybridrt.mem_cache.pools.slabs import SlabShare
 from hybridrt.mem_cache.pools.slots import Slot, Slots
 from hybridrt.mem_cache.prefix_tree.radix_cache import RadixCache
 from hybridrt.mem_cache.prefix_tree.radix_drop import drop
@@ -29,11 +30,13 @@ class HostTier:
         num_states: states of the tier.
         device: the tree of the entries on the device.
         copied: whether the copies of a ticket have ended (`Executor.copied`).
+        shares: how the device's page groups see the memory that they share, if they do.
     """
 
     def __init__(
-        self, pages: PageAllocators, num_states: int, device: RadixCache, copied: Callable[[int], bool]
-    ) -> None:
+        self, pages: PageAllocators, num_states: int, device: RadixCache, copied: Callable[[int], bool],
+        shares: Sequence[SlabShare] = (),
+    ) -> None:  # fmt: skip
         self.tree = RadixCache(device.page_size, device.recurrent, device.lookahead, device.windows, pages.are_idle)
         self.pages = pages
         self.slots = SlotAllocator(num_states, "state in main memory")
@@ -41,8 +44,11 @@ class HostTier:
         self._pending: list[HostCopy] = []
         self._ticket = 0  # of the latest copy
         self._after = 0  # the next plan waits for the copies up to this ticket
-        # Device entries that copies read, and the last copy's ticket. Pages by group and number.
+        self._shares = tuple(shares)
+        # Device entries that copies read, and the last copy's ticket. Pages by group and number,
+        # and by slab and group.
         self._read_pages: dict[tuple[int, int], int] = {}
+        self._read_slabs: dict[int, dict[int, int]] = {}
         self._read_slots: dict[int, int] = {}
 
     @property
@@ -114,9 +120,10 @@ class HostTier:
         """
         plan.host_copies = list(self._pending)
         if self._read_pages:
-            pages = ((g, page) for write in plan.page_writes for g, column in enumerate(write.pages.T)
-                     for page in column.tolist())  # fmt: skip
+            pages = [(g, page) for write in plan.page_writes for g, column in enumerate(write.pages.T)
+                     for page in column.tolist() if page]  # fmt: skip
             self._written(self._read_pages, pages)
+            self._slabs_written(pages)
         if self._read_slots:
             self._written(self._read_slots, (admission.state_slot for admission in plan.admissions))
             self._written(self._read_slots, (slot for row in plan.extend for _, slot in row.saves))
@@ -140,6 +147,7 @@ class HostTier:
         self.slots.reclaim()
         self._pending.clear()
         self._read_pages.clear()
+        self._read_slabs.clear()
         self._read_slots.clear()
         self._after = self._ticket
 
@@ -155,7 +163,17 @@ class HostTier:
             self._pending.append(HostCopy(self._ticket, False, sources, _numbers(places), states))
             read = [(g, page) for g, numbers in enumerate(sources) for page in numbers]
             self._read_pages.update(dict.fromkeys(read, self._ticket))
+            for group, page in read if self._shares else ():
+                self._read_slabs.setdefault(page // self._shares[group].apart, {})[group] = self._ticket
             self._read_slots.update({state.slot: self._ticket for state in states})
+
+    def _slabs_written(self, pages: Iterable[tuple[int, int]]) -> None:
+        """Makes the next plan, which writes these pages, wait for the copies that read other groups'
+        pages in their slabs."""
+        for group, page in pages if self._shares else ():
+            readers = self._read_slabs.get(page // self._shares[group].apart, {})
+            for other in readers.keys() - {group}:
+                self.wait_for(readers.pop(other))
 
     def _written(self, read: dict[Entry, int], entries: Iterable[Entry]) -> None:
         """Makes the next plan, which writes these entries, wait for the copies that read them."""

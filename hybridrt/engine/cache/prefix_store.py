@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 
@@ -221,8 +222,8 @@ class PrefixStore:
 
     def has_room(self, pages: Sequence[int], slots: int) -> bool:
         """Whether so many pages of each group and slots are free or evictable."""
-        room = self.room()
-        return all([count <= most for count, most in zip(pages, room[0])]) and slots <= room[1]
+        held, lacking = self._slots, slots - len(self.answers)
+        return lacking <= held.num_free + held.num_cached - held.num_locked and self._pages.may_have(pages)
 
     def make_room(self, pages: Sequence[int], slots: int) -> bool:
         """Evicts until so many pages of each group and slots are free. False if there are still too
@@ -230,8 +231,25 @@ class PrefixStore:
         """
         short, lacking = self._pages.shortages(pages), max(slots - self._slots.num_free, 0)
         if any(short) or lacking:
-            self.evict(short, lacking)
+            shared = self._pages.slabs is not None
+            self.evict(self._no_pages if shared else short, lacking)
+            while shared and any(short) and self._evict_oldest(short):
+                short = self._pages.shortages(pages)
         return not any(self._pages.shortages(pages)) and slots <= self._slots.num_free
+
+    def _evict_oldest(self, short: Sequence[int]) -> bool:
+        """Evicts the pages of least use from groups that share memory and lack so many: those that a
+        window has passed, then the ends of texts in all groups, which may empty slabs for others.
+        False if there is nothing that no request reads.
+        """
+        tree = self.tree
+        evictions = (
+            partial(tree.evict_passed, short),
+            partial(tree.evict_leaf, sum(short)),
+            partial(tree.evict, short, 0),  # pages of windows within texts that are read
+            partial(tree.evict, [group.total for group in self._pages.groups], 0),
+        )
+        return any(self._any_evicted(evict()) for evict in evictions)
 
     def take_room(self, pages: Sequence[int], num_states: int) -> tuple[GroupPages, Sequence[Slot]] | None:
         """Pages and state slots for `adopt`. None if there are too few: an evicted page may become
@@ -378,6 +396,10 @@ class PrefixStore:
             return slot
         arrivals = self.tree.waiting.behind(request.ids[:place], request.params.cache_salt or "")
         return self._spare_slot(NewState(place - request.prefix.length, arrivals))
+
+    def _any_evicted(self, gone: CacheEntries) -> bool:
+        self.evicted(gone)
+        return len(gone.states) > 0 or any(map(len, gone.pages))
 
     def evicted(self, gone: CacheEntries) -> Sequence[Slot]:
         self._pages.evict(gone.pages)

@@ -79,8 +79,8 @@ class EngineCounters(TokenCounters):
 
     Attributes:
         cache_asked .. cache_dropped: hybridrt.mem_cache.prefix_tree.prefix_cache.CacheCounts.
-        free_pages, total_pages: KV pages of all page groups; kv_bytes_held: bytes of those that
-            running requests hold.
+        free_pages, total_pages: KV pages of all page groups; free memory that they share counts as
+            pages of the first group. kv_bytes_held: bytes of those that running requests hold.
         cached_slots, cached_pages: evictable entries of the prefix cache.
         step_cost_error: median relative error of predicted times; None without `target_itl_ms`, or
             before enough steps have run.

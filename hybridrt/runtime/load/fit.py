@@ -51,7 +51,7 @@ def plan_ahead(config: EngineConfig, target: RunTarget, weights: int, budget_byt
         raise MemoryBudgetError(_too_large(config, target, weights, free))
     if budget_bytes is None:
         budget_bytes = pool_budget(config, target, weights)
-    return make_plan(config, target, budget_bytes=budget_bytes, weights=weights)
+    return make_plan(config, target, budget_bytes=budget_bytes, weights=weights, share=True)
 
 
 def rotary_table_bytes(config: EngineConfig, target: RunTarget) -> int:

@@ -103,7 +103,9 @@ def plan_pools(config: EngineConfig, target: RunTarget, model: CausalLM, budget_
         peak += _graph_activations(config, target, peak)
     # One scheduler serves all ranks: the smallest decides.
     budget_bytes = target.tp.minimum(pool_budget(config, target, peak) if budget_bytes is None else budget_bytes)
-    return make_plan(config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak)
+    return make_plan(
+        config, target, budget_bytes=budget_bytes, weights=weight_bytes(model), activations=peak, share=True
+    )
 
 
 def _graph_activations(config: EngineConfig, target: RunTarget, peak: int) -> int:

@@ -1,0 +1,142 @@
+"""Page groups that share memory: it goes to the requests that need it, whatever the mix of their lengths."""
+
+import random
+
+import pytest
+
+from hybridrt.base.errors import MemoryBudgetError
+from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
+from hybridrt.mem_cache.pools.page_demand import PageDemand
+from hybridrt.mem_cache.pools.slab_plan import SlabPlan
+from hybridrt.mem_cache.pools.slabs import SlabShare
+from hybridrt.runtime.step.plan import PageWrite, StepPlan, int32s
+from tests.engine.test_prefix_states import TEXT
+from tests.engine.test_scheduler import request
+from tests.support.engine_harness import VOCAB, Rig
+from tests.support.levels import sweep
+from tests.support.mock_executor import tokens_alone
+
+WINDOW, PAGE = 7, 2
+WINDOWS = None, WINDOW
+DEMANDS = [PageDemand(PAGE, window, 8) for window in WINDOWS]
+# A page of the window group has the bytes of four of the other one.
+SHARES = SlabShare(4, 4), SlabShare(1, 4)
+SLABS = 24
+FIXED = [48, 12]  # pages of the same bytes, shared out once
+
+
+def rig(slabs: int = SLABS, **config: object) -> Rig:
+    settings = {"slots": 0, "page_size": PAGE, "max_model_len": 90, "chunk": 8, "rows": 12, "cache": True} | config
+    return Rig(windows=WINDOWS, slabs=SlabPlan(1, slabs, SHARES), **settings)  # type: ignore[arg-type]
+
+
+def admitted(pools: CacheCoordinator, lengths: list[int]) -> int:
+    """How many requests of these lengths run at a time."""
+    requests = [request(number, length) for number, length in enumerate(lengths)]
+    running = [each for each in requests if pools.admit(each, 0, StepPlan())]
+    for each in running:
+        pools.release(each)
+    pools.check()
+    return len(running)
+
+
+def test_memory_goes_to_many_short_requests_and_then_to_a_long_one() -> None:
+    """Short ones need as many pages of each group; a long one hardly any of the window."""
+    fixed = CacheCoordinator(30, 0, FIXED, DEMANDS)
+    shared = CacheCoordinator(30, 0, [0, 0], DEMANDS, slabs=SlabPlan(1, SLABS, SHARES))
+    short, long = [4] * 30, [130]
+    assert admitted(fixed, short) == 6
+    with pytest.raises(MemoryBudgetError, match="needs 65 KV pages and there are 48"):
+        fixed.check_fits(131)
+    for _ in range(2):
+        assert admitted(shared, short) == 9, "18 slabs for windows, 5 for the others: one request more needs two"
+        assert admitted(shared, long) == 1, "65 pages are 17 slabs, 7 are for the window"
+    with pytest.raises(MemoryBudgetError, match=r"needs 81 KV pages and there are 80: cut .* to 161"):
+        shared.check_fits(162)
+    shared.check_fits(161)
+
+
+def test_the_longest_request_runs_to_its_end_next_to_others() -> None:
+    """It needs nearly everything at last: the others go back to the queue, their cached texts are given up."""
+    pools = rig(slabs=SLABS - 8)
+    prompts = [[number] * 9 for number in range(6)]
+    for number, prompt in enumerate(prompts):
+        pools.add(prompt, str(number), max_tokens=80 if not number else 50, ignore_eos=True, seed=number)
+    pools.run()
+    for number, prompt in enumerate(prompts):
+        tokens = pools.outputs[str(number), 0].token_ids
+        assert tokens == tokens_alone(prompt, number, 80 if not number else 50, VOCAB, WINDOWS)
+    assert pools.engine.counters().retractions
+
+
+def test_cached_texts_give_way_in_order_of_their_last_use_whichever_group_is_short() -> None:
+    """A request that lacks pages of the window gets them from whole texts, the oldest first."""
+    pools = rig()
+    texts = [[*TEXT[:2], number, *TEXT[2:15]] for number in range(3)]
+    for number, text in enumerate(texts):
+        pools.finish(text, max_tokens=1, seed=number)
+    held = [pools.pools.prefixes.tree.match(int32s([*text, 0])).length for text in texts]
+    assert held == [16, 16, 16]
+    free = pools.pools.pages.room()
+    assert pools.pools.prefixes.make_room([0, 8], 0)
+    held = [pools.pools.prefixes.tree.match(int32s([*text, 0])).length for text in texts]
+    assert held[0] < 16 and held[2] == 16 and sorted(held) == held
+    assert pools.pools.pages.room() == free, "what can be had at most is as before"
+    assert pools.engine.reset_prefix_cache()
+    assert pools.pools.pages.slabs is not None and pools.pools.pages.slabs.num_free == SLABS
+
+
+def test_nothing_is_evicted_for_what_could_not_run_anyway() -> None:
+    pools = rig()
+    pools.finish(TEXT[:16], max_tokens=1, seed=1)
+    cached = pools.pools.pages.num_cached
+    pools.add([9] * 9, "runs", max_tokens=40, ignore_eos=True, seed=2)
+    pools.step()
+    plan = StepPlan()
+    assert not pools.pools.admit(request(7, 84), 4, plan) and pools.pools.pages.num_cached >= cached
+    pools.run()
+
+
+def test_another_group_waits_for_the_copies_that_read_a_slab() -> None:
+    """Its pages have other numbers. Pages of the same group do not wait: a copy reads others."""
+    pools = rig(host=(40, 0), copy_delay=10**6)
+    pools.finish(TEXT[:7], max_tokens=1, seed=1)
+    tier = pools.pools.prefixes.tier
+    assert tier is not None and tier.last_ticket and {*tier._read_pages} >= {(0, 4), (0, 5), (0, 6)}
+    assert (0, 7) not in tier._read_pages, "the last page of slab 1"
+
+    def awaited(pages: list[int]) -> int:
+        plan = StepPlan(page_writes=[PageWrite(1, 0, int32s(pages)[None])])
+        tier.seal(plan)
+        tier.launched(plan)
+        return plan.after_copies
+
+    assert awaited([0, 4 * SLABS]) == awaited([4 * SLABS, 0]) == awaited([7, 0]) == awaited([0, 0]) == 0
+    assert awaited([0, 4]) == tier.last_ticket, "the window's page in slab 1"
+    assert awaited([0, 4]) == 0, "the steps after it need not wait"
+
+
+@pytest.mark.parametrize("seed", sweep(range(8), 4))
+def test_random_requests_in_little_memory_have_their_tokens(seed: int) -> None:
+    """Of few slabs of odd sizes, as few as the longest request needs."""
+    rng = random.Random(seed)
+    shares = tuple(SlabShare(size := rng.randint(1, 5), size + rng.randint(0, 4)) for _ in WINDOWS)
+    demands = [PageDemand(PAGE, window, 8, back=(PAGE - 1) * (window is not None)) for window in WINDOWS]
+    least = next(n for n in range(1, 99) if SlabPlan(1, n, shares).fits(demands, 40))
+    pools = Rig(
+        windows=WINDOWS, slabs=SlabPlan(1, least + rng.choice((0, 1, 4)), shares), slots=0, page_size=PAGE,
+        max_model_len=40, chunk=8, late=1, cache=True, drafts=seed % 2 * 3,
+    )  # fmt: skip
+    asked = {}
+    for number in range(25):
+        prompt = [*TEXT[: rng.randint(0, 12)], *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 20)))]
+        name = pools.add(prompt, str(number), max_tokens=rng.randint(1, 8), ignore_eos=True, seed=number)
+        asked[name] = prompt
+        for _ in range(rng.randint(0, 4)):
+            pools.step()
+    pools.run()
+    for name, prompt in asked.items():
+        tokens = pools.outputs[name, 0].token_ids
+        assert tokens == tokens_alone(prompt, int(name), len(tokens), VOCAB, WINDOWS), name
+    assert pools.engine.reset_prefix_cache()
+    assert pools.pools.pages.slabs is not None and pools.pools.pages.slabs.num_free == pools.pools.pages.slabs.total
