@@ -177,7 +177,7 @@ class PrefixStore:
             self.answers.begin(request)
         # The step that leaves a state within the answer at `length` may not have been read yet.
         answers = self.answers
-        states = {k: slot for k, slot in request.saves.items() if k < length or k == length and slot not in answers}
+        states = {k: slot for k, slot in request.saves.items() if k < length + (slot not in answers)}
         taken, node = self._insert(request, request.ids[:length], states)
         self._pages.lock(taken.pages)
         answers.forget(states.values())
