@@ -417,11 +417,15 @@ class RadixCache:
         self._enlist_windows(node)
 
     def _keep_tail(self, node: Node, pages: PageSets, taken: Gone) -> None:
-        """Takes the tail of a node's state, unless there is one without lacking pages."""
+        """Takes the tail of a node's state, if it is offered, unless there is one without lacking
+        pages.
+        """
         index = self.complete(node.end)
         if not self.page_size or index * self.page_size == node.end or node.tail_readers:
             return
         (owner, held), own = self._tail(node), pages[index : index + 1].copy()
+        if not len(own):
+            return
         if held is None:
             node.tail = own
             taken.add(own)
@@ -466,12 +470,28 @@ class RadixCache:
                 heapq.heapify(heap)
 
     def _num_passed(self, node: Node, group: int, window: int) -> int:
-        """How many first pages of a node no request needs that goes on from the node's end, if one
-        of the group is there; else 0.
+        """How many first pages of a node no request needs that goes on from the node's end, or from
+        a state below it, if one of the group is there; else 0.
         """
-        first, end = self.complete(node.start), first_page(node.end, window, self.page_size)
-        useless = len(node.pages) if self.recurrent and node.state is None else max(end - first, 0)
+        first, end = self.complete(node.start), self._first_needed(node, window)
+        useless = min(max(end - first, 0), len(node.pages))
         return useless if node.pages[:useless, group].any() else 0
+
+    def _first_needed(self, node: Node, window: int) -> int:
+        """The first page that a request needs which goes on from a node's end or, with recurrent
+        layers, from the first states at or below it.
+        """
+        end = self.complete(node.end)
+        if not self.recurrent or node.state is not None:
+            return first_page(node.end, window, self.page_size)
+        below, first = node.found, end
+        while below:
+            step = below.pop()
+            if step.state is not None:
+                first = min(first, first_page(step.end, window, self.page_size))
+            elif first_page(step.end, window, self.page_size) < end:
+                below += step.found
+        return first
 
     def _evict_window(self, group: int, window: int, wanted: int, gone: Gone) -> None:
         """Removes pages of a window group: first those that no request needs that goes on from the

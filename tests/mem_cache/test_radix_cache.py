@@ -437,3 +437,18 @@ def test_edges_of_two_answers_stay_apart() -> None:
     after = [ledger.tree.match(array(prompt)) for prompt in prompts]
     for name in ("retokenised", "fork", "known"):
         assert [getattr(match, name) for match in before] == [getattr(match, name) for match in after]
+
+
+def test_pages_that_no_state_needs_leave_a_window_first() -> None:
+    """The window of the state after 8 tokens reaches into the node above, which has no state of its own."""
+    tree, first, second = RadixCache(1, True, windows=(4,)), [*range(1, 9)], [*range(1, 7), *range(20, 30)]
+    handles = np.arange(1, 25)[:, None]
+    tree.insert(array(second), np.concatenate((handles[:6], handles[8:18])), {16: Slot(2, 0)})
+    tree.insert(array(first), handles[:8], {8: Slot(1, 0)})
+
+    def cached() -> list[int]:
+        return [tree.match(array((*text, 0))).length for text in (first, second)]
+
+    useless = 5 + 7  # of the node that both share, and of the second text
+    assert len(tree.evict([useless], 0).pages[0]) == useless and cached() == [8, 16]
+    assert len(tree.evict([1], 0).pages[0]) == 1 and cached() == [8, 0]

@@ -178,7 +178,8 @@ class PrefixStore:
         # The step that leaves a state within the answer at `length` may not have been read yet.
         answers = self.answers
         states = {k: slot for k, slot in request.saves.items() if k < length + (slot not in answers)}
-        taken, node = self._insert(request, request.ids[:length], states)
+        # The request still fills the page after the complete ones.
+        taken, node = self._insert(request, request.ids[:length], states, self.tree.complete(length))
         self._pages.lock(taken.pages)
         answers.forget(states.values())
         self._free_saves(request, states, taken)
@@ -350,16 +351,19 @@ class PrefixStore:
         # computed some.
         if request.state_slot is not None and computed <= len(ids):
             states[computed] = request.state_slot
-        return self._insert(request, ids[: computed + self.tree.lookahead], states)[0]
+        return self._insert(request, ids[: computed + self.tree.lookahead], states, request.pages.end)[0]
 
-    def _insert(self, request: Request, ids: np.ndarray, states: dict[int, Slot]) -> tuple[CacheEntries, Node]:
+    def _insert(
+        self, request: Request, ids: np.ndarray, states: dict[int, Slot], num_pages: int
+    ) -> tuple[CacheEntries, Node]:
+        """Offers the first `num_pages` page sets of a request."""
         if request.prefix.node is not None and request.prefix.node.hidden:  # it was computed from what was dropped
             return CacheEntries(pages_of(no_sets(len(self._pages)))), Node(np.empty(0, np.int32), 0, no_sets(0))
         salt = request.params.cache_salt or ""
         self._seen.note(ids, salt)
         kinds = {place: StateKind.FORK for place in states if place in request.save_at[1:]}
         within = {place: StateKind.ANSWER for place, slot in states.items() if slot in self.answers}
-        sets = request.pages.shareable
+        sets = request.pages.shareable[:num_pages]
         taken, node = self.tree.insert(ids, sets, states, salt, len(request.prompt), kinds | within)
         self._pages.to_cache(taken.pages)
         self._slots.to_cache(taken.states)
