@@ -1,7 +1,7 @@
 """The interface of all attention and recurrent backends, and the base of softmax attention."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -83,12 +83,6 @@ class AttentionBackend(ContractHooks, ABC):
         Raises:
             BackendError: the batch contradicts itself or the pools.
         """
-
-    def recording_key(self, batch: ForwardBatch) -> Hashable:
-        """Key of a prepared decode step on a CPU. Steps of equal keys run the same operations on
-        the same tensors, so one recording serves them (hybridrt.kernels.core.recording). None: no
-        recording."""
-        return None
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:  # decode rows need nothing
         """Plans extend rows inside a graph, from device tensors, in each replay. Call `prepare`

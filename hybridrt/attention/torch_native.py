@@ -1,8 +1,6 @@
 """Softmax attention in plain torch: for CPUs, and the oracle of the other backends."""
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor
 
@@ -18,8 +16,7 @@ from hybridrt.kernels.attention.paged_attention import (
     store_at,
 )
 from hybridrt.kernels.attention.rotary import rotate, rotations
-from hybridrt.kernels.core.recording import live
-from hybridrt.kernels.core.records import PagedKV, Rope
+from hybridrt.kernels.core.records import Rope
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
@@ -49,11 +46,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
 
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
-        self._decode = _attend
-
-    def recording_key(self, batch: ForwardBatch) -> Hashable:
-        """One key for all steps without padding: the rows' context is looked up in each step."""
-        return True if min(batch.out_cache_loc.tolist()) >= self.kv_pool.page_size else None
+        self._decode = attend
 
     def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
         plan, spec, table = self._step(batch)[1], layer.spec, rope.cos_sin.data_ptr()
@@ -67,11 +60,7 @@ class TorchNativeAttnBackend(PagedAttnBackend):
         store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places)
         return rotated.flatten(1)
 
-    def decode_rows(self, layer: Layer, batch: ForwardBatch) -> Callable[[], RowContext]:
-        """Looks up the rows' context, which grows with each step."""
-        return partial(self._context, layer, batch)
-
-    def _context(self, layer: Layer, batch: ForwardBatch) -> RowContext:
+    def decode_rows(self, layer: Layer, batch: ForwardBatch) -> RowContext:
         (step, plan), window = self._step(batch), layer.spec.sliding_window
         if window not in plan.contexts:
             assert step.decode is not None, "a batch with decode rows"
@@ -85,7 +74,3 @@ class TorchNativeAttnBackend(PagedAttnBackend):
             return step, TorchPlan()
         step.plan = step.plan or TorchPlan()
         return step, step.plan
-
-
-def _attend(q: Tensor, kv: PagedKV, context: Callable[[], RowContext], out: Tensor | None = None) -> Tensor:
-    return live(lambda: attend(q, kv, context(), out))

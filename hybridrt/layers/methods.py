@@ -98,9 +98,7 @@ class ExpertsMethod(Method, ABC):
 
 
 class LinearMethod(Method, ABC):
-    """A weight [out, in] and its products. Products that a method does not fuse have defaults. On a
-    CPU, wrap non-torch kernels and host reads of step values in `kernels.core.recording.live`:
-    recordings call these anew.
+    """A weight [out, in] and its products. Products that a method does not fuse have defaults.
 
     Attributes:
         experts: class for stacks of experts, or None.

@@ -1,7 +1,7 @@
 """The base of all recurrent backends: splits a step, plans it, commits it, owns graph buffers."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -20,6 +20,7 @@ from hybridrt.kernels.core.launch import end_launches
 from hybridrt.kernels.core.providers import needs_host
 from hybridrt.kernels.core.records import Prompts
 from hybridrt.kernels.core.views import take_tokens
+from hybridrt.kernels.mamba.mamba2_decode_cpu import pool_rows
 from hybridrt.kernels.state.decode_metadata import DecodeBuffers, fill_decode_metadata
 from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache, MambaPool
@@ -53,8 +54,7 @@ def _part(inputs: InputsT, tokens: slice) -> InputsT:
 
 class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     """The backend of one recurrent kind, over MambaPool. A subclass names its input record and
-    implements `decode` and `extend` with the kind's kernels. On a CPU, wrap non-torch kernels and
-    host reads of step values in `hybridrt.kernels.core.recording.live`: recordings call these anew.
+    implements `decode` and `extend` with the kind's kernels.
 
     Args:
         layers: the model's mixers of this kind by layer id.
@@ -82,8 +82,6 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         self.mamba_pool: MambaPool = req_to_token_pool.mamba_pool
         self.layer_cache: Callable[[int], LayerCache] = self.mamba_pool.layer_cache
         self.chunk_size = chunk_size
-        spec = self.mamba_pool.spec
-        self._ring_width = max(shape.conv_width(spec.tokens_per_step) for shape in spec.groups)
         self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
         self._others: list[MambaAttnBackendBase[Any, Any]] = []  # backends that this one plans and commits for
         self._lead: ReferenceType[MambaAttnBackendBase[Any, Any]] | None = None  # None: plans for itself
@@ -205,14 +203,6 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         for member in self.members:
             batch.metadata[member] = step
 
-    def recording_key(self, batch: ForwardBatch) -> Hashable:
-        """The first slot of rows that are neighbours in the pools."""
-        decode = self.planned(batch).decode
-        rows = decode.pool_rows
-        if rows is None or rows.order is not None or rows.first < self._ring_width:
-            return None
-        return rows.run.start
-
     def _uncommitted(self) -> ForwardMetadata | None:
         """The last prepared step with a commit to come. Forgets closed steps after it."""
         while self._last is not None and not self._last.open:
@@ -309,7 +299,8 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
         fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)
         parents = spec.parents[:split] if spec and spec.parents is not None else None
-        return DecodeSegment(rows, buffers, tokens, parents)
+        neighbours = None if tokens > 1 else pool_rows(buffers.state_slots, buffers.start_positions)
+        return DecodeSegment(rows, buffers, tokens, parents, neighbours)
 
     def _extend_segments(self, batch: ForwardBatch, plans: Mapping[int, ChunkPlan]) -> dict[int, ExtendSegment]:
         split, padded = batch.num_decode_rows, batch.num_real < batch.batch_size

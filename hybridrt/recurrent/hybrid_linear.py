@@ -1,6 +1,6 @@
 """The composite: routes layers by id and kind, and passes every hook to all backends."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -106,12 +106,6 @@ class HybridLinearAttnBackend(AttentionBackend):
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         for backend in self.backends:
             backend.prepare(batch, graph=graph)
-
-    def recording_key(self, batch: ForwardBatch) -> Hashable:
-        keys: list[Hashable] = []
-        for backend in self.backends:
-            keys.append(backend.recording_key(batch))
-        return None if None in keys else tuple(keys)
 
     @property
     def saves_at_chunks(self) -> bool:  # type: ignore[override]

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -17,19 +16,25 @@ from hybridrt.kernels.core.records import (
     StateRing,
     StateSlots,
 )
-from hybridrt.kernels.mamba.mamba2_decode_cpu import PoolRows, pool_rows
+from hybridrt.kernels.mamba.mamba2_decode_cpu import PoolRows
 from hybridrt.kernels.state.decode_metadata import DecodeBuffers
 from hybridrt.mem_cache.pools.mamba_pool import LayerCache
 
 
 @dataclass(frozen=True)
 class DecodeSegment:
-    """n decode or verify rows of `tokens_per_row` tokens. `rows`: request rows, [n] int32."""
+    """n decode or verify rows of `tokens_per_row` tokens.
+
+    Attributes:
+        rows: request rows, [n] int32.
+        pool_rows: the rows if they are neighbours in the pools (one token a row, on a CPU).
+    """
 
     rows: torch.Tensor
     buffers: DecodeBuffers
     tokens_per_row: int
     parents: torch.Tensor | None
+    pool_rows: PoolRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -38,14 +43,6 @@ class DecodeSegment:
     def by_row(self, t: torch.Tensor) -> torch.Tensor:
         """[n * tokens_per_row, ...] as [n, tokens_per_row, ...]."""
         return t.view(self.rows.shape[0], self.tokens_per_row, *t.shape[1:])
-
-    @cached_property
-    def pool_rows(self) -> PoolRows | None:
-        """For one token a row on a CPU: the range of rows that are neighbours in the pools. Else
-        None."""
-        if self.tokens_per_row > 1:
-            return None
-        return pool_rows(self.buffers.state_slots, self.buffers.start_positions)
 
     def state(self, cache: LayerCache) -> StateSlots:
         """A layer's states. A verify step may roll back, so it stores the state after each token."""

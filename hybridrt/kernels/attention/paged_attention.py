@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
-from hybridrt.kernels.core.recording import live, steady
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, PagedKV
 
 
@@ -29,7 +28,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_l
 def store(caches: Iterable[tuple[Tensor, Tensor]], out_cache_loc: Tensor) -> None:
     """`write_kv` of (cache, values) pairs in plain torch."""
     caches = tuple(caches)
-    live(lambda: store_at(caches, cell_places(out_cache_loc, caches[0][0].shape[1])))
+    store_at(caches, cell_places(out_cache_loc, caches[0][0].shape[1]))
 
 
 class CellPlaces(NamedTuple):
@@ -47,7 +46,7 @@ class CellPlaces(NamedTuple):
 def cell_places(out_cache_loc: Tensor, page: int) -> CellPlaces:
     """The places of token slots [T] in pages of `page` tokens."""
     slots = out_cache_loc.long()
-    if slots.device.type == "cpu" and steady(lambda: (slots.numpy() >= page).all()):
+    if slots.device.type == "cpu" and (slots.numpy() >= page).all():
         return CellPlaces(slots, None)
     padding = slots < page
     return CellPlaces(slots.masked_fill(padding, 0), padding)

@@ -5,7 +5,6 @@ small model that takes a quarter of the model's time. Here numpy fills the tenso
 backends prepare the step like a graph's, with the numbers of the scheduler and the tables.
 """
 
-from collections.abc import Hashable
 from typing import Generic, NamedTuple
 
 import numpy as np
@@ -51,6 +50,8 @@ class CPUDecode:
     ) -> None:
         self._backend = backend
         self._last_tokens, self._table = last_tokens.numpy(), req_to_token_pool.req_to_token.numpy()
+        self._state_slots, pool = req_to_token_pool.req_to_state_slot.numpy(), req_to_token_pool.mamba_pool
+        self._ring_width = 0 if pool is None else max(stack.conv.shape[-1] for _, stack in pool.stacks)
         self._view = backend.init_cuda_graph_state(req_to_token_pool.num_rows, req_to_token_pool.num_rows)
         self._made: dict[int, _Rows] = {}
 
@@ -68,11 +69,12 @@ class CPUDecode:
         self._backend.prepare(step.batch, graph=self._view)
         return step.batch, step.output_indices
 
-    def key(self, batch: ForwardBatch) -> Hashable:
-        """Steps of equal keys are the same operations on the same tensors; None: this one is
-        unique."""
-        key = self._backend.recording_key(batch)
-        return None if key is None else (batch.batch_size, key)
+    def key(self, decode: DecodeRows) -> int | None:
+        """The state slot of a step's only row, once its conv rings are full; else None. Steps of
+        equal keys, except None, do the same to the same tensors, except for softmax attention."""
+        if len(decode) != 1 or decode.computed[0] < self._ring_width:
+            return None
+        return int(self._state_slots[decode.rows[0]])
 
     def _make(self, n: int) -> _Rows:
         made = _Columns(*torch.zeros(len(_Columns._fields), n, dtype=torch.int32))

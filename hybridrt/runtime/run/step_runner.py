@@ -48,7 +48,7 @@ class StepRunner:
         arena: images of states for other workers; None without EngineConfig.transfer_bytes.
         host: the prefix cache's tier in main memory; None without one.
         trees: drafts are trees.
-        recordings: of decode steps on a CPU.
+        recordings: of decode steps of one row on a CPU.
         drafter: the device part of a drafter; None without one.
     """
 
@@ -210,12 +210,7 @@ class StepRunner:
         if plan.admissions or plan.page_writes or plan.page_copies:
             self._enter_tables(plan)
         batch, indices = steps.prepare(plan.decode)
-        key = steps.key(batch)
-        logits = self.recordings.repeat(key)
-        if logits is None:
-            with self.recordings.around(key) as results:
-                logits = self.model.logits(self.model(batch))
-                results.append(logits)
+        logits = self.recordings.run(steps.key(plan.decode), batch, lambda: self.model.logits(self.model(batch)))
         self.backend.commit(batch)
         on_host = plan.decode.rows, plan.decode.output_indices
         step.add_part(self, ForwardPart(SampledLines(batch.req_pool_indices, indices, on_host, logits)))

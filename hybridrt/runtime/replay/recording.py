@@ -3,22 +3,18 @@
 In a small model's step, Python layers, views and allocations cost more than most operations.
 Repetitions call a flat list of operations and write to the tensors of the recorded step.
 
-On a CPU, wrap non-torch kernels and host reads of step values in `live`: repetitions call it again.
-Wrap reads that never change in `steady`. Other host reads, and operations that cannot be repeated,
-are a `problem`. Libraries that are given addresses are not seen: they must be within `live`.
+Reads of numbers on the host, and operations that cannot be repeated, are a `problem`, unless they
+are made within `call_again`. Libraries that are given addresses are not seen.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-R = TypeVar("R")
 # Operations that pass numbers between tensors and Python: the first two come from tolist and numpy
 # (item's operation makes no tensor). The last one makes a tensor of Python numbers, which may
 # differ in the next step, and which this step may change in place.
@@ -41,8 +37,6 @@ _PRIVATE = (
     (torch.UntypedStorage, ("_cdata",)),
 )
 
-_current = threading.local()
-
 
 def missing() -> str | None:
     """The undocumented part of PyTorch that recordings need and this version lacks; None if
@@ -51,22 +45,8 @@ def missing() -> str | None:
     return f"PyTorch {torch.__version__} has no {', '.join(lost)}" if lost else None
 
 
-def live(call: Callable[[], R]) -> R:
-    """call(), which each repetition of a recorded step calls again. It works on tensors of that
-    step and, in repetitions, leaves returned tensors there."""
-    recording: Recording | None = getattr(_current, "recording", None)
-    return call() if recording is None else recording.live(call)
-
-
-def steady(call: Callable[[], R]) -> R:
-    """call(), with the same result in all repetitions of a step
-    (`AttentionBackend.recording_key`)."""
-    recording: Recording | None = getattr(_current, "recording", None)
-    return call() if recording is None else recording.aside(call)
-
-
 class Recording(TorchDispatchMode):
-    """A step that ran once within `record`.
+    """A step that ran once within `with recording`.
 
     Args:
         most_bytes: limit for the tensors that the step makes, together.
@@ -89,31 +69,20 @@ class Recording(TorchDispatchMode):
         self._calls: list[Callable[[], object]] = []
         self._aside = False
 
-    @contextmanager
-    def record(self) -> Iterator[None]:
-        _current.recording = self
-        try:
-            with self:
-                yield
-        finally:
-            _current.recording = None
-
     def repeat(self) -> None:
         """Runs the step again, over the tensors of the recorded step."""
         for call in self._calls:
             call()
 
-    def aside(self, call: Callable[[], R]) -> R:
-        before, self._aside = self._aside, True
+    def call_again(self, call: Callable[[], Tensor]) -> Tensor:
+        """call(), which each repetition calls again. It works on tensors of the recorded step;
+        repetitions leave the result where that step had it."""
+        self._aside = True
         try:
-            return call()
+            result = call()
         finally:
-            self._aside = before
-
-    def live(self, call: Callable[[], R]) -> R:
-        result = self.aside(call)
-        if not self._aside:
-            self._calls.append(call if result is None else partial(_leave, call, result))
+            self._aside = False
+        self._calls.append(partial(_leave, call, result))
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
