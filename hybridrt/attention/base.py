@@ -117,14 +117,14 @@ class AttentionBackend(ContractHooks, ABC):
         Args:
             accepted: [n] int32 accepted inputs of the first n rows, root included: >= 1 for real
                 rows, 0 for padding rows, which may be left out. None: plain decode, one token each.
-            path: [n, T] int64 accepted nodes of a draft tree, root first. None: a chain, of which
-                the first `accepted` inputs stay; its KV needs no commit.
+            path: [n, T] int64 places of the accepted inputs in their row, in order. None: the first
+                ones, whose KV needs no commit.
 
         Raises:
-            BackendError: a tree, and this backend supports only chains.
+            BackendError: a path, and this backend supports none.
         """
         if path is not None:
-            raise BackendError(f"{type(self).__name__} verifies chains alone; use topk=1")
+            raise BackendError(f"{type(self).__name__} verifies no drafts that fork; use topk=1")
 
     def drop_step(self) -> None:  # most backends keep no steps
         """Drops all prepared steps that were not committed."""

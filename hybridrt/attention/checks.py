@@ -93,8 +93,8 @@ def _check_device_lengths(batch: ForwardBatch) -> None:
         over = [i for i, (on, off) in enumerate(zip(lens[:real].tolist(), batch.seq_lens_cpu)) if on > off]
         if over:
             raise BackendError(f"seq_lens of row {over[0]} is {int(lens[over[0]])}; seq_lens_cpu is its upper bound")
-    tree = batch.spec_info is not None and batch.spec_info.tree_mask is not None
-    first = split if tree else 0  # a tree node's position is its depth
+    forks = batch.spec_info is not None and batch.spec_info.mask is not None
+    first = split if forks else 0  # a row's last draft need not have its last position
     last = batch.positions[(starts[first + 1 : real + 1] - 1).clamp(min=0).long()]
     _compare(
         "positions", torch.where(new[first:real] > 0, last + 1, lens[first:real]), lens[first:real].tolist(), first

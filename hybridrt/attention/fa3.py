@@ -13,7 +13,8 @@ from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 
 
 class Fa3AttnBackend(PagedAttnBackend):
-    """For Hopper. Only the pages of prefill are planned on the host. 16-bit KV, chains only."""
+    """For Hopper. Only the pages of prefill are planned on the host. 16-bit KV; no drafts
+    that fork."""
 
     provider, captures_prompts = "sgl_kernel", False
     head_dims, architectures = (64, 96, 128, 192, 256), (8, 9)

@@ -123,11 +123,11 @@ class PagedKVBackend(SegmentedAttnBackend):
     def _decode_segment(batch: ForwardBatch) -> AttentionRows:
         """Lengths of a captured step are not bounded. All its rows are decode rows."""
         split, spec, lens = batch.num_decode_rows, batch.spec_info, batch.seq_lens_cpu
-        mask, drafts = (None, None) if spec is None else (spec.tree_mask, spec.num_drafts)
+        mask, drafts = (None, None) if spec is None else (spec.mask, spec.num_drafts)
         return AttentionRows(
             batch.req_pool_indices[:split],
             batch.seq_lens[:split],
-            tree_mask=None if mask is None else mask[:split],
+            mask=None if mask is None else mask[:split],
             num_drafts=None if drafts is None else drafts[:split],
             max_len=None if lens is None else max(lens[:split]),
         )
@@ -166,15 +166,15 @@ class PagedKVBackend(SegmentedAttnBackend):
         self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
-        """Moves the KV of a tree's accepted nodes to the places of their depths."""
+        """Moves the KV of accepted inputs together: `path` says where it is."""
         if accepted is None or path is None or not self.kv_pool.tensors:
             return
         n, tokens = path.shape
         first = (batch.seq_lens[:n] - tokens).unsqueeze(1)
-        depth = torch.arange(tokens, device=path.device)
+        order = torch.arange(tokens, device=path.device)
         table, rows = self.req_to_token_pool.req_to_token, batch.req_pool_indices[:n].unsqueeze(1)
-        kept = depth < accepted.unsqueeze(1)
-        source, destination = (table[rows, first + at].masked_fill(~kept, 0) for at in (path, depth))
+        kept = order < accepted.unsqueeze(1)
+        source, destination = (table[rows, first + at].masked_fill(~kept, 0) for at in (path, order))
         for cache in self.kv_pool.tensors:
             move_kv(cache, source.flatten(), destination.flatten())
 

@@ -14,7 +14,6 @@ from hybridrt.embedding.positions import Positions
 from hybridrt.kernels.core.chunk_plan import chunk_lists
 from hybridrt.kernels.core.packed import A, int32_array, map_arrays
 from hybridrt.kernels.core.records import TokenInputs
-from hybridrt.kernels.sampling.draft_tree import tree_positions
 from hybridrt.mem_cache.pools.bounds import may_look
 from hybridrt.mem_cache.pools.page_demand import PageDemand
 from hybridrt.runtime.load.build import Runtime
@@ -220,8 +219,8 @@ class Batches:
             order = torch.arange(spec.tokens_per_row, device=self.device)
             padding = order > spec.num_drafts[: decoded // spec.tokens_per_row, None]
             places[:decoded].masked_fill_(padding.flatten(), 0)
-        if spec is not None and spec.tree_mask is not None:  # siblings share a position
-            positions[:decoded] = tree_positions(positions[:decoded], spec.tree_mask)
+        if spec is not None and spec.mask is not None:
+            positions[:decoded] = spec.positions(positions[:decoded])
         return TokenInputs(ids, positions, places)
 
 

@@ -242,7 +242,7 @@ class EmbeddedRuntime:
         Args:
             accepted: [n] tokens that stay of the first n verify rows, the root included: 1 to T, 0
                 for padding rows. It may be an integer tensor on the device. None for plain decode.
-            path: [n, T] int64 accepted nodes of a draft tree; None for a chain.
+            path: [n, T] int64 places of the accepted inputs in their row; None: the first ones.
 
         Raises:
             BackendError: this batch was not the last to run, or `accepted` does not fit it.

@@ -298,9 +298,9 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         split, tokens, spec = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info
         rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
         fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)
-        parents = spec.parents[:split] if spec and spec.parents is not None else None
+        predecessors = spec.relations(split)[0] if spec else None
         neighbours = None if tokens > 1 else pool_rows(buffers.state_slots, buffers.start_positions)
-        return DecodeSegment(rows, buffers, tokens, parents, neighbours)
+        return DecodeSegment(rows, buffers, tokens, predecessors, neighbours)
 
     def _extend_segments(self, batch: ForwardBatch, plans: Mapping[int, ChunkPlan]) -> dict[int, ExtendSegment]:
         split, padded = batch.num_decode_rows, batch.num_real < batch.batch_size

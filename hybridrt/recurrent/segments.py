@@ -33,7 +33,7 @@ class DecodeSegment:
     rows: torch.Tensor
     buffers: DecodeBuffers
     tokens_per_row: int
-    parents: torch.Tensor | None
+    predecessors: torch.Tensor | None
     pool_rows: PoolRows | None = None
 
     @property
@@ -48,7 +48,7 @@ class DecodeSegment:
         """A layer's states. A verify step may roll back, so it stores the state after each token."""
         intermediate, state_slots = None, self.buffers.state_slots
         if self.tokens_per_row > 1 and cache.intermediate_ssm is not None:
-            intermediate = IntermediateStates(cache.intermediate_ssm, self.rows, self.parents)
+            intermediate = IntermediateStates(cache.intermediate_ssm, self.rows, self.predecessors)
         return StateSlots(cache.temporal, state_slots, state_slots, intermediate)
 
     def conv_state(self, cache: LayerCache) -> ConvState:
@@ -62,11 +62,11 @@ class DecodeSegment:
         return StateRing(*cache.ring, self.rows, self.buffers.ring_start, self.buffers.ring_length)
 
     def conv_windows(self, cache: LayerCache) -> IntermediateStates | None:
-        """Where conv inputs of a tree's nodes are written. Those of a chain roll back by position."""
-        if self.parents is None:
+        """Where conv inputs are written of tokens with predecessors. Others roll back by position."""
+        if self.predecessors is None:
             return None
-        assert cache.intermediate_conv_window is not None, "a pool for trees has them"
-        return IntermediateStates(cache.intermediate_conv_window, self.rows, self.parents)
+        assert cache.intermediate_conv_window is not None, "the pool was made for drafts that fork"
+        return IntermediateStates(cache.intermediate_conv_window, self.rows, self.predecessors)
 
     def conv_rows(
         self, weights: ConvWeights, cache: LayerCache

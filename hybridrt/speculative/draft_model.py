@@ -47,9 +47,9 @@ from hybridrt.runtime.step.plan import (
     int32s,
 )
 from hybridrt.runtime.step.sampling_table import SamplingTable
-from hybridrt.speculative.drafter import Draft, Drafter, DraftRequest, num_tokens, tokens_between
+from hybridrt.speculative.draft import Draft, with_others
+from hybridrt.speculative.drafter import Drafter, DraftRequest, num_tokens, tokens_between
 from hybridrt.speculative.method import DraftMethod
-from hybridrt.speculative.tree import with_siblings
 
 LATE_TOKENS = 512  # last tokens of a cached prompt that the draft model reads if no free row has more of it
 
@@ -71,7 +71,7 @@ class _Tenant:
     computed: int = 0
     admitted: bool = False
     chain: list[int] = field(default_factory=list)  # of the current proposal
-    siblings: list[list[int]] = field(default_factory=list)
+    others: list[list[int]] = field(default_factory=list)
 
     @property
     def held(self) -> int:
@@ -168,7 +168,7 @@ class DraftModelDrafter(Drafter):
             launched.append((self.runner.launch(plan), going))
         for handle, drawing in launched:
             self._read(handle, drawing)
-        return [with_siblings(tenant.chain, tenant.siblings, n) for tenant, n in zip(tenants, max_drafts)]
+        return [with_others(tenant.chain, tenant.others, n) for tenant, n in zip(tenants, max_drafts)]
 
     def _read(self, step: StepHandle, tenants: Sequence[_Tenant]) -> None:
         """Waits for a step. Appends a token to the chain of each tenant, and other likely tokens."""
@@ -176,7 +176,7 @@ class DraftModelDrafter(Drafter):
         for tenant, (token,), logprobs in zip(tenants, result.tokens, result.logprobs, strict=True):
             likely = [t for t in logprobs[0] if t != token] if logprobs else []
             tenant.chain.append(max(token, 0))  # -1, of logits that are not finite: any token will do as a draft
-            tenant.siblings.append(likely[: self._topk - 1])
+            tenant.others.append(likely[: self._topk - 1])
 
     def _start(self, tenants: Sequence[_Tenant]) -> list[_Launched]:
         """Moves the states to the tokens known now, and draws the first drafts."""
@@ -215,7 +215,7 @@ class DraftModelDrafter(Drafter):
         its first draft."""
         launched = list[_Launched]()
         for tenant in tenants:
-            tenant.chain, tenant.siblings = [], []
+            tenant.chain, tenant.others = [], []
         # With more rows than a graph has, a step of few tokens takes ten times as long.
         most = PROMPT_ROWS if self.runner.prompt_graphs else len(tenants)
         while waiting := [t for t in tenants if t.computed < num_tokens(t.request)]:

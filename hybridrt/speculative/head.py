@@ -159,18 +159,18 @@ class HeadRunner:
 
 
 def _along_path(batch: ForwardBatch, hidden: torch.Tensor, path: torch.Tensor) -> tuple[ForwardBatch, torch.Tensor]:
-    """Verified trees as the chains that were accepted: a node's KV place is now that of its depth."""
+    """A verified step whose inputs are the accepted ones, in order, as their KV is now."""
     (n, width), split = path.shape, batch.num_decode_tokens
-    depths = torch.arange(width, dtype=torch.int32, device=path.device)
-    places = (batch.seq_lens[:n, None] - width + depths).flatten().to(batch.positions.dtype)
+    order = torch.arange(width, dtype=torch.int32, device=path.device)
+    places = (batch.seq_lens[:n, None] - width + order).flatten().to(batch.positions.dtype)
     kept = hidden[:split].view(n, width, -1).take_along_dim(path[:, :, None], 1).flatten(0, 1)
     num_drafts = batch.spec_info.num_drafts if batch.spec_info else None
-    chain = replace(
+    kept_batch = replace(
         batch,
         positions=torch.cat((places, batch.positions[split:])),
         spec_info=SpecInfo(width, num_drafts=num_drafts),
     )
-    return chain, torch.cat((kept, hidden[split:]))
+    return kept_batch, torch.cat((kept, hidden[split:]))
 
 
 def _pack(rows: Sequence[DraftRow], steps: int, page_size: int, first_page: int, own: int) -> DraftedRows[np.ndarray]:

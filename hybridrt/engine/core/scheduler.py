@@ -14,7 +14,8 @@ from hybridrt.engine.request.row_columns import RowColumns
 from hybridrt.engine.request.sample_request import Request
 from hybridrt.kernels.core.slots import OWN_SLOT
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
-from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
+from hybridrt.speculative.draft import NO_DRAFT, Draft, draft_columns
+from hybridrt.speculative.drafter import Drafter
 
 
 @dataclass(slots=True)
@@ -267,8 +268,7 @@ class Scheduler:
             drafts = [drafts[i] for i in found] if drafts else []
         lent = rows.astype(np.int32), columns.computed, columns.output_index
         if drafts:
-            tokens, parents = [d.tokens for d in drafts], [d.parents for d in drafts]
-            step.plan.decode = DecodeRows.with_drafts(*lent, tokens, parents)
+            step.plan.decode = DecodeRows.with_drafts(*lent, *draft_columns(drafts))
             for request, draft in zip(requests, drafts, strict=True):
                 request.metrics.proposed += len(draft)
         else:

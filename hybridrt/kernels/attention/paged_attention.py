@@ -64,7 +64,7 @@ def store_at(caches: Iterable[tuple[Tensor, Tensor]], places: CellPlaces) -> Non
 def attention_decode(q: Tensor, kv: PagedKV, batch: AttentionRows, out: Tensor | None = None) -> Tensor:
     """Attention of T new tokens per row, already in the cache, over each row's whole context.
 
-    q `[B, T, Hq, D]`. Token t of a chain sees seq_len - T + t + 1 keys; a tree node the first
+    q `[B, T, Hq, D]`. Token t sees seq_len - T + t + 1 keys; with a mask, the first
     seq_len - T and those of the last T in its mask. Keys of padding drafts, and outside the window
     of all T tokens, are not read: table entries may be stale. Returns `[B, T, Hq, Dv]` in q's
     dtype, in `out` if given (heads contiguous, any token stride); padding rows (seq_len 0) are
@@ -126,7 +126,7 @@ def row_context(req_to_token: Tensor, batch: AttentionRows, tokens: int, sliding
     if tokens == 1:
         return RowContext(slots, in_context.unsqueeze(1), seq_lens)
     node = position - (seq_lens.unsqueeze(1) - tokens)
-    return RowContext(slots, _visible(in_context, node, tokens, sliding_window, batch.tree_mask), seq_lens)
+    return RowContext(slots, _visible(in_context, node, tokens, sliding_window, batch.mask), seq_lens)
 
 
 def attend(q: Tensor, kv: PagedKV, context: RowContext, out: Tensor | None = None) -> Tensor:
@@ -199,20 +199,18 @@ def _last_slots(
     return req_to_token[rows.unsqueeze(1), position.clamp(min=0)], position
 
 
-def _visible(
-    in_context: Tensor, node: Tensor, tokens: int, sliding_window: int | None, tree_mask: Tensor | None
-) -> Tensor:
+def _visible(in_context: Tensor, node: Tensor, tokens: int, sliding_window: int | None, mask: Tensor | None) -> Tensor:
     """`[B, T, L]` bool: which keys each token sees. node `[B, L]`: a key's token, negative in the
     prefix."""
-    if tree_mask is None:
-        tree_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=node.device).tril()
-        tree_mask = tree_mask.expand(len(node), -1, -1)
+    if mask is None:
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=node.device).tril()
+        mask = mask.expand(len(node), -1, -1)
     clamped = node.clamp(0, tokens - 1).unsqueeze(1)
-    in_tree = tree_mask.gather(2, clamped.expand(-1, tokens, -1))
-    visible = in_context.unsqueeze(1) & ((node < 0).unsqueeze(1) | in_tree)
+    named = mask.gather(2, clamped.expand(-1, tokens, -1))
+    visible = in_context.unsqueeze(1) & ((node < 0).unsqueeze(1) | named)
     if sliding_window is None:
         return visible
-    depth = tree_mask.sum(-1) - 1  # a node's mask holds its ancestors and itself
+    depth = mask.sum(-1) - 1  # a token's mask holds what it follows, and itself
     key_depth = torch.where(node < 0, node, depth.gather(1, clamped.squeeze(1)))
     return visible & (depth.unsqueeze(2) - key_depth.unsqueeze(1) < sliding_window)
 

@@ -55,8 +55,8 @@ def write_rows(pool: Tensor, slots: Tensor, values: Tensor) -> None:
 def advance_states(state: StateSlots, tokens: int, step: Callable[[int, Tensor], Tensor]) -> None:
     """Advances the states of B rows by `tokens` tokens each and leaves them where `state` says.
 
-    The state is rounded to its dtype after every token, as in steps of one token. A node of a draft
-    tree starts from its parent's state.
+    The state is rounded to its dtype after every token, as in steps of one token. A token starts
+    from the state after its predecessor.
 
     Args:
         step: (token number, state before it [B, *state] float32, may be overwritten) to the state
@@ -69,13 +69,13 @@ def advance_states(state: StateSlots, tokens: int, step: Callable[[int, Tensor],
             current = step(t, current).to(states.dtype).float()
         write_rows(states, state.write_state_slots, current)
         return
-    stored, rows, parents = state.intermediate.stored, state.intermediate.rows, state.intermediate.parents
+    stored, rows, predecessors = state.intermediate.stored, state.intermediate.rows, state.intermediate.predecessors
     initial = current
     kept = torch.where(state.read_state_slots < 0, -1, rows)
     for t in range(tokens):
-        if parents is not None:
-            found = stored[rows.clamp(min=0), parents[:, t].clamp(min=0)].float()
-            current = torch.where(pad_mask(parents[:, t], found.ndim), initial, found)
+        if predecessors is not None:
+            found = stored[rows.clamp(min=0), predecessors[:, t].clamp(min=0)].float()
+            current = torch.where(pad_mask(predecessors[:, t], found.ndim), initial, found)
         current = step(t, current).to(states.dtype).float()
         write_rows(stored[:, t], kept, current)
 

@@ -7,7 +7,7 @@ starts from the merged projection. There are three state modes:
 - replay, with a `ring`: the state is a checkpoint, the ring holds the inputs since
   (`decode_ring.py`);
 - intermediate, with `state.intermediate`: the state after each token is stored there, and the pool
-  is only read. Tokens of a row may be the nodes of a draft tree in this mode alone.
+  is only read. Tokens may have predecessors in this mode alone.
 """
 
 from typing import Any

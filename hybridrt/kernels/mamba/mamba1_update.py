@@ -1,4 +1,4 @@
-"""Recurrent Mamba-1 step of T new tokens a row: decode (T = 1), verify of a chain or tree (T > 1).
+"""Recurrent Mamba-1 step of T new tokens a row: decode (T = 1), verify (T > 1).
 
     dt = softplus(dt + dt_bias)
     B, C = rms_norm(B), rms_norm(C)                     if there are norms (Falcon-Mamba, Jamba)

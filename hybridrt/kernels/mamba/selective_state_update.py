@@ -1,4 +1,4 @@
-"""Recurrent Mamba-2 step of T new tokens a row: decode (T = 1), verify of a chain or tree (T > 1).
+"""Recurrent Mamba-2 step of T new tokens a row: decode (T = 1), verify (T > 1).
 
     dt = clamp(softplus(dt + dt_bias), *dt_limit)
     h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T          [P, N] per head

@@ -69,9 +69,9 @@ def check_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> None:
     """Raises what `causal_conv1d_update` raises."""
-    if intermediate is not None and intermediate.parents is None:
+    if intermediate is not None and intermediate.predecessors is None:
         raise ConfigError(
-            "windows are stored for trees alone: pass parents, or no intermediate (a chain is rolled back)"
+            "windows are stored with predecessors alone: pass these, or no intermediate (a ring is rolled back)"
         )
     check_ring(state.conv, weights.weight.shape[1], x.shape[1] if intermediate is None else 1)
 
@@ -102,13 +102,14 @@ def _write_window(x: Tensor, window: Tensor, state: ConvState, first: Tensor, le
 def causal_conv1d_update(
     x: Tensor, weights: ConvWeights, state: ConvState, intermediate: IntermediateStates | None = None
 ) -> Tensor:
-    """Convolves T new tokens of each row: decode (T = 1), verify of a chain or of a tree (T > 1).
+    """Convolves T new tokens of each row: decode (T = 1) or verify (T > 1).
 
-    A chain writes its T raw inputs to the ring. In a tree the taps follow the ancestors, and the ring is not written.
+    Tokens that follow each other write their raw inputs to the ring. With `predecessors` the taps follow these, and
+    the ring is not written.
 
     Args:
-        x: [B, T, C] raw inputs, token t at position start_positions + t (tree: + depth of node t).
-        intermediate: of a tree, where the window of each node is stored.
+        x: [B, T, C] raw inputs, token t at position start_positions + t; with `predecessors`, plus the number of them.
+        intermediate: with `predecessors`, where the window of each token is stored.
 
     Returns:
         [B, T, C] in x's dtype.
@@ -124,8 +125,8 @@ def causal_conv1d_update(
         write_columns(conv, state.write_state_slots, _columns(conv, state.start_positions[:, None] + offsets), history)
         out = _tap_sum(history, weight, bias, num_tokens)
     else:
-        assert intermediate.parents is not None, "what a chain wrote is rolled back by position"
-        inputs = _along_ancestors(history, intermediate.parents, taps)
+        assert intermediate.predecessors is not None, "a ring is rolled back by position"
+        inputs = _along_predecessors(history, intermediate.predecessors, taps)
         out = torch.einsum("btkc,ck->btc", inputs.float(), weight.float())
         out = out if bias is None else out + bias
         rows = torch.where(read_slots < 0, -1, intermediate.rows)
@@ -181,13 +182,13 @@ def _tap_sum(history: Tensor, weight: Tensor, bias: Tensor | None, tokens: int) 
     return out if bias is None else out + bias
 
 
-def _along_ancestors(history: Tensor, parents: Tensor, taps: int) -> Tensor:
-    """Inputs [B, T, K, C] of each tree node, oldest first, from history = [window, nodes]."""
-    node = torch.arange(parents.shape[1], device=parents.device).expand(parents.shape)
+def _along_predecessors(history: Tensor, predecessors: Tensor, taps: int) -> Tensor:
+    """Inputs [B, T, K, C] of each token, oldest first, from history = [window, tokens]."""
+    node = torch.arange(predecessors.shape[1], device=predecessors.device).expand(predecessors.shape)
     path = [node]
     for _ in range(taps - 1):
-        # Node -1 is the committed token before the root, -2 the one before that: columns of the window.
-        node = torch.where(node >= 0, parents.gather(1, node.clamp(min=0)), node - 1)
+        # Token -1 is the committed one before the first, -2 the one before that: columns of the window.
+        node = torch.where(node >= 0, predecessors.gather(1, node.clamp(min=0)), node - 1)
         path.insert(0, node)
     index = torch.stack(path, dim=2) + taps - 1
     batch = torch.arange(len(history), device=history.device)[:, None, None]

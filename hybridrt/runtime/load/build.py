@@ -156,8 +156,8 @@ def pool_spec(config: EngineConfig, target: RunTarget) -> MambaPoolSpec:
     mc, spec = target.model_config, config.speculative
     groups = {state_shape(c, target.tp.size): mc.linear_layer_ids(kind) for kind, c in mc.linear.items()}
     groups = {shape: ids for shape, ids in groups.items() if ids}
-    tree = spec is not None and spec.topk > 1
-    return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, tree)
+    forks = spec is not None and spec.forks
+    return MambaPoolSpec(groups, target.dtype, target.state_dtype, config.num_verify_tokens, target.state_mode, forks)
 
 
 def kv_groups(config: EngineConfig, target: RunTarget) -> dict[AttentionSpec, list[int]]:

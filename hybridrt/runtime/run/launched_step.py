@@ -214,10 +214,9 @@ class LaunchedStep:
         n, batch, arrays = len(lines.rows), part.batch, part.arrays
         assert batch is not None and batch.spec_info is not None and arrays is not None and arrays.drafts is not None
         spec, drafts = batch.spec_info, arrays.drafts
-        tree = () if spec.parents is None or spec.tree_mask is None else (spec.parents[:n], spec.tree_mask[:n])
         step = Verification(
             lines.rows, lines.output_indices, batch.positions[: batch.num_decode_tokens].view(n, -1),
-            drafts.tokens[:n], drafts.counts[:n], runner.last_tokens, *tree,
+            drafts.tokens[:n], drafts.counts[:n], runner.last_tokens, *spec.relations(n),
         )  # fmt: skip
         parts, wanted = runner.required.required_by_rows(*lines.on_host)
         kept = runner.sampler.verify(lines.logits, step, parts, bitmask)

@@ -25,8 +25,8 @@ from hybridrt.runtime.run.launched_step import ForwardPart, LaunchedStep, Masked
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces, Tensors, read_prefix, write_prefix
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.sampling.sampler import RowRequirements, SampledLines, Sampler
-from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch, spec_info_of
-from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_step, pack_tables
+from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch
+from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_step, pack_tables, spec_info_of
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageCopy, PageWrite, StepHandle, StepPlan
 from hybridrt.runtime.step.prompt_logprobs import PromptRequirements
@@ -47,7 +47,7 @@ class StepRunner:
         prompt_graphs: of short prefill and mixed steps; None without.
         arena: images of states for other workers; None without EngineConfig.transfer_bytes.
         host: the prefix cache's tier in main memory; None without one.
-        trees: drafts are trees.
+        forks: drafts may fork (`SpeculativeConfig.forks`).
         recordings: of decode steps of one row on a CPU.
         drafter: the device part of a drafter; None without one.
     """
@@ -58,7 +58,7 @@ class StepRunner:
         self.config, self.target, self.model = runtime.config, runtime.target, runtime.model
         self.memory_plan, self.pools, self.backend = runtime.plan, runtime.pools, runtime.backend
         self.model_config, self.device = runtime.target.model_config, runtime.target.device
-        self.trees = self.config.speculative is not None and self.config.speculative.topk > 1
+        self.forks = self.config.speculative is not None and self.config.speculative.forks
         self.graphs: dict[int, GraphRunner] = {}
         self.prompt_graphs: PromptGraphs | None = None
         self.sampling_table = SamplingTable(self.memory_plan.num_rows, self.model_config.vocab_size, self.device)
@@ -184,7 +184,7 @@ class StepRunner:
     def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
         scored, places = self._prompt_scores.wanted_by_rows(plan.extend, len(plan.decode) * tokens)
         on_host = pack_step(
-            plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places
+            plan, tokens, self.forks, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places
         )
         arrays: StepArrays[torch.Tensor] = self.staging.upload(on_host)
         if arrays.tables is not None:
@@ -265,8 +265,8 @@ class StepRunner:
         width = self.config.num_verify_tokens
         if num_drafts >= width:
             raise ConfigError(f"{num_drafts} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
-        if not self.trees and plan.decode.parents is not None:
-            raise ConfigError("a draft tree on a runner made for chains: use SpeculativeConfig(topk=2) or more")
+        if not self.forks and plan.decode.predecessors is not None:
+            raise ConfigError("drafts that fork, on a runner made for topk=1: use SpeculativeConfig(topk=2) or more")
 
     def _enter_tables(self, plan: StepPlan) -> None:
         """`enter_tables` for a step that does not pack its table changes."""

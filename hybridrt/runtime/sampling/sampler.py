@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.kernels.sampling.acceptance import accept_chain, accept_tree
+from hybridrt.kernels.sampling.acceptance import accept
 from hybridrt.kernels.sampling.sampling import LogitFilters, Penalties, greedy, sample
 from hybridrt.kernels.sampling.token_rules import DrawLines, apply_token_rules
 from hybridrt.runtime.step.plan import Admission
@@ -111,7 +111,7 @@ class Verification:
         positions: [n, T] int32 of all inputs: a draw's output index grows with its position.
         drafts: [n, T - 1] int32; the first num_drafts [n] int32 are drafts, the rest is padding.
         last_tokens: [R + 1] int32, which gets each row's next root.
-        parents, tree_mask: of a tree, as in SpecInfo; None for chains.
+        predecessors, mask: as in SpecInfo.
     """
 
     rows: Tensor
@@ -120,14 +120,14 @@ class Verification:
     drafts: Tensor
     num_drafts: Tensor
     last_tokens: Tensor
-    parents: Tensor | None = None
-    tree_mask: Tensor | None = None
+    predecessors: Tensor | None = None
+    mask: Tensor | None = None
 
     def earlier(self) -> tuple[Tensor, Tensor]:
         """For the draw after each input, [n * T, T - 1] each: all drafts of its row, int64, and
         whether the input sees them, int32."""
         n, width = self.positions.shape
-        sees = self.tree_mask
+        sees = self.mask
         if sees is None:
             sees = torch.ones(width, width, dtype=torch.bool, device=self.drafts.device).tril().expand(n, -1, -1)
         drafts = self.drafts[:, None].expand(-1, width, -1)
@@ -148,10 +148,10 @@ class Verification:
         undefined."""
         n, width = self.positions.shape
         paths = self.drafts[:, None].expand(-1, width, -1)
-        if self.tree_mask is not None:
+        if self.mask is not None:
             depths = (self.positions[:, 1:] - self.positions[:, :1] - 1)[:, None]
             # Drafts outside the path are written to a column that is cut off.
-            places = torch.where(self.tree_mask[:, :, 1:], depths, width - 1).long()
+            places = torch.where(self.mask[:, :, 1:], depths, width - 1).long()
             paths = paths.new_zeros(n, width, width).scatter_(2, places, paths)[:, :, :-1]
         return paths.reshape(n * width, -1)
 
@@ -164,8 +164,7 @@ class Accepted:
         tokens: [n, T] int64 drawn after the inputs that stay, in order; the first `counts` of a row
             are its output, the last of them -1 if its logits were not finite.
         counts: [n] int32 inputs that stay, the root included.
-        path: [n, T] int64 nodes of a tree that stay, the root first; None for chains, which keep
-            their first inputs.
+        path: [n, T] int64 places of the inputs that stay, the root first; None: the first ones.
     """
 
     tokens: Tensor
@@ -221,7 +220,9 @@ class Sampler:
             tokens = self._draw(logits, rows, indices, parts, earlier, bitmask)
         else:
             tokens = greedy(logits, bitmask)
-        kept = self._accept(tokens.view(step.positions.shape), step)
+        drawn = tokens.view(step.positions.shape)
+        relations = step.predecessors, step.mask
+        kept = Accepted(*accept(drawn, step.drafts, step.num_drafts, step.rows, step.last_tokens, *relations))
         if parts & (PENALTIES | WORDS):
             self._take(step, kept, parts)
         return kept
@@ -235,16 +236,6 @@ class Sampler:
             self.table.count(rows, kept.tokens.view(-1))
         if parts & WORDS:
             self.table.remember(rows, (step.output_indices[:, None] + places).view(-1), kept.tokens.view(-1))
-
-    @staticmethod
-    def _accept(tokens: Tensor, step: Verification) -> Accepted:
-        if step.parents is None or step.tree_mask is None:
-            counts = accept_chain(tokens, step.drafts, step.num_drafts, step.rows, step.last_tokens)
-            return Accepted(tokens, counts)
-        counts, path = accept_tree(tokens, step.drafts, step.num_drafts, step.parents, step.tree_mask)
-        kept = Accepted(tokens.gather(1, path), counts, path)
-        step.last_tokens[step.rows] = kept.tokens.flatten()[kept.ends()].int()
-        return kept
 
     def draft(self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, drafted: Tensor) -> Tensor:
         """Draws as `__call__` does, after drafts `drafted` [n, k] int64. None of them is counted."""

@@ -7,11 +7,10 @@ import torch
 from hybridrt.attention.base import AttentionBackend
 from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.core.records import DecodeRowInputs, TokenInputs
-from hybridrt.kernels.sampling.draft_tree import tree_mask, tree_positions
 from hybridrt.kernels.state.decode_inputs import decode_inputs
 from hybridrt.mem_cache.pools.pools import Pools
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step.pack import DraftArrays, StepArrays, TableChanges
+from hybridrt.runtime.step.pack import StepArrays, TableChanges, fill_relations
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
 
@@ -35,18 +34,15 @@ def fill_decode(
     last_tokens: torch.Tensor,
     table: HybridReqToTokenPool,
 ) -> None:
-    """Computes the inputs of the first `bs` rows; with draft trees, their masks in `spec` too."""
+    """Computes the inputs of the first `bs` rows, and what they see in `spec`."""
     drafts = arrays.drafts
     step = DecodeRowInputs(
         arrays.rows[:bs], arrays.seq_lens[:bs], arrays.new_pages[:bs],
         *(() if drafts is None else (drafts.tokens[:bs], drafts.counts[:bs])),
     )  # fmt: skip
     decode_inputs(inputs, step, last_tokens, table.req_to_token, table.page_size)
-    if spec is not None and spec.tree_mask is not None:
-        assert drafts is not None and drafts.ancestors is not None
-        mask = spec.tree_mask[:bs]
-        mask.copy_(tree_mask(drafts.ancestors[:bs]))
-        inputs.positions.copy_(tree_positions(inputs.positions, mask))
+    if spec is not None and drafts is not None:
+        fill_relations(spec, drafts, bs, inputs.positions)
 
 
 def make_batch(
@@ -73,14 +69,3 @@ def make_batch(
         mode, inputs.input_ids, inputs.positions, rows, seq_lens, query_start_loc, inputs.out_cache_loc,
         len(rows) if num_real is None else num_real, num_decode_rows, backend, spec_info=spec_info, **of_the_host,
     )  # fmt: skip
-
-
-def spec_info_of(drafts: DraftArrays[torch.Tensor] | None, tokens: int) -> SpecInfo | None:
-    """SpecInfo of a step of T `tokens` a row; None without drafts. `fill_decode` fills tree masks."""
-    if drafts is None:
-        return None
-    if drafts.parents is None:
-        return SpecInfo(tokens, num_drafts=drafts.counts)
-    counts = drafts.counts
-    mask = torch.zeros(len(counts), tokens, tokens, dtype=torch.bool, device=counts.device)
-    return SpecInfo(tokens, drafts.parents, mask, counts)

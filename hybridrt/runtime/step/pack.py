@@ -5,12 +5,14 @@ prompts are padded to its size.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
 
 from hybridrt.base.device import PAST, Event, pinned_empty, record_event
+from hybridrt.base.forward_batch import SpecInfo
 from hybridrt.kernels.core.packed import (
     A,
     Record,
@@ -129,7 +131,7 @@ class StepArrays(NamedTuple, Generic[A]):
 def pack_step(
     plan: StepPlan,
     tokens: int,
-    tree: bool = False,
+    forks: bool = False,
     following: bool = False,
     chunk_sizes: Sequence[int] = (),
     at_chunks: bool = False,
@@ -138,12 +140,12 @@ def pack_step(
     """An eager step with decode rows of T `tokens`.
 
     Args:
-        tree: drafts are trees.
+        forks: drafts may be trees.
         following: also pack the token after each prompt token, for a prediction head.
         chunk_sizes, at_chunks: as for `recurrent_lists`.
     """
     none = np.full(len(plan.decode), -1, np.int32)
-    step, tables = pack_rows(plan.decode, tokens, tree, none), pack_tables(plan)
+    step, tables = pack_rows(plan.decode, tokens, forks, none), pack_tables(plan)
     if not plan.extend:
         return StepArrays(step.rows, step.seq_lens, step.output_indices, none, step.drafts, None, tables, scored)
     # Of the extend rows. One array is faster than several short ones.
@@ -176,9 +178,9 @@ def pack_step(
     )
 
 
-def pack_rows(decode: DecodeRows, tokens: int, tree: bool, new_pages: np.ndarray) -> StepArrays[np.ndarray]:
-    """Decode rows of T `tokens`: all that a decode graph needs. With `tree` their drafts are trees."""
-    drafts = _pack_drafts(decode, tokens, tree) if tokens > 1 else None
+def pack_rows(decode: DecodeRows, tokens: int, forks: bool, new_pages: np.ndarray) -> StepArrays[np.ndarray]:
+    """Decode rows of T `tokens`: all that a decode graph needs. With `forks` drafts may be trees."""
+    drafts = _pack_drafts(decode, tokens, forks) if tokens > 1 else None
     return StepArrays(decode.rows, decode.computed + tokens, decode.output_indices, new_pages, drafts)
 
 
@@ -208,15 +210,15 @@ def _page_entries(writes: Sequence[PageWrite]) -> PageEntries[np.ndarray] | None
     return PageEntries(np.repeat(int32_array(rows), counts), np.concatenate(indices), np.concatenate(pages))
 
 
-def _pack_drafts(decode: DecodeRows, width: int, tree: bool) -> DraftArrays[np.ndarray]:
+def _pack_drafts(decode: DecodeRows, width: int, forks: bool) -> DraftArrays[np.ndarray]:
     real = np.arange(width - 1) < decode.num_drafts[:, None]
     tokens = np.zeros((len(decode), width - 1), np.int32)
     tokens[real] = decode.drafts
-    if not tree:
+    if not forks:
         return DraftArrays(decode.num_drafts, tokens)
     parents = np.tile(np.arange(-1, width - 1, dtype=np.int32), (len(decode), 1))
-    if decode.parents is not None:
-        parents[:, 1:][real] = decode.parents
+    if decode.predecessors is not None:
+        parents[:, 1:][real] = decode.predecessors
     return DraftArrays(decode.num_drafts, tokens, parents, _ancestors(parents))
 
 
@@ -228,6 +230,27 @@ def _ancestors(parents: np.ndarray) -> np.ndarray:
     for node in range(1, width):
         ancestors[:, node] = ancestors[np.arange(n), parents[:, node]] | 1 << node
     return ancestors
+
+
+def spec_info_of(drafts: DraftArrays[torch.Tensor] | None, tokens: int) -> SpecInfo | None:
+    """SpecInfo of a step of T `tokens` a row; None without drafts. `fill_relations` fills its mask."""
+    if drafts is None:
+        return None
+    counts, mask = drafts.counts, None
+    if drafts.parents is not None:
+        mask = torch.zeros(len(counts), tokens, tokens, dtype=torch.bool, device=counts.device)
+    return SpecInfo(tokens, drafts.parents, mask, counts)
+
+
+def fill_relations(spec: SpecInfo, drafts: DraftArrays[torch.Tensor], bs: int, positions: torch.Tensor) -> None:
+    """Writes what the inputs of the first `bs` rows see into `spec`, and their `positions`, which
+    are those of their KV slots before."""
+    if spec.mask is None or drafts.ancestors is None:
+        return
+    seen = replace(spec, mask=spec.mask[:bs])
+    nodes = torch.arange(spec.tokens_per_row, dtype=torch.int32, device=positions.device)
+    spec.mask[:bs] = (drafts.ancestors[:bs, :, None] >> nodes & 1).bool()
+    positions.copy_(seen.positions(positions))
 
 
 def _flat(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
