@@ -1,8 +1,8 @@
 """Decode steps of one row on a CPU that are recorded, and repeated from then on.
 
-CPU time of a step with one row, built-in model, one core, compared with cuda_graph=False: 0.69 to
-0.76 of it. Steps of more rows gain less than 5% and are not recorded, nor is what compiles:
-torch.compile splits the step at each look at a number on the host.
+CPU time of a step of one row, built-in model, one core: 4.56 ms compared with 5.64 ms without
+(cuda_graph=False). Steps of more rows gained less than 5%, so they are not recorded. torch.compile
+splits the step at each look at a number on the host, and takes longer than eager steps.
 
 What varies from step to step is decided here alone. Layers of softmax attention, whose context
 grows, are called again. A step that reads numbers on the host elsewhere (experts), or has a part
