@@ -69,7 +69,7 @@ def test_keys_of_recordings(tmp_path: Path) -> None:
     assert steps is not None
 
     def key(rows: Sequence[int], computed: int) -> int | None:
-        return steps.key(DecodeRows.from_rows(DecodeRow(row, computed, 0) for row in rows))
+        return steps.recorded_slot(DecodeRows.from_rows(DecodeRow(row, computed, 0) for row in rows))
 
     assert key([1], 3) is key([1, 2], 4) is None
     assert key([1], 4) == key([1], 7) == 1 and key([2], 4) == 2

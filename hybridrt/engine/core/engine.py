@@ -375,9 +375,7 @@ class Engine:
         self._consume(failure)
 
     def _consume(self, failure: Exception | None = None) -> None:
-        """Reads the oldest launched step, even a failed one. An interrupt during the wait leaves it
-        launched.
-        """
+        """Reads the oldest launched step, even a failed one. An interrupt leaves it launched."""
         step, handle = self._launched[0]
         try:
             if failure is not None:

@@ -69,9 +69,9 @@ class CPUDecode:
         self._backend.prepare(step.batch, graph=self._view)
         return step.batch, step.output_indices
 
-    def key(self, decode: DecodeRows) -> int | None:
+    def recorded_slot(self, decode: DecodeRows) -> int | None:
         """The state slot of a step's only row, once its conv rings are full; else None. Steps of
-        equal keys, except None, do the same to the same tensors, except for softmax attention."""
+        the same slot do the same to the same tensors, except for softmax attention."""
         if len(decode) != 1 or decode.computed[0] < self._ring_width:
             return None
         return int(self._state_slots[decode.rows[0]])

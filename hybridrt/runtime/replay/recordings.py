@@ -25,9 +25,9 @@ from hybridrt.runtime.replay.recording import Recording, missing
 
 logger = logging.getLogger(__name__)
 
-RECORDS_AFTER = 8  # steps of one key in a row: to record one takes as long as about ten
+RECORDS_AFTER = 8  # steps of one state slot, one after the other: to record one takes as long as about ten
 MOST_BYTES = 64 << 20  # of the tensors that recordings keep, outside of the memory plan
-MOST_KEPT = 256  # keys: the calls of a recording take memory too
+MOST_KEPT = 256  # state slots: the calls of a recording take memory too
 KNOWN = ("hybridrt", "torch")  # packages whose parts are known to call operations of PyTorch alone
 
 
@@ -55,26 +55,26 @@ class Recordings:
         own = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self._hooks = [*own, modules._global_forward_pre_hooks, modules._global_forward_hooks]
 
-    def run(self, key: int | None, batch: ForwardBatch, step: Callable[[], Tensor]) -> Tensor:
-        """step(), or its repetition. Steps of equal keys, except None, are the same operations on
-        the same tensors, except for softmax attention."""
-        kept = self._kept.get(key) if key is not None else None
+    def run(self, state_slot: int | None, batch: ForwardBatch, step: Callable[[], Tensor]) -> Tensor:
+        """step(), or its repetition. Steps of the same `state_slot`, except None, are the same
+        operations on the same tensors, except for softmax attention."""
+        kept = self._kept.get(state_slot) if state_slot is not None else None
         if kept is not None and not any(self._hooks):
             recording, result = kept
             recording.repeat()
             return result
-        if key is None or not self._is_time(key):
+        if state_slot is None or not self._is_time(state_slot):
             return step()
-        return self._record(key, batch, step)
+        return self._record(state_slot, batch, step)
 
-    def _is_time(self, key: int) -> bool:
-        if not self._on or key in self._kept or any(self._hooks):
+    def _is_time(self, state_slot: int) -> bool:
+        if not self._on or state_slot in self._kept or any(self._hooks):
             return False
-        self._times = self._times + 1 if key == self._last else 1
-        self._last = key
+        self._times = self._times + 1 if state_slot == self._last else 1
+        self._last = state_slot
         return self._times >= RECORDS_AFTER
 
-    def _record(self, key: int, batch: ForwardBatch, step: Callable[[], Tensor]) -> Tensor:
+    def _record(self, state_slot: int, batch: ForwardBatch, step: Callable[[], Tensor]) -> Tensor:
         recording, backend = Recording(MOST_BYTES), batch.attn_backend
         batch.attn_backend = _AttentionAgain(backend, recording)
         try:
@@ -86,7 +86,7 @@ class Recordings:
         self._make_room(recording.bytes if problem is None else 0)
         if problem is not None:
             self._tell(problem)
-        self._kept[key] = (recording, result) if problem is None else None
+        self._kept[state_slot] = (recording, result) if problem is None else None
         return result
 
     def _tell(self, problem: str) -> None:
@@ -96,12 +96,12 @@ class Recordings:
 
     def _make_room(self, needed: int) -> None:
         """Drops recordings, the oldest first."""
-        sizes = {key: 0 if kept is None else kept[0].bytes for key, kept in self._kept.items()}
+        sizes = {state_slot: kept[0].bytes if kept else 0 for state_slot, kept in self._kept.items()}
         taken = sum(sizes.values()) + needed
-        for key, size in sizes.items():
+        for state_slot, size in sizes.items():
             if taken <= MOST_BYTES and len(self._kept) < MOST_KEPT:
                 return
-            del self._kept[key]
+            del self._kept[state_slot]
             taken -= size
 
 
