@@ -37,6 +37,7 @@ class Layer(Protocol):
     layer_id: int
     spec: AttentionSpec
     weights: LatentWeights  # variant "mla" only
+    sinks: Tensor  # [heads] float32, if the spec has sinks
 
 
 class AttentionBackend(ContractHooks, ABC):
@@ -46,10 +47,10 @@ class AttentionBackend(ContractHooks, ABC):
     Implement `prepare` and `run`; with state also `commit`; with graph buffers `allocate_graph`.
     """
 
-    needs_host_lens = False  # True if a replay plans on the host (flashinfer), which needs exact lengths
-    saves_at_chunks = False  # True if recurrent layers can leave a state after any chunk of a prompt
-    captures_prompts = False  # True if a graph may hold extend rows: kernels need no lengths on the host
-    seq_len_fill = 1  # seq_len of a graph's padding row of one token
+    needs_host_lens = False  # a replay plans on the host (flashinfer)
+    saves_at_chunks = False  # recurrent layers can leave a state after any chunk
+    captures_prompts = False  # True if a graph may hold extend rows: kernels read nothing on the host
+    seq_len_fill = 1  # seq_len of a graph's padding row
 
     @property
     def linear_attn_backend(self) -> Any:
@@ -159,7 +160,10 @@ class AttentionBackend(ContractHooks, ABC):
             BackendError: extend rows cannot be captured (`captures_prompts`).
         """
         if not self.captures_prompts:
-            raise BackendError(f"{type(self).__name__} needs the lengths of prompts on the host: run them eagerly")
+            raise BackendError(
+                f"{type(self).__name__} reads lengths or slots of prompts on the host (captures_prompts is False): run "
+                "prompts eagerly"
+            )
         view = GraphView(max_bs, 1, prompts=True)
         self.allocate_graph(view)
         return view
@@ -175,17 +179,21 @@ class SegmentedAttnBackend(AttentionBackend):
         provider: library of its kernels, a name of hybridrt.kernels.core.providers; None: ours.
         auto_decode, auto_prefill: device types on which "auto" may choose it for this phase. The
             first such backend in hybridrt.recurrent.backends is chosen.
+        serves_sinks: has kernels for attention sinks.
         branch: in a captured step, runs the decode rows on a second stream if it has a GPU.
     """
 
     provider: ClassVar[str | None] = None
     auto_decode: ClassVar[tuple[str, ...]] = ()
     auto_prefill: ClassVar[tuple[str, ...]] = ()
+    serves_sinks: ClassVar[bool] = False
     branch = Branch(torch.device("cpu"))
 
     @classmethod
     def objection(cls, device: torch.device, specs: Collection[AttentionSpec]) -> str | None:
         """Why it cannot serve layers of these specs on a device; None if it can."""
+        if any(spec.sinks for spec in specs) and not cls.serves_sinks:
+            return f'{cls.__name__} has no kernels for attention sinks; use "triton" or "torch"'
         return None
 
     def run(self, layer: Layer, batch: ForwardBatch, inputs: AttentionInputs, out: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention over KVPool: shared metadata and writes, and backends without a host plan."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from hybridrt.base.device import capability
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
-from hybridrt.kernels.core.providers import objection, require, select
+from hybridrt.kernels.core.providers import provider_objection, require, select
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
 from hybridrt.kernels.core.views import by_head
 from hybridrt.kernels.state.state_commit import move_kv
@@ -30,12 +30,12 @@ class PagedMetadata:
 
     Attributes:
         decode, extend: one for each segment; None without rows.
-        plan: a library's own, from the step's first layer on.
+        plans: a library's own, by page group, from the group's first layer on.
     """
 
     decode: AttentionRows | None
     extend: AttentionPrompts | None
-    plan: Any = None
+    plans: dict[int, Any] = field(default_factory=dict)
 
 
 class PagedKVBackend(SegmentedAttnBackend):
@@ -61,6 +61,7 @@ class PagedKVBackend(SegmentedAttnBackend):
     def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
         self.kv_pool = kv_pool
         self.req_to_token_pool = req_to_token_pool
+        self._tables = req_to_token_pool.tables.unbind(1)  # of each page group
         self.branch = Branch(kv_pool.device)
         device, specs = kv_pool.device, set(kv_pool.specs.values())
         require(self.provider, type(self).__name__)
@@ -78,12 +79,14 @@ class PagedKVBackend(SegmentedAttnBackend):
                 return f'{cls.__name__} has no kernels for latent attention (variant "mla"); use "triton" or "torch"'
             if not latent and spec.v_head_dim != spec.head_dim:
                 return f"head_dim is {spec.head_dim} and v_head_dim {spec.v_head_dim}; {cls.__name__} takes equal ones"
-            if reason := objection(cls.provider, device.type):
+            if reason := provider_objection(cls.provider, device.type):
                 return reason
             if cls.head_dims and spec.dtype.itemsize != 2:
                 return f"the KV cache is {spec.dtype}, it takes bfloat16 and float16"
             if cls.head_dims and spec.head_dim not in cls.head_dims:
                 return f"head_dim is {spec.head_dim}, it takes {', '.join(map(str, cls.head_dims))}"
+        if reason := super().objection(device, specs):
+            return reason
         if specs and cls.architectures and device.type == "cuda":
             major, minor = capability(device)
             if major not in cls.architectures:
@@ -92,25 +95,40 @@ class PagedKVBackend(SegmentedAttnBackend):
         return None
 
     def _check_places(self, batch: ForwardBatch) -> None:
-        """Checks rows, and KV slots that are written and read. Waits for the device."""
+        """Checks rows and KV slots. Waits for the device."""
         table, rows, size = self.req_to_token_pool, batch.req_pool_indices, self.kv_pool.page_size
-        num_slots = (self.kv_pool.num_pages + 1) * size
         check_range("req_pool_indices", rows, table.num_rows + 1, BackendError)
         check_own("req_pool_indices", rows[: batch.num_real])
-        check_range("out_cache_loc", batch.out_cache_loc, num_slots, BackendError)
-        pages = table.req_to_token[:, ::size][rows]  # by first slots
-        starts, lens = torch.arange(pages.shape[1], device=pages.device) * size, batch.seq_lens.clone()
+        starts, lens = torch.arange(table.max_context // size, device=rows.device) * size, batch.seq_lens.clone()
         spec, split = batch.spec_info, batch.num_decode_rows
-        if spec is not None and spec.num_drafts is not None:  # padding drafts, the last tokens of a row, have no page
+        if spec is not None and spec.num_drafts is not None:  # padding drafts have no page
             lens[:split] -= spec.tokens_per_row - 1 - spec.num_drafts[:split]
-        check_range("req_to_token", torch.where(starts < lens[:, None], pages, 0), num_slots, BackendError)
+        for group, num_pages in enumerate(self.kv_pool.num_pages):
+            num_slots, pages = (num_pages + 1) * size, self._tables[group][:, ::size][rows]  # by first slots
+            check_range("out_cache_loc", self._places(group, batch), num_slots, BackendError)
+            check_range("req_to_token", torch.where(starts < lens[:, None], pages, 0), num_slots, BackendError)
+
+    @staticmethod
+    def _places(group: int, batch: ForwardBatch) -> Tensor:
+        """[N] token slots of the new tokens in a page group."""
+        places = batch.out_cache_loc
+        return places if places.dim() == 1 else places[group]
+
+    def layer_table(self, layer: Layer) -> Tensor:
+        """[R + 1, max_context] int32 token slots in a layer's page group."""
+        return self._tables[self.kv_pool.group_of(layer.layer_id)]
+
+    def layer_places(self, layer: Layer, batch: ForwardBatch) -> Tensor:
+        """[N] token slots of the new tokens in a layer's page group."""
+        return self._places(self.kv_pool.group_of(layer.layer_id), batch)
 
     def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
         if graph is not None:
             check_graph_batch(batch, graph)
         else:
             check_eager_batch(batch, self._check_places)
-            check_written_places(batch, self.req_to_token_pool.req_to_token)
+            for group, table in enumerate(self._tables[: len(self.kv_pool.windows)]):
+                check_written_places(batch, self._places(group, batch), table)
         decode = self._decode_segment(batch) if batch.num_decode_rows else None
         extend = self._extend_segment(batch) if batch.num_extend_rows and graph is None else None
         batch.metadata[self] = PagedMetadata(decode, extend)
@@ -121,7 +139,7 @@ class PagedKVBackend(SegmentedAttnBackend):
 
     @staticmethod
     def _decode_segment(batch: ForwardBatch) -> AttentionRows:
-        """Lengths of a captured step are not bounded. All its rows are decode rows."""
+        """Lengths of a captured step are not bounded."""
         split, spec, lens = batch.num_decode_rows, batch.spec_info, batch.seq_lens_cpu
         mask, drafts = (None, None) if spec is None else (spec.mask, spec.num_drafts)
         return AttentionRows(
@@ -147,7 +165,7 @@ class PagedKVBackend(SegmentedAttnBackend):
         (cache,), cos_sin = self.kv_pool.held(layer.layer_id), None if rope is None else rope.cos_sin
         heads = q.view(q.shape[0], layer.spec.num_heads, -1)
         written: Tensor = self._write_latent(
-            heads, k, layer.weights, batch.positions, cos_sin, cache, batch.out_cache_loc
+            heads, k, layer.weights, batch.positions, cos_sin, cache, self.layer_places(layer, batch)
         )
         return written.flatten(1)
 
@@ -156,14 +174,14 @@ class PagedKVBackend(SegmentedAttnBackend):
         heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
         rotated: Tensor = self._rotary_write_kv(
             q.view(heads), k.view(kv_heads), v.view(kv_heads), batch.positions, rope,
-            KVPlaces(*self.kv_pool.layer(layer.layer_id), batch.out_cache_loc),
+            KVPlaces(*self.kv_pool.layer(layer.layer_id), self.layer_places(layer, batch)),
         )  # fmt: skip
         return rotated.view(q.shape[0], -1)
 
     def save_kv(self, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch) -> None:
         k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
         shape = (k.shape[0], layer.spec.num_kv_heads, layer.spec.head_dim)
-        self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, batch.out_cache_loc)
+        self._write_kv(k.view(shape), v.view(shape), k_cache, v_cache, self.layer_places(layer, batch))
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
         """Moves the KV of accepted inputs together: `path` says where it is."""
@@ -172,11 +190,12 @@ class PagedKVBackend(SegmentedAttnBackend):
         n, tokens = path.shape
         first = (batch.seq_lens[:n] - tokens).unsqueeze(1)
         order = torch.arange(tokens, device=path.device)
-        table, rows = self.req_to_token_pool.req_to_token, batch.req_pool_indices[:n].unsqueeze(1)
-        kept = order < accepted.unsqueeze(1)
-        source, destination = (table[rows, first + at].masked_fill(~kept, 0) for at in (path, order))
-        for cache in self.kv_pool.tensors:
-            move_kv(cache, source.flatten(), destination.flatten())
+        rows, kept = batch.req_pool_indices[:n].unsqueeze(1), order < accepted.unsqueeze(1)
+        moves = [
+            [table[rows, first + at].masked_fill(~kept, 0).flatten() for at in (path, order)] for table in self._tables
+        ]
+        for cache, group in zip(self.kv_pool.tensors, self.kv_pool.tensor_groups):
+            move_kv(cache, *moves[group])
 
 
 class PagedAttnBackend(PagedKVBackend):
@@ -214,4 +233,5 @@ class PagedAttnBackend(PagedKVBackend):
 
     def layer_kv(self, layer: Layer) -> PagedKV:
         caches, spec = self.kv_pool.layer(layer.layer_id), layer.spec
-        return PagedKV(*caches, self.req_to_token_pool.req_to_token, spec.scale, spec.sliding_window)
+        sinks = layer.sinks if spec.sinks else None
+        return PagedKV(*caches, self.layer_table(layer), spec.scale, spec.sliding_window, sinks)

@@ -1,7 +1,7 @@
 """Keeps the caller's torch settings away from the engine: autocast, default device, grad mode.
 
-The default dtype has no guard: it belongs to the whole process, so another thread of the
-application would see it change. Instead every tensor of hybridrt is made with an explicit dtype.
+The default dtype has no guard, because it belongs to the whole process. Instead every tensor of
+hybridrt is made with an explicit dtype.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,15 +20,13 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 
 class _Nondeterministic:
-    """Switches deterministic algorithms off while at least one thread is inside.
-
-    The switch belongs to the process. On a GPU it makes cuBLAS and other libraries raise; on a CPU
-    it changes no result and stays as it is.
+    """Switches deterministic algorithms off while at least one thread is inside. The switch belongs
+    to the process. On a GPU it makes libraries raise.
     """
 
     def __init__(self) -> None:
         self._lock, self._inside = Lock(), 0
-        self._found: bool | None = None  # warn_only, as it was; None: there is nothing to put back
+        self._found: bool | None = None  # None: nothing to put back
 
     def __enter__(self) -> None:
         with self._lock:
@@ -51,7 +49,7 @@ _NONDETERMINISTIC = _Nondeterministic()
 def undisturbed() -> AbstractContextManager[None]:
     """A context in which this thread has torch's default state. The caller's state is restored
     afterwards."""
-    # Takes a microsecond; `torch.get_default_device` would take four.
+    # Faster than `torch.get_default_device`.
     usual = (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
@@ -66,8 +64,7 @@ def undisturbed() -> AbstractContextManager[None]:
 @contextmanager
 def _as_usual() -> Iterator[None]:
     with ExitStack() as stack:
-        # Leaving inference mode comes first: it sets grad mode. Tensors made here are used outside
-        # of it.
+        # First, because it sets grad mode. Tensors made here are used outside of it.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for kind in _DEVICE_TYPES:

@@ -7,10 +7,8 @@ from types import FrameType, TracebackType
 
 
 class _Note:
-    """The handler of a context: notes that SIGINT has come.
-
-    If an exception kept the context from being left, the context may be garbage. Then the handler
-    restores and calls Python's own.
+    """Notes that SIGINT has come. If its context is garbage, the handler restores Python's own and
+    calls it.
     """
 
     def __init__(self, context: "Interrupts") -> None:
@@ -52,7 +50,7 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._note is not None:
             Interrupts._outermost = None
-            if signal.getsignal(signal.SIGINT) is self._note:  # else it was changed meanwhile
+            if signal.getsignal(signal.SIGINT) is self._note:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.waiting:
             self.raise_if_interrupted()

@@ -1,7 +1,7 @@
 """Linear layers of named segments, sharded over tensor-parallel ranks.
 
 A merged weight holds several checkpoint matrices with one input (ColumnLinear) or one output
-(RowLinear). It needs fewer GEMMs; names keep each matrix loadable and scalable.
+(RowLinear): fewer GEMMs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from hybridrt.kernels.dense.skinny_linear import Activation
 from hybridrt.layers.methods import Part, make_linear
 from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter, unchanged
 
-# What a block adds, and the residual to add it to, [T, hidden] each. None: already added.
+# What a block adds, and the residual [T, hidden]; None: already added.
 Summands = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -40,7 +40,7 @@ class _SegmentedLinear(nn.Module):
 
     Args:
         name: prefix of piece names, unique in the model.
-        width: of the other dimension.
+        width: size of the other dimension.
     """
 
     dim: ClassVar[int]
@@ -65,7 +65,7 @@ class _SegmentedLinear(nn.Module):
         sizes, shards = {n: self.segments[n].size for n in names}, self.segments[name].shards
 
         def select(t: torch.Tensor) -> torch.Tensor:
-            # split, unlike narrow, raises unless the sizes add up to the whole tensor.
+            # split, unlike narrow, raises for wrong sizes.
             parts = dict(zip(sizes, rearrange(t).split([*sizes.values()], self.dim)))
             return self.tp.shard(parts[name], self.dim, shards)
 
@@ -115,22 +115,27 @@ class ColumnLinear(_SegmentedLinear):
 
 class RowLinear(_SegmentedLinear):
     """y = sum over ranks of x W^T, + b, with a sharded input: x [T, sum of local segments], y [T,
-    out]."""
+    out].
+
+    Attributes:
+        adds: whether `onto` may add the residual itself. False if y is normed first.
+    """
 
     dim = 1
+    adds = True
 
     def forward(self, x: torch.Tensor, tail: torch.Tensor | None = None, reduce: bool = True) -> torch.Tensor:
         """y of x, or of [x, tail], which then need no common tensor. `reduce` False: this rank's
         summand, for a caller with a sum over ranks of its own."""
-        # One rank adds the bias, so that the sum over ranks has it once.
+        # One rank: the sum has it once.
         bias = self.bias if self.tp.rank == 0 else None
         y = self.method.apply(x, bias, tail=tail)
         return self.tp.all_reduce(y) if reduce and self.tp.size > 1 else y
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> Summands:
         """`forward`, and the residual to add it to. May overwrite `residual`."""
-        adds = self.bias is None and x.shape[0] >= self.method.adds_from and residual.dtype == x.dtype
-        # One rank adds the residual or the bias, so that the sum over ranks has it once.
+        adds = self.adds and self.bias is None and x.shape[0] >= self.method.adds_from and residual.dtype == x.dtype
+        # One rank: the sum has it once.
         if adds and self.tp.rank == 0:
             y = self.method.apply_onto(residual, x, tail)
         else:
@@ -143,7 +148,8 @@ class RowLinear(_SegmentedLinear):
         return list(like.new_empty(like.shape[0], sum(self.sizes)).split_with_sizes(self.sizes, dim=-1))
 
     def targets(self, key: str, name: str, *, scale: float = 1.0) -> CheckpointMap:
-        """Targets of `key`.weight (and .bias), which reads segment `name`. `scale`: of its output."""
+        """Targets of `key`.weight (and .bias), which reads segment `name`. `scale`: factor of its
+        output."""
         found = self.method.targets(key, [self._part([name], name, scale)])
         if self.bias is not None and self.segments[name].bias:
             piece = Piece(f"{self.name}.{name}.bias", self.bias.data, unchanged, scale, accumulate=True)

@@ -1,7 +1,7 @@
 """How linear layers and experts store weights and compute: the protocol, and dense weights.
 
 A method owns its parameters and names the checkpoint tensors that fill them. Packages add methods
-by entry points of the group `hybridrt.linear_methods`, "name = module:class".
+by entry points of `hybridrt.linear_methods`, "name = module:class".
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, para
 if TYPE_CHECKING:
     from hybridrt.layers.norm import RMSNorm
 
-SKINNY_ON = ("cuda",)  # kinds of device that have the kernel for few tokens
+SKINNY_ON = ("cuda",)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Part:
     Attributes:
         name: prefix of piece names, unique in the model.
         dim: the weight's segments are rows (0, outputs) or columns (1, inputs).
-        start, size: of the segment in the weight, along `dim`.
+        start, size: place of the segment in the weight, along `dim`.
         select: takes a checkpoint tensor with the matrix's rows (columns) at `dim` to this rank's.
         scale: multiplier of the matrix. The method chooses the numbers to multiply.
     """
@@ -78,7 +78,7 @@ class ExpertsMethod(Method, ABC):
     """A stack of experts: up [E, rows, in], down [E, in, size].
 
     Args:
-        count: E. rows: of up: `size`, or twice as many, with the gate first.
+        count: E. rows: rows of up: `size`, or twice as many, with the gate first.
     """
 
     @abstractmethod
@@ -91,10 +91,12 @@ class ExpertsMethod(Method, ABC):
     @abstractmethod
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        limit: float | None = None,
+        limit: float | None = None, alpha: float | None = None,
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """[T, in] to this rank's part of [T, in]. weights, ids [T, k] as in `fused_experts`, the
-        others as in ExpertStack."""
+        others as in ExpertStack; biases of up and down. Without that of down another rank adds
+        it."""
 
 
 class LinearMethod(Method, ABC):
@@ -158,9 +160,11 @@ class DenseExperts(ExpertsMethod):
 
     def apply(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        limit: float | None = None,
+        limit: float | None = None, alpha: float | None = None,
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        return fused_experts(x, ExpertStack(self.up, self.down, activation, limit), weights, ids)
+        stack = ExpertStack(self.up, self.down, activation, limit, alpha, *(biases or ()))
+        return fused_experts(x, stack, weights, ids)
 
 
 class DenseMethod(LinearMethod):
@@ -171,7 +175,7 @@ class DenseMethod(LinearMethod):
 
     experts = DenseExperts
     merges_inputs = True
-    adds_from = 1024  # the next norm then moves half the bytes; with fewer tokens, this makes no difference
+    adds_from = 1024  # the next norm then moves half the bytes
 
     def __init__(self, out_features: int, in_features: int, build: Build) -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
@@ -236,7 +240,7 @@ class MixedMethod(LinearMethod):
             one input, and their products are added.
     """
 
-    def __init__(self, runs: Sequence[tuple[LinearMethod, int]], dim: int) -> None:  # wraps existing methods
+    def __init__(self, runs: Sequence[tuple[LinearMethod, int]], dim: int) -> None:
         self.runs, self.sizes, self.dim = [method for method, _ in runs], [size for _, size in runs], dim
 
     def parameters(self) -> dict[str, nn.Parameter]:

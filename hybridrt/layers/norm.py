@@ -1,4 +1,4 @@
-"""RMS norms. Weights are float32: a zero-centred (1 + w) would lose bits in bfloat16."""
+"""RMS norms with float32 weights, because a zero-centred (1 + w) would lose bits in bfloat16."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ class GatedRMSNorm(nn.Module):
 
     Args:
         size: width on this rank. `group_size` divides it, or is the width over all ranks.
-        activation: of the gate.
+        activation: activation of the gate.
     """
 
     def __init__(

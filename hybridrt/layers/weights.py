@@ -38,9 +38,9 @@ def unchanged(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
-# A part of a tensor: the key that it would have alone, and how to select it.
+# The part's own key, and how to select it.
 TensorPart = tuple[str, Transform]
-# Integers and float8 are refused: they need scales, which dense weights do not apply.
+# Integers and float8 need scales, which dense weights do not apply.
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

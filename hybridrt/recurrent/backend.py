@@ -38,7 +38,7 @@ class RecurrentLayer(Protocol):
 
 
 LayerT = TypeVar("LayerT", bound=RecurrentLayer)
-# A kind's NamedTuple of tensors [T, ...], decode rows first. Only its last ones may be None.
+# Tensors [T, ...], decode rows first. Only the last may be None.
 InputsT = TypeVar("InputsT", bound=tuple[Any, ...])
 
 UNCOMMITTED = (
@@ -62,8 +62,9 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     """
 
     kind: str
-    inputs: ClassVar[type[tuple[Any, ...]]]  # the record that a mixer passes
-    scan: ClassVar[str | None] = None  # the operation of its chunks, if libraries have it
+    inputs: ClassVar[type[tuple[Any, ...]]]
+    scan: ClassVar[str | None] = None  # operation of its chunks, if libraries have it
+    extend_in_graphs: ClassVar[bool] = False  # True if `extend` reads no tensor on the host: graphs may hold it
 
     def __init__(
         self, *, layers: Mapping[int, LayerT], req_to_token_pool: HybridReqToTokenPool, chunk_size: int
@@ -83,7 +84,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         self.layer_cache: Callable[[int], LayerCache] = self.mamba_pool.layer_cache
         self.chunk_size = chunk_size
         self.branch = Branch(req_to_token_pool.req_to_state_slot.device)
-        self._others: list[MambaAttnBackendBase[Any, Any]] = []  # backends that this one plans and commits for
+        self._others: list[MambaAttnBackendBase[Any, Any]] = []  # planned and committed by this one
         self._lead: ReferenceType[MambaAttnBackendBase[Any, Any]] | None = None  # None: plans for itself
         self._last: ForwardMetadata | None = None  # the last step with a commit to come
         self.mamba_pool.set_decays({i: partial(self.ring_decay, layer) for i, layer in layers.items()})
@@ -98,7 +99,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             member.lead = first
         return first
 
-    # Weak: a counted reference to itself would keep the pools until garbage is collected.
+    # A reference to itself would keep the pools until garbage is collected.
     @property
     def members(self) -> "list[MambaAttnBackendBase[Any, Any]]":
         return [self, *self._others]
@@ -147,23 +148,25 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
 
     @abstractmethod
     def decode(self, layer: LayerT, inputs: InputsT, segment: DecodeSegment, out: Tensor | None = None) -> Tensor:
-        """Decode or verify rows: [n * tokens_per_row, width], maybe in `out`."""
+        """Decode or verify rows: [n * tokens_per_row, width]. The result may be written to `out` and
+        returned, or `out` is ignored. Graphs hold this method: it must not wait for the device."""
 
     @abstractmethod
     def extend(self, layer: LayerT, inputs: InputsT, segment: ExtendSegment, out: Tensor | None = None) -> Tensor:
-        """Prompt chunks: [tokens, width], maybe in `out`."""
+        """Prompt chunks: [tokens, width]. The result may be written to `out` and returned, or `out`
+        is ignored."""
 
     def _extend_in_passes(
         self, layer: LayerT, inputs: InputsT, segment: ExtendSegment, out: Tensor | None = None
     ) -> Tensor:
-        """Runs a segment, then its later ones. Outputs of later ones replace the segment's."""
+        """Replaces the segment's outputs by those of later ones."""
         taken = (take_tokens(inputs, tokens) for tokens, _ in segment.later)
         chosen = [type(inputs)(*parts) for parts in taken]  # type: ignore[arg-type]
         outputs = self.extend(layer, inputs, segment, out)
         for (tokens, later), part in zip(segment.later, chosen, strict=True):
             replaced = self.extend(layer, part, later)
             if later.real is not None:
-                # Padding is token 0, which the first pass computes: its output stays.
+                # Padding is token 0, which keeps its output.
                 replaced = torch.where(later.real.view(-1, *[1] * (replaced.ndim - 1)), replaced, outputs[:1])
             outputs.index_copy_(0, tokens, replaced)
         return outputs
@@ -195,7 +198,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             )
         step = self._plan(batch) if graph is None else self._plan_graph(batch, graph)
         step.previous = self._uncommitted()
-        # A plain decode graph commits itself. A capture has no rows to commit.
+        # A plain decode graph commits itself; a capture has no rows.
         commits = batch.num_decode_rows > 0 if graph is None else batch.num_real > 0 and tokens > 1
         step.open = commits and self._leaves_state(tokens)
         if step.open:
@@ -204,7 +207,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             batch.metadata[member] = step
 
     def _uncommitted(self) -> ForwardMetadata | None:
-        """The last prepared step with a commit to come. Forgets closed steps after it."""
+        """Forgets closed steps after it."""
         while self._last is not None and not self._last.open:
             self._last = self._last.previous
         return self._last
@@ -222,7 +225,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
         return batch.extend_passes[0].chunk_plans if batch.extend_passes else batch.chunk_plans or {}
 
     def _check_places(self, batch: ForwardBatch) -> None:
-        """Checks rows, and state slots that are read and written. Waits for the device."""
+        """Checks rows and states. Waits for the device."""
         end = self.mamba_pool.num_slots + 1
         check_range("req_pool_indices", batch.req_pool_indices, self.pools.num_rows + 1, BackendError)
         state_slots = self.pools.state_slots(batch.req_pool_indices[: batch.num_real])
@@ -238,7 +241,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             check_range("chunk_slots of saved states", saved.chunk_slots, end, BackendError)
 
     def _plan_graph(self, batch: ForwardBatch, view: GraphView) -> ForwardMetadata:
-        """Fills the view's buffers, which the graph reads, in stream order."""
+        """Fills the view's buffers, which the graph reads."""
         check_graph_batch(batch, view)
         if self._uncommitted() is not None:
             raise BackendError(UNCOMMITTED)
@@ -253,7 +256,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     @property
     def captures_prompts(self) -> bool:  # type: ignore[override]
         device = self.pools.req_to_state_slot.device.type
-        return not any(member.scan and needs_host(member.scan, device) for member in self.members)
+        return all(m.extend_in_graphs and not (m.scan and needs_host(m.scan, device)) for m in self.members)
 
     def prepare_in_graph(self, batch: ForwardBatch) -> None:
         if batch.num_extend_rows:
@@ -278,14 +281,14 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             raise BackendError(UNCOMMITTED)
         if split := batch.num_decode_rows:
             step.decode = self._decode_segment(batch, DecodeBuffers.allocate(split, batch.seq_lens.device))
-            end_launches(batch.seq_lens.device)  # the layer's first kernel may start early and read these buffers
+            end_launches(batch.seq_lens.device)  # the layer's first kernel may read these early
         if batch.num_extend_rows:
             step.extends = self._extend_segments(batch, step.plans)
         step.begun, step.previous = True, None
         return step
 
     def _leaves_state(self, tokens: int) -> bool:
-        """Whether `commit` writes the state of such a step."""
+        """Whether `commit` writes its state."""
         mode = self.mamba_pool.spec.mode
         return mode == "replay" or (mode == "intermediate" and tokens > 1)
 
@@ -294,7 +297,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             step.open = False
 
     def _decode_segment(self, batch: ForwardBatch, buffers: DecodeBuffers) -> DecodeSegment:
-        """Decode rows with their present slots, positions and ring cursors."""
+        """Adds present slots, positions and ring cursors."""
         split, tokens, spec = batch.num_decode_rows, batch.tokens_per_row, batch.spec_info
         rows, num_real = batch.req_pool_indices[:split], min(batch.num_real, split)
         fill_decode_metadata(buffers, rows, batch.seq_lens[:split], num_real, tokens, self.mamba_pool.tables)
@@ -321,10 +324,8 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
 
     @staticmethod
     def _pass_segments(passes: Sequence[ExtendPass], state_slots: Tensor, padded: bool) -> dict[int, ExtendSegment]:
-        """The first pass's segment by chunk size, with later passes attached.
-
-        Args:
-            padded: token 0 in a later pass is padding.
+        """Returns the first pass's by chunk size, with later passes attached. `padded`: token 0 in
+        a later pass is padding.
         """
         later: dict[int, list[tuple[Tensor, ExtendSegment]]] = {}
         found: dict[int, ExtendSegment] = {}

@@ -51,7 +51,7 @@ class HybridLinearAttnBackend(AttentionBackend):
         given = linear_attn_backend or ()
         self.linear_attn_backends = tuple(given) if isinstance(given, Sequence) else (given,)
         self.full_attn_backend = full_attn_backend
-        # Recurrent layers take padding from num_real, not from lengths.
+        # Recurrent layers take padding from num_real.
         self.seq_len_fill = full_attn_backend.seq_len_fill
         self.needs_host_lens = bool(full_attn_layers) and full_attn_backend.needs_host_lens
         kinds = [backend.kind for backend in self.linear_attn_backends]
@@ -60,7 +60,7 @@ class HybridLinearAttnBackend(AttentionBackend):
         self.routes: dict[tuple[int, str | None], AttentionBackend] = {}
         self.routes |= {(i, None): full_attn_backend for i in full_attn_layers}
         self.routes |= {(i, backend.kind): backend for backend in self.linear_attn_backends for i in backend.layers}
-        # Without attention layers (Falcon-Mamba) there is nothing to plan.
+        # A model may have no attention layers (Falcon-Mamba).
         self.backends: list[AttentionBackend] = [full_attn_backend] * bool(full_attn_layers)
         if self.linear_attn_backends:
             self.backends.append(MambaAttnBackendBase.join(self.linear_attn_backends))

@@ -88,7 +88,7 @@ class Draft:
             return self.first(next(n for n in range(1, len(self) + 1) if ends(self.tokens[:n])))
         tokens, parents, places, paths = list[int](), list[int](), [0], list[list[int] | None]([[]])
         for token, parent in zip(self.tokens, self.parents, strict=True):
-            path = paths[parent]  # None: the request has ended there or before
+            path = paths[parent]  # None: it has ended
             if path is not None:
                 path = [*path, token]
                 tokens.append(token)

@@ -19,7 +19,7 @@ class RowColumns:
 
     Attributes:
         computed: tokens with KV and state.
-        output_index: of the next token to sample: sampled tokens, unread ones included.
+        output_index: number of sampled tokens, including those the host has not read.
         prefill_end: tokens to compute before decoding starts.
         max_output: output tokens at which the request ends.
         capacity: tokens that the lent KV pages hold; UNLIMITED in a model without attention.

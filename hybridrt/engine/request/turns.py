@@ -12,7 +12,7 @@ from hybridrt.base.ambient import undisturbed
 from hybridrt.base.errors import EngineError, UnavailableError
 from hybridrt.base.interrupts import Interrupts
 
-_HELD = nullcontext()  # a turn of the thread that has its turn
+_HELD = nullcontext()  # the turn of the thread that has it
 
 
 class Turns:
@@ -26,11 +26,11 @@ class Turns:
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
-        self._mutex = RLock()  # not Lock: the collector may run finalizers in here
+        self._mutex = RLock()  # reentrant: finalizers may run in here
         self._line: deque[tuple[Lock, int]] = deque()
         self._owner: int | None = None
         self._process = os.getpid()
-        self._entered: list[AbstractContextManager[None]] = []  # by the owner, with `with turns`
+        self._entered: list[AbstractContextManager[None]] = []  # turns that the owner has entered with `with turns`
 
     def __enter__(self) -> None:
         turn = _HELD if self._owner == get_ident() else self._turn(wait=True)
@@ -41,7 +41,7 @@ class Turns:
         self._entered.pop().__exit__(kind, error, tb)
 
     @property
-    def here(self) -> bool:
+    def in_own_process(self) -> bool:
         """False in a process that was forked from the one that made this."""
         return os.getpid() == self._process
 
@@ -72,9 +72,7 @@ class Turns:
                 self._hand_on()
 
     def _take(self, wait: bool) -> None:
-        """Takes the turn, or waits in line for it. EngineError if it is taken and `wait` is False,
-        or in a fork.
-        """
+        """Waits for it, or raises EngineError if it is taken and `wait` is False, or in a fork."""
         self.check_process()
         with self._mutex:
             if self._owner is None:
@@ -89,7 +87,7 @@ class Turns:
             gate.acquire()
             self._line.append((gate, get_ident()))
         try:
-            gate.acquire()  # the thread that ends its turn releases it
+            gate.acquire()
         except BaseException:
             self._give_up(gate)
             raise

@@ -6,7 +6,7 @@ from hybridrt.engine.text.stop_strings import StopStrings
 from hybridrt.engine.text.tokenizer import Tokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_CONTEXT = 6  # prompt tokens that decide how the first output token reads (leading space, a split character)
+_CONTEXT = 6  # that decide how the first output token reads
 
 
 class Detokenizer:
@@ -44,7 +44,7 @@ class Detokenizer:
         self._stop, self._include_stop = stop, include_stop
         self._stop_state = 0
         self.stopped_by: str | None = None
-        self._text = ""  # not read yet
+        self._text = ""
         self._window = list(prompt[-_CONTEXT:])
         self._read = len(self._window)
         self._known = len(self._decode(self._window))
@@ -56,7 +56,7 @@ class Detokenizer:
         text = self._decode(window)
         known = self._known
         if len(text) <= known:
-            # Special tokens in a row: decoding all of them in each step would take quadratic time.
+            # Decoding a row of special tokens each step would take quadratic time.
             del window[self._read : -_CONTEXT]
             return False
         if text.endswith(_INCOMPLETE):
@@ -95,9 +95,9 @@ class Detokenizer:
         self._text += fresh
         if self._stop is None:
             return False
-        self._stop_state, behind = self._stop.scan(self._stop_state, fresh)
-        if behind and may_stop:
-            start = len(self._text) - behind
+        self._stop_state, past = self._stop.scan(self._stop_state, fresh)
+        if past and may_stop:
+            start = len(self._text) - past
             self.stopped_by = self._stop.string_at(self._text, start)
             self._text = self._text[: start + len(self.stopped_by) * self._include_stop]
-        return behind > 0 and may_stop
+        return past > 0 and may_stop

@@ -74,7 +74,7 @@ def token_ids(ids: Ids) -> list[int]:
 
 
 def _is_token_id(value: object) -> bool:
-    """True for integers of Python, numpy and torch. A bool is not a token id."""
+    """True for Python, numpy and torch, but not for a bool."""
     if isinstance(value, (np.ndarray, torch.Tensor)):
         return value.ndim == 0 and _is_integer_array(value)
     return is_number(value, Integral)
@@ -91,7 +91,7 @@ def _only_value(prompt: Mapping[Any, Any]) -> object:
 
 def _is_integer_array(array: npt.NDArray[Any] | torch.Tensor) -> bool:
     if isinstance(array, np.ndarray):
-        return array.dtype.kind in "iu"  # a duration, too, is one of numpy's integers
+        return array.dtype.kind in "iu"  # a duration is a numpy integer, too
     if array.is_meta or array.is_quantized or array.layout is not torch.strided:
         return False
     return not array.dtype.is_floating_point and not array.dtype.is_complex and array.dtype != torch.bool

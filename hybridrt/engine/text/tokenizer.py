@@ -20,15 +20,12 @@ from hybridrt.base.files import CONFIG_BYTES, TOKENIZER_BYTES, check_file
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # for every loader of transformers
-# Most characters that normal form C and its kin join: no canonical decomposition is longer (UAX
-# 15).
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+# No canonical decomposition is longer (UAX 15).
 _COMPOSED = 4
-# Text of which only the last tokens are used is tokenised whole: a suffix alone may become other
-# tokens. It may be as long as a prompt that is used whole, and at least this long.
+# Tokenised whole if only the last tokens are used: a suffix alone may become other tokens.
 _MAX_TRUNCATED = 2**20
-# Characters a token in long text: three to five are usual. Longer text is refused if its beginning
-# alone has too many tokens. At the cut, some tokens may differ from those of the whole text.
+# Characters a token in long text: three to five are usual. Tokens at a cut may differ.
 _USUAL, _AT_CUT = 8, 1024
 
 
@@ -53,7 +50,7 @@ class HFTokenizer:
     and a regular expression of theirs may fail on one text alone.
 
     Raises:
-        CheckpointError: by every method, if the tokenizer's files make it fail.
+        CheckpointError: the tokenizer's files make a method fail.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -73,7 +70,7 @@ class HFTokenizer:
 
     @cached_property
     def _plain(self) -> bool:
-        """The backend alone decodes: calling it directly takes a third of the time."""
+        """Whether the backend alone decodes, in a third of the time."""
         from transformers import PreTrainedTokenizerFast
 
         kind, fast = type(self.hf), PreTrainedTokenizerFast
@@ -96,7 +93,7 @@ class HFTokenizer:
         try:
             if self._plain:
                 return self.hf.backend_tokenizer.decode(token_ids, **options)
-            # Cleaning up spaces would change text that has already been streamed.
+            # Cleaning up spaces would change streamed text.
             return self.hf.decode(token_ids, clean_up_tokenization_spaces=False, **options)
         except BaseException as e:
             _raise(e)
@@ -126,7 +123,7 @@ def encode_prompt(
     (repeated spaces). Of other text that is too long only the beginning is tokenised.
 
     Args:
-        bare: as `encode_bare` does.
+        bare: without special tokens, like `encode_bare`.
         truncated: the caller uses only the last tokens. Then the text may always have
             _MAX_TRUNCATED (2**20) characters.
 
@@ -152,9 +149,7 @@ def encode_prompt(
 
 
 def _check_beginning(tokenizer: Tokenizer, text: str, max_tokens: int) -> None:
-    """Raises PromptTooLongError if the beginning of long text has too many tokens: tokenising
-    megabytes to refuse them would take seconds.
-    """
+    """Raises early: tokenising megabytes would take seconds."""
     length = _USUAL * (max_tokens + _AT_CUT)
     if len(text) <= length:
         return
@@ -192,7 +187,7 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
     directory = Path(path)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer  # slow to import, and not needed for token ids alone
+    from transformers import AutoTokenizer  # slow to import
 
     _check_kinds(directory)
     asks_for_code = _check_settings(directory)
@@ -215,9 +210,7 @@ def load_tokenizer(path: str | Path) -> HFTokenizer | None:
 
 
 def _read_config(directory: Path) -> Any:
-    """config.json as transformers reads it to choose a class of tokenizer, as AutoTokenizer does.
-    It checks fields that hybridrt does not read. None without the file.
-    """
+    """Reads what AutoTokenizer reads: hybridrt does not check all fields. None without the file."""
     from transformers import AutoConfig, PreTrainedConfig
 
     if not (directory / "config.json").exists():
@@ -225,7 +218,7 @@ def _read_config(directory: Path) -> Any:
     try:
         try:
             return AutoConfig.from_pretrained(str(directory), **_LOCAL)
-        except (ValueError, OSError):  # a kind of model that transformers does not know
+        except (ValueError, OSError):  # unknown to transformers
             return PreTrainedConfig.from_pretrained(str(directory), **_LOCAL)
     except BaseException as e:
         if not is_failure(e):
@@ -237,9 +230,7 @@ def _read_config(directory: Path) -> Any:
 
 
 def _check_kinds(directory: Path) -> None:
-    """CheckpointError for a file that is not regular or too large: transformers reads files by
-    name, whole, and one may not end.
-    """
+    """Raises CheckpointError for large or endless files: transformers reads them whole."""
     for file in directory.iterdir():
         if file.suffix in (".json", ".jinja", ".model", ".txt") and file.exists():
             try:
@@ -249,12 +240,8 @@ def _check_kinds(directory: Path) -> None:
 
 
 def _check_settings(directory: Path) -> bool:
-    """True if the files ask for code of the checkpoint. transformers loads whatever class they name
-    without our option: a model's class would ask on the terminal and run code, so only tokenizers
-    pass.
-
-    Raises:
-        CheckpointError: a file is damaged, or names a class that is no tokenizer.
+    """True if the files ask for code of the checkpoint. transformers loads whatever class they
+    name, and a model's class would run code: CheckpointError for all but tokenizers.
     """
     import transformers
 

@@ -20,7 +20,7 @@ def rotate(q: Tensor, k: Tensor, rope: Rope, by: tuple[Tensor, Tensor]) -> tuple
     cos, sin = by
     normed_q = q if rope.q_weight is None else rms_norm.reference(q, rope.q_weight, rope.eps)
     normed_k = k if rope.k_weight is None else rms_norm.reference(k, rope.k_weight, rope.eps)
-    # One tensor halves the operations: their number bounds a decode step on a CPU.
+    # One tensor halves the operations, which bound a decode step on a CPU.
     heads, half = torch.cat((normed_q, normed_k), dim=1).float(), cos.shape[2]
     first, second, _ = heads.split_with_sizes((half, half, heads.shape[2] - 2 * half), dim=-1)
     rotated = (first * cos).addcmul_(second, sin, value=-1)

@@ -70,7 +70,7 @@ def chunk_lists(
 ) -> ChunkArrays[list[int]]:
     """The tensors of a ChunkPlan, as lists. `cuts`: tokens of each request after which a chunk also
     ends; 0 for none."""
-    # A loop is faster than array operations: most steps have few chunks. The device waits for this.
+    # Most steps have few chunks: a loop is fastest.
     ends, requests, first_chunks, last_chunks, start = [0], list[int](), list[int](), list[int](), 0
     for request, (done, length) in enumerate(zip(computed, new)):
         end = start + length

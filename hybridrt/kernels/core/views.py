@@ -1,7 +1,6 @@
 """Views and copies that keep strides.
 
-Triton compiles kernels by the strides of their arguments: other strides would cause a compilation
-during serving.
+Triton compiles kernels by the strides of their arguments.
 """
 
 from collections import defaultdict
@@ -36,7 +35,7 @@ def take_tokens(inputs: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor 
     for (_, stride, _), parts in merged.items():
         first = min(t.storage_offset() for t in parts.values())
         width = max(t.storage_offset() + _span(t) for t in parts.values()) - first
-        if width > stride and len(parts) > 1:  # they are in different rows of one storage
+        if width > stride and len(parts) > 1:
             for i, t in parts.items():
                 (taken[i],) = take_tokens((t,), tokens)
             continue

@@ -31,8 +31,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.device.type == "cpu" and x.numel() == weight.numel() and eps > 0:
-        # torch.rms_norm is six operations on a CPU. For one row, a product adds the mean square to
-        # epsilon.
+        # torch.rms_norm is six operations on a CPU. For one row, a product does.
         row = x.reshape(1, -1)
         scale = torch.addmm(_as_tensor(eps), row, row.t(), alpha=1 / row.shape[1]).rsqrt_()
         return torch.mul(x, weight).mul_(scale)

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from hybridrt.kernels.core.decay_sums import decay_sums, finite_rates, left
+from hybridrt.kernels.core.decay_sums import decay_sums, exp_of, finite_rates
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.mamba.mamba2_common import scan_prompts
@@ -30,7 +30,7 @@ def mamba2_chunk_scan(
     Returns:
         [T, H, P] in x's dtype: `out`, if given.
     """
-    # This is the CPU path too; there it is fastest with chunks of 64 to 128 tokens
+    # On a CPU this is fastest with chunks of 64 to 128 tokens.
     y = scan_prompts(inputs, weights, state, prompts, partial(_chunk_step, finite_rates(weights.A)))
     return y if out is None else out.copy_(y)
 
@@ -40,9 +40,9 @@ def _chunk_step(A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: T
     batch, size, heads, dim = x.shape
     groups = B.shape[2]
     sums = decay_sums(dt * A, 1)
-    # Pairs of tokens take float32 sums. What these have rounded off is a factor of tokens, which costs next to nothing.
+    # Pairs take float32 sums; the rounded-off rest is a factor of tokens.
     cum = sums.float()
-    rest = left(sums - cum)
+    rest = exp_of(sums - cum)
     x = x * (dt / rest)[..., None]
     keys, queries = B.transpose(1, 2), C.transpose(1, 2)
     from_state = queries @ state.view(batch, groups, -1, state.shape[-1]).transpose(2, 3)
@@ -53,14 +53,14 @@ def _chunk_step(A: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: T
     y += (weights.view(batch, heads, size, size) @ x.transpose(1, 2)).transpose(1, 2)
     y *= rest[..., None]
 
-    to_end = left(sums[:, -1:] - sums).mul_(rest)
+    to_end = exp_of(sums[:, -1:] - sums).mul_(rest)
     inputs = (x * to_end[..., None]).view(batch, size, groups, -1).permute(0, 2, 3, 1)
-    decayed = state * left(sums[:, -1])[..., None, None]
+    decayed = state * exp_of(sums[:, -1])[..., None, None]
     return y, decayed.add_((inputs @ keys).view(batch, heads, dim, -1))
 
 
 def _decays(cum: Tensor) -> Tensor:
     """exp(cum_t - cum_s) where s <= t (elsewhere 1): cum [b, Q, H] -> [b, H, Q, Q]."""
     cum = cum.transpose(1, 2).contiguous()
-    # exp is several times slower where the result is subnormal or the argument infinite: e^-80 is nothing already.
+    # exp is several times slower for subnormal results: e^-80 is nothing already.
     return (cum[..., :, None] - cum[..., None, :]).clamp_(-80.0, 0.0).exp_()

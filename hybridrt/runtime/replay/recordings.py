@@ -25,9 +25,9 @@ from hybridrt.runtime.replay.recording import Recording, missing
 
 logger = logging.getLogger(__name__)
 
-RECORDS_AFTER = 8  # steps of one state slot, one after the other: to record one takes as long as about ten
-MOST_BYTES = 64 << 20  # of the tensors that recordings keep, outside of the memory plan
-MOST_KEPT = 256  # state slots: the calls of a recording take memory too
+RECORDS_AFTER = 8  # steps of one state slot, one after the other: recording takes as long as ten
+MOST_BYTES = 64 << 20  # bytes of the tensors that recordings keep, outside of the memory plan
+MOST_KEPT = 256  # recordings
 KNOWN = ("hybridrt", "torch")  # packages whose parts are known to call operations of PyTorch alone
 
 
@@ -95,7 +95,6 @@ class Recordings:
             self.problems.add(problem)
 
     def _make_room(self, needed: int) -> None:
-        """Drops recordings, the oldest first."""
         sizes = {state_slot: kept[0].bytes if kept else 0 for state_slot, kept in self._kept.items()}
         taken = sum(sizes.values()) + needed
         for state_slot, size in sizes.items():

@@ -40,7 +40,7 @@ def fill_decode(
         arrays.rows[:bs], arrays.seq_lens[:bs], arrays.new_pages[:bs],
         *(() if drafts is None else (drafts.tokens[:bs], drafts.counts[:bs])),
     )  # fmt: skip
-    decode_inputs(inputs, step, last_tokens, table.req_to_token, table.page_size)
+    decode_inputs(inputs, step, last_tokens, table.tables, table.page_size)
     if spec is not None and drafts is not None:
         fill_relations(spec, drafts, bs, inputs.positions)
 

@@ -9,8 +9,7 @@ from hybridrt.base.sampling_params import MAX_LOGPROBS
 from hybridrt.runtime.step.pack import ScoredTokens
 from hybridrt.runtime.step.plan import Admission, ExtendRow
 
-# Prompt tokens per piece: enough that reading the head's weights does not dominate, and few enough
-# that their logits are small compared with a step's activations.
+# Reading the head's weights does not dominate, and the logits are small compared with activations.
 LINES = 128
 
 

@@ -45,7 +45,7 @@ class SamplingTable:
     are contiguous.
     """
 
-    CONSTANTS: ClassVar[int] = _CONSTANTS.size // 4 - 2  # integers of a request's `constants`, its seed apart
+    CONSTANTS: ClassVar[int] = _CONSTANTS.size // 4 - 2  # integers without the seed
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._constants = torch.zeros(len(FLOATS) + 2, num_rows + 1, dtype=torch.int32, device=device)
@@ -96,8 +96,7 @@ class SamplingTable:
             admit_rules(self.rules, arrays.rules)
         if (penalties := arrays.penalties) is not None:
             counted, prompts = penalties.rows.long(), penalties.prompts
-            # Filled, not assigned: assignment copies a Python number to the device, and the host
-            # waits for it.
+            # Assignment would copy a Python number, and the host would wait for it.
             self.output_counts.index_fill_(0, counted, 0)
             self.prompt_mask.index_fill_(0, counted, False)
             self.prompt_mask[prompts[:, 0], prompts[:, 1]] = torch.ones((), dtype=torch.bool, device=rows.device)
@@ -124,5 +123,5 @@ def _pack_penalties(counted: Sequence[Admission]) -> PenaltyArrays[np.ndarray]:
 
 
 def _with_rows(tokens: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
-    """[n, 2] int32: of each token its row, then itself."""
+    """[n, 2] int32: row, token."""
     return np.concatenate([np.stack((np.full(len(column), row, np.int32), column), 1) for row, column in tokens])
