@@ -8,6 +8,7 @@ multipliers scale weights at loading (Falcon-H1 report, TII 2025).
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -95,10 +96,11 @@ FAMILY = Family(
 
 
 class ParallelMixer(nn.Module):
-    """Attention and Mamba-2 with common projections. `hf`: config.json's multipliers."""
+    """Attention and Mamba-2 with common projections. `hf`: config.json's multipliers. `branch`: runs
+    Mamba-2 next to attention in graphs; None without a GPU."""
 
     def __init__(
-        self, config: ModelConfig, layer_id: int, name: str, branch: Branch, cos_sin: torch.Tensor, build: Build
+        self, config: ModelConfig, layer_id: int, name: str, branch: Branch | None, cos_sin: torch.Tensor, build: Build
     ) -> None:
         super().__init__()
         hf, mamba, attention = config.hf, config.linear_of(Mamba2Config), config.attention_of(layer_id)
@@ -121,12 +123,14 @@ class ParallelMixer(nn.Module):
 
     def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
         projected, residual = self.in_proj.method.apply_normed(norm, x, residual, self.in_proj.bias)
-        for_attn, for_ssm = self.out_proj.places(projected)
+        widths = self.out_proj.sizes  # results that are written side by side need no copy
+        for_attn, for_ssm = projected.new_empty(len(projected), sum(widths)).split_with_sizes(widths, dim=-1)
         for_mamba, q, k, v = projected.split_with_sizes(self.sizes, dim=-1)
-        with self.branch.side_stream():
+        with self.branch.side_stream() if self.branch else nullcontext():
             ssm = self.mamba(for_mamba, batch, for_ssm)
         attn = batch.attn_backend.run(self.attn, batch, AttentionInputs(q, k, v, rope=self.rope), for_attn)
-        self.branch.join()
+        if self.branch:
+            self.branch.join()
         return self.out_proj.onto(residual, attn, ssm)
 
     def targets(self, key: str) -> CheckpointMap:
@@ -152,7 +156,7 @@ class FalconH1ForCausalLM(CausalLM):
     norm_key = "model.final_layernorm"
 
     def __init__(self, config: ModelConfig, build: Build, max_len: int) -> None:
-        hf, self.branch = config.hf, Branch(build.device)
+        hf, self.branch = config.hf, Branch(build.device) if build.device.type == "cuda" else None
         # The norm applies the head's multiplier, because the head may be tied.
         scales = {"embed_scale": hf.embedding_multiplier, "norm_scale": hf.lm_head_multiplier}
         super().__init__(config, build, max_len, **scales)

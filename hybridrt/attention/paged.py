@@ -29,11 +29,12 @@ class PagedMetadata:
     """What a step's kernels read, apart from queries, keys and values.
 
     Attributes:
-        decode, extend: one for each segment; None without rows.
-        plan: a library's own, from the step's first layer on.
+        decode, extend: one for each segment; None without rows. `decode` is what the backend's
+            kernels take as rows.
+        plan: a library's own.
     """
 
-    decode: AttentionRows | None
+    decode: Any
     extend: AttentionPrompts | None
     plan: Any = None
 
@@ -192,7 +193,7 @@ class PagedAttnBackend(PagedKVBackend):
 
     def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(batch.num_decode_rows, batch.tokens_per_row, layer.spec.num_heads, -1)
-        kv, rows = self.layer_kv(layer), self.decode_rows(layer, batch)
+        kv, rows = self.layer_kv(layer), (batch.metadata.get(self) or self.planned(batch)).decode
         if layer.spec.variant == "mla":
             sums = self._decode(into_latent(heads, layer.weights), kv, rows)
             return from_latent(sums, layer.weights).view(q.shape[0], -1)
@@ -203,14 +204,11 @@ class PagedAttnBackend(PagedKVBackend):
 
     def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = by_head(q, layer.spec.num_heads, q.shape[1] // layer.spec.num_heads)
-        kv, rows = self.layer_kv(layer), self.planned(batch).extend
+        kv, rows = self.layer_kv(layer), (batch.metadata.get(self) or self.planned(batch)).extend
         if layer.spec.variant == "mla":
             return self._latent_extend(heads, kv, layer.weights, rows).flatten(1)
         place = None if out is None else by_head(out, *heads.shape[1:])
         return self._extend(heads, kv, rows, place).reshape(q.shape[0], -1)
-
-    def decode_rows(self, layer: Layer, batch: ForwardBatch) -> Any:
-        return self.planned(batch).decode
 
     def layer_kv(self, layer: Layer) -> PagedKV:
         caches, spec = self.kv_pool.layer(layer.layer_id), layer.spec

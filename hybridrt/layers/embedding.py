@@ -43,7 +43,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, vocab]."""
-        return self.tp.all_gather_last(self.method.apply(x, None))[:, : self.vocab_size]
+        local = self.method.apply(x, None)
+        return (local if self.tp.size == 1 else self.tp.all_gather_last(local))[:, : self.vocab_size]
 
     def logits_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """`logits` into a contiguous `out` [n, vocab]; without a copy on a single rank."""

@@ -137,11 +137,6 @@ class RowLinear(_SegmentedLinear):
             y = self.method.apply(x, self.bias if self.tp.rank == 0 else None, tail=tail)
         return y if self.tp.size == 1 else self.tp.all_reduce(y), None if adds else residual
 
-    def places(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """[T, size] for each segment, T and dtype as `like`: columns of one tensor. Results that
-        branches write there need no copy."""
-        return list(like.new_empty(like.shape[0], sum(self.sizes)).split_with_sizes(self.sizes, dim=-1))
-
     def targets(self, key: str, name: str, *, scale: float = 1.0) -> CheckpointMap:
         """Targets of `key`.weight (and .bias), which reads segment `name`. `scale`: of its output."""
         found = self.method.targets(key, [self._part([name], name, scale)])

@@ -178,6 +178,7 @@ class DenseMethod(LinearMethod):
     def __init__(self, out_features: int, in_features: int, build: Build) -> None:
         self.weight = parameter(out_features, in_features, dtype=build.dtype, device=build.device)
         self.skinny = build.device.type in SKINNY_ON
+        self._activations = {name: activation.for_device(build.device) for name, activation in ACTIVATIONS.items()}
         if stored_by_columns(self.weight):
             self.weight.data = torch.empty(in_features, out_features, dtype=build.dtype, device=build.device).t()
 
@@ -198,7 +199,7 @@ class DenseMethod(LinearMethod):
         x = x if tail is None else side_by_side(x, tail)
         multiply = linear if x.shape[0] * self.weight.numel() >= ONEDNN_FROM else F.linear
         y = multiply(x, self.weight, bias)
-        return y if activation is None else ACTIVATIONS[activation](y)
+        return y if activation is None else self._activations[activation](y)
 
     def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         if is_skinny(x, self.weight, None) and out.is_contiguous():

@@ -31,12 +31,13 @@ class RMSNorm(nn.Module):
             self.weight = parameter(size, dtype=torch.float32, device=device, dummy="ones")
         else:
             self.register_buffer("weight", torch.ones(size, dtype=torch.float32, device=device))
+        self._norm, self._add_norm = rms_norm.for_device(device), add_rms_norm.for_device(device)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); without a residual (norm(x), x)."""
         if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
-        return add_rms_norm(x, residual, self.weight, self.eps)
+            return self._norm(x, self.weight, self.eps), x
+        return self._add_norm(x, residual, self.weight, self.eps)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         if not self.learned:

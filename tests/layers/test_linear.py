@@ -22,8 +22,7 @@ def make(bias: bool = False, tp: TPGroup | None = None) -> RowLinear:
 
 @pytest.mark.parametrize("rows", [3, 1])
 def test_neighbouring_columns_are_joined_without_a_copy(rows: int) -> None:
-    attn, ssm = make().places(torch.empty(rows, 1, dtype=torch.float16))
-    assert attn.shape == (rows, 4) and ssm.shape == (rows, 6) and ssm.dtype == torch.float16
+    attn, ssm = torch.empty(rows, 10).split([4, 6], dim=-1)
     # Reshaped, a single row says of its stride what it likes.
     joined = side_by_side(attn.fill_(1).reshape(rows, -1), ssm.fill_(2).reshape(rows, -1))
     assert joined.stride() == (10, 1)

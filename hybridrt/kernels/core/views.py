@@ -18,6 +18,17 @@ def by_head(channels: Tensor, heads: int, dim: int) -> Tensor:
     return channels.as_strided((*channels.shape[:-1], heads, dim), (*outer, dim * inner, inner))
 
 
+def split_heads(channels: Tensor, *shapes: tuple[int, int]) -> list[Tensor]:
+    """The neighbouring parts of [..., C], by (heads, dim) each: [..., heads, dim], as `by_head`."""
+    *outer, inner = channels.stride()
+    start, found = channels.storage_offset(), []
+    for heads, dim in shapes:
+        strides = (*outer, dim * inner, inner)
+        found.append(channels.as_strided((*channels.shape[:-1], heads, dim), strides, start))
+        start += heads * dim * inner
+    return found
+
+
 def take_tokens(inputs: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor | None]:
     """Each input at some tokens, with its own strides. Parts of one projection become parts of one
     copy.

@@ -9,7 +9,7 @@ from torch import Tensor
 from hybridrt.kernels.core.chunk_plan import chunk_tokens, ith_chunks
 from hybridrt.kernels.core.records import NO_LIMIT, Prompts, SSMInputs, SSMWeights, StateSlots
 from hybridrt.kernels.core.slots import initial_states, real_tokens, write_rows
-from hybridrt.kernels.core.views import by_head
+from hybridrt.kernels.core.views import split_heads
 
 
 def time_step(dt: Tensor, dt_bias: Tensor | None, dt_limit: tuple[float, float]) -> Tensor:
@@ -26,13 +26,11 @@ def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> T
     return y if z is None else y.mul_(F.silu(z.float()))
 
 
-def split_conv_channels(xBC: Tensor, state_shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def split_conv_channels(xBC: Tensor, state_shape: Sequence[int]) -> list[Tensor]:
     """Views x [..., H, P], B and C [..., G, N] of the conv's channels [..., C] for a pool of states [S+1, H, P, N]."""
     heads, dim, state_dim = state_shape[1:]
-    width = (xBC.shape[-1] - heads * dim) // 2
-    x, B, C = xBC.split_with_sizes((heads * dim, width, width), -1)
-    groups = (width // state_dim, state_dim)
-    return by_head(x, heads, dim), by_head(B, *groups), by_head(C, *groups)
+    groups = (xBC.shape[-1] - heads * dim) // (2 * state_dim), state_dim
+    return split_heads(xBC, (heads, dim), groups, groups)
 
 
 def scan_prompts(

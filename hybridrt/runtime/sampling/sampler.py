@@ -183,6 +183,7 @@ class Sampler:
 
     def __init__(self, table: SamplingTable) -> None:
         self.table = table
+        self._greedy = greedy.for_device(table.seeds.device)
 
     def __call__(
         self, logits: Tensor, rows: Tensor, output_indices: Tensor, parts: int, bitmask: Tensor | None = None
@@ -220,7 +221,7 @@ class Sampler:
             earlier = step.earlier() if parts & PENALTIES else None
             tokens = self._draw(logits, rows, indices, parts, earlier, bitmask)
         else:
-            tokens = greedy(logits, bitmask)
+            tokens = self._greedy(logits, bitmask)
         kept = self._accept(tokens.view(step.positions.shape), step)
         if parts & (PENALTIES | WORDS):
             self._take(step, kept, parts)
@@ -266,7 +267,7 @@ class Sampler:
                 counts, [n, k] int32.
         """
         if takes_best(parts):
-            return greedy(logits, bitmask)
+            return self._greedy(logits, bitmask)
         table, penalties = self.table, None
         constants = dict(zip(FLOATS, table.floats.index_select(1, rows)))
         if parts & PENALTIES:
