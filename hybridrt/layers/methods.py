@@ -216,7 +216,7 @@ class DenseMethod(LinearMethod):
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         if not self.skinny or not is_skinny(x, self.weight, activation):
-            h, residual = norm(x, residual)
+            h, residual = norm(x) if residual is None else norm.add(x, residual, norm.weight, norm.eps)
             return self.apply(h, bias, activation), residual
         before = InputNorm(norm.weight, norm.eps, residual)
         y, total = skinny_linear(x, self.weight, bias, norm=before, activation=activation)

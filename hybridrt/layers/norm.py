@@ -17,6 +17,9 @@ class RMSNorm(nn.Module):
         zero_centered: the checkpoint stores w - 1 (Qwen3-Next).
         scale: multiplier of the output, applied to w.
         learned: False: w = 1, in no checkpoint.
+
+    Attributes:
+        add: `add_rms_norm` on this device, for a product that reads weight and eps itself.
     """
 
     weight: torch.Tensor
@@ -31,13 +34,13 @@ class RMSNorm(nn.Module):
             self.weight = parameter(size, dtype=torch.float32, device=device, dummy="ones")
         else:
             self.register_buffer("weight", torch.ones(size, dtype=torch.float32, device=device))
-        self._norm, self._add_norm = rms_norm.for_device(device), add_rms_norm.for_device(device)
+        self._norm, self.add = rms_norm.for_device(device), add_rms_norm.for_device(device)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual); without a residual (norm(x), x)."""
         if residual is None:
             return self._norm(x, self.weight, self.eps), x
-        return self._add_norm(x, residual, self.weight, self.eps)
+        return self.add(x, residual, self.weight, self.eps)
 
     def targets(self, key: str) -> dict[str, CheckpointTarget]:
         if not self.learned:

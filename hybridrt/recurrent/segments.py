@@ -102,14 +102,12 @@ class ExtendSegment:
     def state(self, cache: LayerCache) -> StateSlots:
         return StateSlots(cache.temporal, self.read_state_slots, self.write_state_slots)
 
-    def conv_state(self, cache: LayerCache) -> ConvState:
-        return ConvState(cache.conv, self.read_state_slots, self.write_state_slots, self.start_positions)
-
     def conv_chunks(
         self, weights: ConvWeights, cache: LayerCache
     ) -> tuple[ConvWeights, ConvState, torch.Tensor, SavedStates | None]:
         """Arguments of `causal_conv1d_varlen` after the inputs."""
-        return weights, self.conv_state(cache), self.prompts.query_start_loc, self.prompts.saves
+        state = ConvState(cache.conv, self.read_state_slots, self.write_state_slots, self.start_positions)
+        return weights, state, self.prompts.query_start_loc, self.prompts.saves
 
 
 @dataclass

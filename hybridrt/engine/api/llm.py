@@ -168,8 +168,8 @@ class LLM:
         for name in unknown:
             refuse("generate", name, CALLS, ("prompts", "sampling_params"))
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        batch = self.engine.intake.prepare_all(prompts, params)
         engine, queue = self.engine, DeltaQueue()
+        batch = engine.intake.prepare_all(prompts, params)
         total = sum(prepared.params.n for prepared in batch)
         ended: dict[tuple[str, int], Delta] = {}
         hidden = len(batch) < 2 or not _shows_bars()
@@ -182,9 +182,12 @@ class LLM:
                         if not queue:
                             engine.run_step()
                         deltas = queue.take_deltas()
-                    _raise_error(deltas)
-                    ended.update({(delta.request_id, delta.index): delta for delta in deltas})
-                    interrupts.raise_if_interrupted()
+                    for delta in deltas:
+                        if delta.error is not None:
+                            raise delta.error
+                        ended[delta.request_id, delta.index] = delta
+                    if interrupts.waiting:
+                        interrupts.raise_if_interrupted()
                     bar.update(len(deltas))
                 return [
                     whole_output(request_id, prepared.tokens, prepared.params.n, ended)

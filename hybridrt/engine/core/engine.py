@@ -165,10 +165,9 @@ class Engine:
         check_submission(prepared, request_id, export_to, export_from)
         with self.turns.now:
             if request_id is None:
-                request_id = next(
-                    n for i in count(self._num_requests) if not self._samples.samples_of_request(n := f"request-{i}")
-                )
-            if self._samples.samples_of_request(request_id):
+                names = (f"request-{i}" for i in count(self._num_requests))
+                request_id = next(name for name in names if name not in self._samples)
+            elif request_id in self._samples:
                 raise RequestError(f"request id {request_id!r} is in use; pass another one, or None to get one")
             seed = derive_seed(self._seed, self._num_requests) if prepared.params.seed is None else prepared.params.seed
             samples = new_samples(request_id, prepared, seed, self._arrivals, self.intake.tokenizer)
@@ -218,7 +217,8 @@ class Engine:
                 pool leaked entries. Or another thread uses the engine.
         """
         with self.turns.now:
-            self._end_abandoned()
+            if self._abandoned.notes:
+                self._end_abandoned()
             self._sample_last()  # an interrupt may have kept the call before from doing it
             if self.prefill_source is not None:
                 self.prefill_source.advance()
@@ -236,7 +236,8 @@ class Engine:
                     time.sleep(0.0002)  # there is nothing to do but wait for main memory
                     return
                 raise EngineError(f"nothing can be scheduled and nothing runs: {self.counters()}; abort the requests")
-            self._sample_last()
+            if scheduled is not None and scheduled.plan.constrained:
+                self._sample_last()
             if len(self._launched) > (self._max_in_flight if scheduled is not None else 0):
                 self._consume()
 
@@ -248,7 +249,8 @@ class Engine:
     def finish_launched(self) -> None:
         """Waits for every launched step; the next `step` or `drain` returns their deltas."""
         with self.turns.now:
-            self._end_abandoned()
+            if self._abandoned.notes:
+                self._end_abandoned()
             self._sample_last()
             while self._launched:
                 self._consume()
@@ -337,8 +339,7 @@ class Engine:
         return True
 
     def _end_abandoned(self) -> None:
-        if self._abandoned:
-            self._end(self._abandoned.take_abandoned(self._samples.all()), self._samples.abort)
+        self._end(self._abandoned.take_abandoned(self._samples.all()), self._samples.abort)
 
     def _recover(self) -> None:
         """Ends every request and takes everything back: after a broken change, ledgers may

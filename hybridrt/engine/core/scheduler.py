@@ -23,13 +23,15 @@ class ScheduledStep:
 
     Attributes:
         rows: each request and how many tokens it may gain (drafts + 1; 1 on a last chunk; 0 on
-            other chunks), in the plan's order: decode rows, then extend rows.
+            other chunks), in the plan's order: decode rows, then extend rows. `most`: the sum of
+            these tokens.
         launched: when, by the clock of the scheduler's ItlTarget.
         late: the device finished before the host read the result, so its duration is unknown.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
     rows: list[tuple[Request, int]] = field(default_factory=list)
+    most: int = 0
     launched: float = 0.0
     late: bool = False
 
@@ -37,7 +39,7 @@ class ScheduledStep:
         """Raises EngineError if the result has a wrong number of rows, a row gained more than its
         limit, or an unfinished request gained no token.
         """
-        rows = [(request, max_new) for request, max_new in self.rows if max_new]
+        rows = [row for row in self.rows if row[1]] if self.plan.extend else self.rows  # every decode row samples
         if not len(rows) == len(result.tokens) == len(result.logprobs):
             raise EngineError(
                 f"{len(rows)} rows sampled; the result has {len(result.tokens)} lists of tokens and "
@@ -156,11 +158,11 @@ class Scheduler:
         if self._target is not None:
             self._target.ended(step.plan, step.launched, sum(gained), step.late)
         decode, extend = step.plan.decode, step.plan.extend
-        lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
-        if any(lost):
+        if sum(gained) < step.most:
+            lost = [max_new - tokens for (_, max_new), tokens in zip(step.rows, gained, strict=True)]
             rows = np.array([*decode.rows.tolist(), *(row.row for row in extend)], np.int64)
             self._coordinator.columns.take_back(rows, int32s(lost))
-        computed = [*gained[: len(decode)], *(len(row.tokens) for row in extend)]
+        computed = [*gained[: len(decode.rows)], *(len(row.tokens) for row in extend)] if extend else gained
         for (request, _), new in zip(step.rows, computed, strict=True):
             request.in_flight -= 1
             if request.restarting and request.finish_reason is None:
@@ -275,7 +277,7 @@ class Scheduler:
             step.plan.decode = DecodeRows(*lent, np.zeros(len(rows), np.int32))
         gains = step.plan.decode.num_drafts + 1
         self._coordinator.columns.advance(rows, columns, gains)
-        step.rows = list(zip(requests, gains.tolist(), strict=True))
+        step.rows, step.most = list(zip(requests, gains.tolist(), strict=True)), int(gains.sum())
 
     def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
         """A draft for each request, empty while tokens are pending; [] if all are empty. No draft
@@ -397,6 +399,7 @@ class Scheduler:
             ExtendRow(row, start, tokens[start:end], len(request.output), last, following, read_state_slot, saves)
         )
         step.rows.append((request, int(last)))
+        step.most += last
         if last and request.export_to is not None:
             room = request.export_to
             step.plan.exports.append(StateCopy(row, end, room.start, len(room), request.export_from))

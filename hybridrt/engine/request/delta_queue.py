@@ -44,32 +44,34 @@ class DeltaQueue:
     def take_deltas(self) -> list[Delta]:
         """One delta for each sample that has gained something since the last call, or has ended."""
         moved, self._moved = self._moved, {}
-        deltas = [sample.delta() for sample in moved]
-        if not self._arrays:
-            for delta in deltas:
+        deltas = list[Delta]()
+        for sample in moved:
+            deltas.append(delta := sample.delta())
+            if not self._arrays:
                 delta.spell_out()
         return deltas
 
 
 class Abandonment:
-    """Notes queues that were abandoned or collected: their requests are to end."""
+    """Notes queues that were abandoned or collected: their requests are to end.
+
+    Attributes:
+        notes: empty while there are none.
+    """
 
     def __init__(self) -> None:
-        self._notes: deque[weakref.ref[DeltaQueue]] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._notes)
+        self.notes: deque[weakref.ref[DeltaQueue]] = deque()
 
     def watch(self, queue: DeltaQueue) -> "weakref.ref[DeltaQueue]":
         """The reference that a request keeps. When the queue goes, in any thread, C code alone
         leaves the note: no interrupt can come between.
         """
-        return weakref.ref(queue, self._notes.append)
+        return weakref.ref(queue, self.notes.append)
 
     def note(self, queue: DeltaQueue) -> None:
         """Any thread may call this at any time."""
-        self._notes.append(weakref.ref(queue))
+        self.notes.append(weakref.ref(queue))
 
     def take_abandoned(self, requests: Iterable[S]) -> list[S]:
-        gone = [None, *(self._notes.popleft()() for _ in range(len(self._notes)))]
+        gone = [None, *(self.notes.popleft()() for _ in range(len(self.notes)))]
         return [r for r in requests if r.queue is not None and r.queue() in gone]

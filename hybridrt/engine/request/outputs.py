@@ -114,7 +114,8 @@ class EngineCounters(TokenCounters):
 
     def count_launch(self, plan: StepPlan) -> None:
         self.steps += 1
-        self.prompt_tokens += sum(len(row.tokens) for row in plan.extend)
+        for row in plan.extend:
+            self.prompt_tokens += len(row.tokens)
         self.proposed += len(plan.decode.drafts)
 
     def count_folds(self, folds: int) -> None:

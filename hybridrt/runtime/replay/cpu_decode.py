@@ -57,7 +57,8 @@ class CPUDecode:
     def prepare(self, decode: DecodeRows) -> tuple[ForwardBatch, torch.Tensor]:
         """The prepared batch of a step without drafts, and its output indices [n] int32. The next
         step of as many rows overwrites both. The tables must contain the pages of all tokens."""
-        step = self._made.get(len(decode)) or self._make(len(decode))
+        n = len(decode.rows)
+        step = self._made.get(n) or self._make(n)
         columns, rows, computed = step.columns, decode.rows, decode.computed
         columns.positions[:], columns.rows[:], columns.output_indices[:] = computed, rows, decode.output_indices
         np.maximum(self._last_tokens[rows], 0, out=columns.input_ids)  # -1: the logits were not finite

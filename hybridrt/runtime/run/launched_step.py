@@ -177,7 +177,8 @@ class LaunchedStep:
         """As StepHandle.result. EngineError if the step has not sampled."""
         if self._problem:
             raise EngineError(f"the step has not sampled: {self._problem}")
-        self._event.synchronize()
+        if self._event is not PAST:
+            self._event.synchronize()
         result = StepResult([], [])
         for drawn in self._drawn:
             _read_drawn(drawn, result)

@@ -59,6 +59,7 @@ class StepRunner:
         self.memory_plan, self.pools, self.backend = runtime.plan, runtime.pools, runtime.backend
         self.model_config, self.device = runtime.target.model_config, runtime.target.device
         self.trees = self.config.speculative is not None and self.config.speculative.topk > 1
+        self._verified = self.config.num_verify_tokens
         self.graphs: dict[int, GraphRunner] = {}
         self.prompt_graphs: PromptGraphs | None = None
         self.sampling_table = SamplingTable(self.memory_plan.num_rows, self.model_config.vocab_size, self.device)
@@ -102,7 +103,7 @@ class StepRunner:
             self.required.note_admissions(plan.admissions)
             self._prompt_scores.note_admissions(plan.admissions)
         # `step_widths` has all widths; where no row has drafts, a plain step serves.
-        tokens = self.config.num_verify_tokens if len(plan.decode.drafts) else 1
+        tokens = self._verified if len(plan.decode.drafts) else 1
         step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
         try:
             self._move_states(plan)
@@ -146,18 +147,16 @@ class StepRunner:
 
     def _move_states(self, plan: StepPlan) -> None:
         """Copies and folds before the rows are computed."""
-        self._move_at(plan, When.FIRST)
+        pool = self.pools.req_to_token.mamba_pool if plan.moves else None
+        if pool is not None:
+            pool.move([move for move in plan.moves if move.when is When.FIRST], self.staging.upload)
         if plan.kept_pages:
             self._keep_pages(plan.kept_pages)
         if self.host is not None:
             self.host.launch(plan.host_copies)
             self.host.wait(plan.after_copies)
-        self._move_at(plan, When.BEFORE_ROWS)
-
-    def _move_at(self, plan: StepPlan, when: When) -> None:
-        pool = self.pools.req_to_token.mamba_pool
-        if plan.moves and pool is not None:
-            pool.move([move for move in plan.moves if move.when is when], self.staging.upload)
+        if pool is not None:
+            pool.move([move for move in plan.moves if move.when is When.BEFORE_ROWS], self.staging.upload)
 
     def _keep_pages(self, copies: Sequence[PageCopy]) -> None:
         """Fills pages of the prefix cache, in all KV layers."""
@@ -182,7 +181,8 @@ class StepRunner:
             self._run_eager(plan, tokens, step)
 
     def _run_eager(self, plan: StepPlan, tokens: int, step: LaunchedStep) -> None:
-        scored, places = self._prompt_scores.wanted_by_rows(plan.extend, len(plan.decode) * tokens)
+        n = len(plan.decode.rows)
+        scored, places = self._prompt_scores.wanted_by_rows(plan.extend, n * tokens)
         on_host = pack_step(
             plan, tokens, self.trees, self.drafter is not None, self._chunk_sizes, self.backend.saves_at_chunks, places
         )
@@ -191,12 +191,12 @@ class StepRunner:
             enter_tables(self.pools, self.sampling_table, arrays.tables)
         for arrival in plan.imports:
             self.arena.import_state(arrival)  # type: ignore[union-attr]  # launch has checked
-        if not plan.decode and not plan.extend:
+        if not n and not plan.extend:
             return
         batch = self._make_batch(plan, on_host, arrays, tokens)
         self.backend.prepare(batch)
         hidden = self.model(batch)
-        if plan.decode and tokens == 1:
+        if n and tokens == 1:
             self.backend.commit(batch)
         for departure in plan.exports:
             self.arena.export_state(departure)  # type: ignore[union-attr]
@@ -267,7 +267,7 @@ class StepRunner:
         if (plan.imports or plan.exports) and self.arena is None:
             raise ConfigError("states cannot come or go without an arena: set transfer_bytes")
         num_drafts = int(plan.decode.num_drafts.max()) if len(plan.decode.drafts) else 0
-        width = self.config.num_verify_tokens
+        width = self._verified
         if num_drafts >= width:
             raise ConfigError(f"{num_drafts} drafts in a row; this runner verifies {width - 1}: raise num_draft_tokens")
         if not self.trees and plan.decode.parents is not None:

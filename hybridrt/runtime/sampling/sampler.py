@@ -83,8 +83,9 @@ class RowRequirements:
         parts = reduce(or_, set(self._parts.take(rows).tobytes()), 0)
         if parts & RULES and not (output_indices < self._ruled_until[rows]).any():
             parts &= ~RULES
-        wanted = self._logprobs[rows].tolist() if parts & LOGPROBS else ()
-        return parts, [None if n < 0 else n for n in wanted]
+        if not parts & LOGPROBS:
+            return parts, ()
+        return parts, [None if n < 0 else n for n in self._logprobs[rows].tolist()]
 
 
 class SampledLines(NamedTuple):
