@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrt.attention.base import AttentionInputs
-from hybridrt.attention.branch import Branch
+from hybridrt.attention.base import AttentionInputs, Branch
 from hybridrt.base.config import LayerSpec, ModelConfig
 from hybridrt.base.config_fields import ATTENTION, COMMON, EPSILON, MULTIPLIER, SIZE, FieldTypes
 from hybridrt.base.config_json import FLAG, NULL, TRUE, either, list_of
@@ -23,10 +22,9 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import Rope
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
+from hybridrt.layers.dense import MLP
 from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
-from hybridrt.layers.mlp import MLP
-from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.stack import ResidualPart
+from hybridrt.layers.norm import ResidualPart, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import (

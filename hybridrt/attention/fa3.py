@@ -29,7 +29,7 @@ class Fa3AttnBackend(PagedAttnBackend):
         assert step.extend is not None
         if not any(step.extend.query_lens):
             return torch.zeros_like(q)
-        kv, heads = self.layer_kv(layer), q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
+        kv, heads = self.layer_kv(layer.layer_id), q.view(-1, layer.spec.num_heads, layer.spec.head_dim)
         if step.plan is None:  # in the first layer, when the page table is complete
             step.plan = self._library.plan_extend(kv, step.extend)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out

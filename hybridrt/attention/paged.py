@@ -1,23 +1,33 @@
-"""Attention over KVPool: shared metadata and writes, and backends without a host plan."""
+"""Attention over KVPool: shared metadata and writes, backends without a host plan, and plain torch."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hybridrt.attention.base import Layer, SegmentedAttnBackend
-from hybridrt.attention.branch import Branch
+from hybridrt.attention.base import Branch, Layer, SegmentedAttnBackend
 from hybridrt.attention.checks import check_eager_batch, check_graph_batch, check_own, check_written_places
 from hybridrt.base.config import AttentionSpec
 from hybridrt.base.device import capability
 from hybridrt.base.errors import BackendError
 from hybridrt.base.forward_batch import ForwardBatch, GraphView
 from hybridrt.kernels.attention.latent_attention import from_latent, into_latent
+from hybridrt.kernels.attention.paged_attention import (
+    CellPlaces,
+    RowContexts,
+    attend,
+    cell_places,
+    rotate,
+    rotations,
+    store_at,
+)
 from hybridrt.kernels.core.providers import objection, require, select
+from hybridrt.kernels.core.recording import live
 from hybridrt.kernels.core.records import AttentionPrompts, AttentionRows, KVPlaces, PagedKV, Rope
-from hybridrt.kernels.core.views import by_head
+from hybridrt.kernels.core.slots import by_head
 from hybridrt.kernels.state.state_commit import move_kv
 from hybridrt.mem_cache.pools.bounds import check_range
 from hybridrt.mem_cache.pools.kv_pool import KVPool
@@ -188,12 +198,17 @@ class PagedAttnBackend(PagedKVBackend):
         device = kv_pool.device.type
         self._extend = select("attention_extend", device, self.provider)
         self._decode = select("attention_decode", device, self.provider)
+        table = req_to_token_pool.req_to_token
+        views = {
+            i: PagedKV(*kv_pool.layer(i), table, spec.scale, spec.sliding_window) for i, spec in kv_pool.specs.items()
+        }
+        self.layer_kv: Callable[[int], PagedKV] = views.__getitem__  # by layer id
         if self.serves_latent:
             self._latent_extend = select("latent_extend", device, self.provider)
 
     def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = q.view(batch.num_decode_rows, batch.tokens_per_row, layer.spec.num_heads, -1)
-        kv, rows = self.layer_kv(layer), (batch.metadata.get(self) or self.planned(batch)).decode
+        kv, rows = self.layer_kv(layer.layer_id), (batch.metadata.get(self) or self.planned(batch)).decode
         if layer.spec.variant == "mla":
             sums = self._decode(into_latent(heads, layer.weights), kv, rows)
             return from_latent(sums, layer.weights).view(q.shape[0], -1)
@@ -204,12 +219,65 @@ class PagedAttnBackend(PagedKVBackend):
 
     def extend(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
         heads = by_head(q, layer.spec.num_heads, q.shape[1] // layer.spec.num_heads)
-        kv, rows = self.layer_kv(layer), (batch.metadata.get(self) or self.planned(batch)).extend
+        kv, rows = self.layer_kv(layer.layer_id), (batch.metadata.get(self) or self.planned(batch)).extend
         if layer.spec.variant == "mla":
             return self._latent_extend(heads, kv, layer.weights, rows).flatten(1)
         place = None if out is None else by_head(out, *heads.shape[1:])
         return self._extend(heads, kv, rows, place).reshape(q.shape[0], -1)
 
-    def layer_kv(self, layer: Layer) -> PagedKV:
-        caches, spec = self.kv_pool.layer(layer.layer_id), layer.spec
-        return PagedKV(*caches, self.req_to_token_pool.req_to_token, spec.scale, spec.sliding_window)
+
+@dataclass
+class TorchPlan:
+    """What the layers of a CPU step share, computed by the first layer that needs it.
+
+    Attributes:
+        rotations: cosines and sines, by the address of their table.
+        places: where keys and values are written.
+    """
+
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    places: CellPlaces | None = None
+
+
+class TorchNativeAttnBackend(PagedAttnBackend):
+    """Gathers a request's pages and calls scaled_dot_product_attention. On a CPU, what layers share
+    is computed once a step."""
+
+    provider = "torch"
+    serves_latent = True
+    auto_decode = auto_prefill = ("cpu",)
+
+    def __init__(self, *, kv_pool: KVPool, req_to_token_pool: HybridReqToTokenPool) -> None:
+        super().__init__(kv_pool=kv_pool, req_to_token_pool=req_to_token_pool)
+        self._shares = kv_pool.device.type == "cpu"  # a graph would keep values of the run before its capture
+        if self._shares:
+            self._decode = attend
+
+    def prepare(self, batch: ForwardBatch, *, graph: GraphView | None = None) -> None:
+        super().prepare(batch, graph=graph)
+        if self._shares:
+            step: PagedMetadata = batch.metadata[self]
+            step.plan, table = TorchPlan(), self.req_to_token_pool.req_to_token
+            if step.decode is not None:
+                step.decode = RowContexts(table, step.decode, batch.tokens_per_row)
+
+    def recording_key(self, batch: ForwardBatch) -> Hashable:
+        """One key for all steps without padding: the rows' context is looked up in each step."""
+        return True if min(batch.out_cache_loc.tolist()) >= self.kv_pool.page_size else None
+
+    def decode(self, q: Tensor, layer: Layer, batch: ForwardBatch, out: Tensor | None = None) -> Tensor:
+        """Recordings call it again: the rows' context grows with each step."""
+        return live(partial(super().decode, q, layer, batch, out))
+
+    def rotate_and_save(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, batch: ForwardBatch, rope: Rope) -> Tensor:
+        step: PagedMetadata = batch.metadata.get(self) or self.planned(batch)
+        plan, spec, table = step.plan or TorchPlan(), layer.spec, rope.cos_sin.data_ptr()
+        if table not in plan.rotations:
+            plan.rotations[table] = rotations(rope.cos_sin, batch.positions)
+        if plan.places is None:
+            plan.places = cell_places(batch.out_cache_loc, self.kv_pool.page_size)
+        heads, kv_heads = (-1, spec.num_heads, spec.head_dim), (-1, spec.num_kv_heads, spec.head_dim)
+        rotated, key = rotate(q.view(heads), k.view(kv_heads), rope, plan.rotations[table])
+        k_cache, v_cache = self.kv_pool.layer(layer.layer_id)
+        store_at(((k_cache, key), (v_cache, v.view(kv_heads))), plan.places)
+        return rotated.flatten(1)

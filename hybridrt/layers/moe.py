@@ -15,9 +15,8 @@ from hybridrt.kernels.dense.moe import (
     router_sigmoid_grouped,
     router_softmax,
 )
-from hybridrt.layers.linear import ColumnLinear, Segment, Summands
-from hybridrt.layers.methods import DenseMethod, ExpertPart, experts_method
-from hybridrt.layers.mlp import MLP
+from hybridrt.layers.dense import MLP
+from hybridrt.layers.linear import ColumnLinear, DenseMethod, ExpertPart, Segment, Summands, experts_method
 from hybridrt.layers.norm import RMSNorm
 from hybridrt.layers.weights import Build, CheckpointTarget, TensorPart, Transform, parameter, whole
 

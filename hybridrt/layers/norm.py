@@ -1,13 +1,20 @@
-"""RMS norms. Weights are float32: a zero-centred (1 + w) would lose bits in bfloat16."""
+"""RMS norms, and the stack of normed parts that add to a residual.
 
-from dataclasses import replace
+Weights are float32: a zero-centred (1 + w) would lose bits in bfloat16.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from hybridrt.kernels.dense.gated_norm import GATE_ACTIVATIONS, GateActivation, gated_rms_norm
-from hybridrt.kernels.dense.rms_norm import add_rms_norm, rms_norm
-from hybridrt.layers.weights import Build, CheckpointTarget, parameter, whole
+from hybridrt.kernels.dense.norm_activation import add_rms_norm, rms_norm
+from hybridrt.layers.weights import Build, CheckpointMap, CheckpointTarget, parameter, whole
 
 
 class RMSNorm(nn.Module):
@@ -106,3 +113,96 @@ class GatedRMSNorm(nn.Module):
         squares = self.tp.all_reduce(h.square().sum(-1, keepdim=True))
         h = h * torch.rsqrt(squares / self.group_size + self.eps) * self.weight
         return (h * gating if self.norm_before_gate else h).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class ResidualPart:
+    """One norm and its part.
+
+    Attributes:
+        norm_key, key: of norm and part in a checkpoint, below the layer's; "" if the part's keys
+            are directly below it.
+        part: a module with `targets(key)`, and with `forward(norm, x, residual, batch)`, which
+            returns what it adds to x + residual, and that sum.
+    """
+
+    norm_key: str
+    key: str
+    part: Any
+
+
+class ResidualStack(nn.Module):
+    """Layers of parts:  x ─ norm ─ part ─ + ─ norm ─ part ─ + ...
+
+    Args:
+        layers: parts by layer name, which prefixes the names of pieces.
+        norm: further arguments of the RMS norms: eps, device, zero_centered.
+    """
+
+    def __init__(self, layers: dict[str, Sequence[ResidualPart]], hidden_size: int, **norm: Any) -> None:
+        super().__init__()
+        self.norms, self.parts = nn.ModuleList(), nn.ModuleList()
+        self.keys: list[tuple[int, str, str]] = []  # of each part: its layer, its norm's key, its own key
+        self._short: list[tuple[RMSNorm, Any]] | None = None
+        self._between: tuple[frozenset[int], Callable[[], None]] | None = None
+        for i, (name, parts) in enumerate(layers.items()):
+            for each in parts:
+                self.norms.append(RMSNorm(f"{name}.{each.norm_key}", hidden_size, **norm))
+                self.parts.append(each.part)
+                self.keys.append((i, each.norm_key, each.key))
+
+    def __iter__(self) -> Iterator[tuple[RMSNorm, Any]]:
+        """(norm, part) in order. A model calls the part itself, which saves a Python frame each."""
+        parts: Any = zip(self.norms, self.parts) if self._short is None else self._short
+        return iter(parts) if self._between is None else self._with_calls(parts, *self._between)
+
+    @staticmethod
+    def _with_calls(parts: Any, places: frozenset[int], call: Callable[[], None]) -> Iterator[tuple[RMSNorm, Any]]:
+        for i, part in enumerate(parts):
+            if i in places:
+                call()
+            yield part
+
+    @contextmanager
+    def calling(self, places: Iterable[int], call: Callable[[], None]) -> Iterator[None]:
+        """In this context, iteration calls `call` before the parts of these indices."""
+        self._between = frozenset(places), call
+        try:
+            yield
+        finally:
+            self._between = None
+
+    @contextmanager
+    def shortened(self, sorts: Sequence[Any]) -> Iterator[None]:
+        """In this context, iteration gives two parts of each sort, which launch all kernels (the
+        first part may lack a residual).
+
+        Args:
+            sorts: of layers. Equal sorts have equal part types and weight shapes.
+        """
+        counts, kept = Counter[str](), []
+        parts: Any = zip(self.keys, self.norms, self.parts)
+        for (i, _, _), norm, part in parts:
+            shapes = [(name, tuple(p.shape), p.dtype) for name, p in part.named_parameters()]
+            sort = repr((type(part), shapes, sorts[i]))
+            counts[sort] += 1
+            if counts[sort] <= 2:
+                kept.append((norm, part))
+        self._short = kept
+        try:
+            yield
+        finally:
+            self._short = None
+
+    def mixers(self) -> dict[int, Any]:
+        found: list[Any] = [module for module in self.modules() if hasattr(module, "kind")]
+        return {mixer.layer_id: mixer for mixer in found}
+
+    def targets(self, key: str) -> CheckpointMap:
+        found: CheckpointMap = {}
+        parts: Any = zip(self.keys, self.norms, self.parts, strict=True)
+        for (i, norm_key, part_key), norm, part in parts:
+            layer = f"{key}.{i}"
+            found |= norm.targets(f"{layer}.{norm_key}")
+            found |= part.targets(f"{layer}.{part_key}" if part_key else layer)
+        return found

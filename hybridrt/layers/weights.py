@@ -16,7 +16,7 @@ class Build:
 
     Attributes:
         scheme: (layer name, segment name or "experts") -> name of the weight's method
-            (hybridrt.layers.methods).
+            (hybridrt.layers.linear).
     """
 
     tp: TPGroup

@@ -15,7 +15,7 @@ from hybridrt.kernels.core.providers import is_installed, require
 from hybridrt.kinds.registry import kind_names
 from hybridrt.mem_cache.pools.kv_pool import KVPool
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.recurrent.hybrid_linear import HybridLinearAttnBackend
+from hybridrt.recurrent.backend import HybridLinearAttnBackend
 
 # "auto" takes the first that fits, so libraries with faster prefill come before our kernels.
 # Packages add an entry point of this group, "name = module:class", a SegmentedAttnBackend.
@@ -25,7 +25,7 @@ BACKENDS = Plugins(
         "fa3": "hybridrt.attention.fa3:Fa3AttnBackend",
         "flashinfer": "hybridrt.attention.flashinfer:FlashinferAttnBackend",
         "triton": "hybridrt.attention.triton:TritonAttnBackend",
-        "torch": "hybridrt.attention.torch_native:TorchNativeAttnBackend",
+        "torch": "hybridrt.attention.paged:TorchNativeAttnBackend",
     },
     "attention_backend",
     SegmentedAttnBackend,

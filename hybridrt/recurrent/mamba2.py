@@ -8,11 +8,10 @@ from torch import nn
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core.records import ConvWeights, SSMInputs, SSMWeights
-from hybridrt.kernels.core.views import by_head
-from hybridrt.kernels.mamba.mamba2_common import split_conv_channels
+from hybridrt.kernels.core.slots import by_head
 from hybridrt.kernels.mamba.mamba2_decode import mamba2_decode
 from hybridrt.kernels.mamba.mamba2_decode_cpu import mamba2_in_place
-from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan
+from hybridrt.kernels.mamba.mamba2_scan import mamba2_chunk_scan, split_conv_channels
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_varlen
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.kinds.registry import state_shape

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrt.attention import paged
-from hybridrt.attention.paged import PagedAttnBackend, PagedMetadata
-from hybridrt.attention.torch_native import TorchNativeAttnBackend, TorchPlan, _attend
+from hybridrt.attention.paged import PagedAttnBackend, PagedMetadata, TorchNativeAttnBackend
+from hybridrt.kernels.attention.paged_attention import RowContexts, attend
 from tests.runtime.test_graph_runner import inputs_of, runner_of
 from tests.support.by_hand import ByHand, Row
 from tests.support.checkpoints import CheckpointStore
@@ -96,10 +96,11 @@ def test_layers_share_what_a_step_computes_where_no_graph_can_keep_it(
     """A step runs once before it is captured: what is kept from that run would be a constant of the graph."""
     monkeypatch.setattr(paged, "Branch", lambda _: None)  # a stream needs a GPU
     monkeypatch.setattr(paged, "select", lambda *_: None)
-    pools: Any = SimpleNamespace(device=torch.device(device), specs={})
-    backend, batch = TorchNativeAttnBackend(kv_pool=pools, req_to_token_pool=pools), SimpleNamespace(metadata={})
+    pools: Any = SimpleNamespace(device=torch.device(device), specs={}, req_to_token=None)
+    backend = TorchNativeAttnBackend(kv_pool=pools, req_to_token_pool=pools)
+    batch = SimpleNamespace(metadata={}, tokens_per_row=1)
     step = batch.metadata[backend] = PagedMetadata(object(), None)
     monkeypatch.setattr(PagedAttnBackend, "prepare", lambda *_, **__: None)
     backend.prepare(cast(Any, batch))
-    assert (step.plan is not None, isinstance(step.decode, TorchPlan)) == (shared, shared)
-    assert (backend._decode is _attend) is shared
+    assert (step.plan is not None, isinstance(step.decode, RowContexts)) == (shared, shared)
+    assert (backend._decode is attend) is shared

@@ -8,8 +8,7 @@ import pytest
 
 from hybridrt.base.errors import EngineError, MemoryBudgetError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
-from hybridrt.engine.request.delta_queue import DeltaQueue
-from hybridrt.engine.request.outputs import Delta
+from hybridrt.engine.request.outputs import Delta, DeltaQueue
 from hybridrt.engine.request.sample_request import derive_seed
 from tests.support.engine_harness import EOS, VOCAB, ByteTokenizer, Rig
 from tests.support.mock_executor import MockHandle, tokens_alone

@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from hybridrt.collectives.groups import TPGroup
-from hybridrt.layers import methods
-from hybridrt.layers.linear import RowLinear, Segment
-from hybridrt.layers.methods import side_by_side
+from hybridrt.layers.linear import DenseMethod, RowLinear, Segment, side_by_side
 from hybridrt.layers.weights import Build
 
 
@@ -49,7 +47,7 @@ def test_a_product_ends_with_the_residual(
 ) -> None:
     """Not with a bias, nor onto a residual of another dtype, nor of few tokens: the next norm adds it then."""
     torch.manual_seed(0)
-    monkeypatch.setattr(methods.DenseMethod, "adds_from", adds_from)
+    monkeypatch.setattr(DenseMethod, "adds_from", adds_from)
     linear, residual, (attn, ssm) = make(bias), torch.randn(3, 5, dtype=dtype), (torch.randn(3, 4), torch.randn(3, 6))
     want = linear(attn, ssm) + residual
     added, rest = linear.onto(residual, attn, ssm)
@@ -60,7 +58,7 @@ def test_a_product_ends_with_the_residual(
 def test_one_rank_alone_adds_the_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     """The summands of two ranks hold it once."""
     torch.manual_seed(0)
-    monkeypatch.setattr(methods.DenseMethod, "adds_from", 1)
+    monkeypatch.setattr(DenseMethod, "adds_from", 1)
     residual, x, parts = torch.randn(3, 5), torch.randn(3, 10), []
     linears = [make(tp=TPGroup(rank, 2)) for rank in range(2)]
     monkeypatch.setattr(TPGroup, "all_reduce", lambda group, y: parts.append(y) or y)

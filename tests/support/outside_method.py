@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridrt.kernels.dense.skinny_linear import Activation
-from hybridrt.layers.methods import ACTIVATIONS, LinearMethod, Part, side_by_side
+from hybridrt.layers.linear import ACTIVATIONS, LinearMethod, Part, side_by_side
 from hybridrt.layers.weights import Build, CheckpointMap, Piece
 
 

@@ -11,13 +11,12 @@ import numpy as np
 from tqdm.auto import tqdm
 from tqdm.notebook import tqdm_notebook
 
-from hybridrt.base.ambient import undisturbed
 from hybridrt.base.config import EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import EngineError, SessionError
 from hybridrt.base.errors_foreign import CALLS, ENGINE, LLM_ATTRIBUTES, knows_names, no_attribute, refuse
 from hybridrt.base.files import as_path
-from hybridrt.base.interrupts import Interrupts
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.turns import Interrupts, undisturbed
 from hybridrt.chat.chat import Chat
 from hybridrt.chat.conversation import ChatOptions, Conversation, read_conversation
 from hybridrt.engine.api.chats import (
@@ -35,10 +34,8 @@ from hybridrt.engine.api.sampling_defaults import default_sampling_params
 from hybridrt.engine.cache.cache_dump import write_dump
 from hybridrt.engine.cache.session_file import Session
 from hybridrt.engine.core.engine import Engine
-from hybridrt.engine.request.delta_queue import DeltaQueue
-from hybridrt.engine.request.intake import PreparedPrompt
-from hybridrt.engine.request.outputs import Delta, RequestOutput, whole_output
-from hybridrt.engine.text.prompts import Prompt, text_or_ids
+from hybridrt.engine.request.intake import PreparedPrompt, Prompt, text_or_ids
+from hybridrt.engine.request.outputs import Delta, DeltaQueue, RequestOutput, whole_output
 from hybridrt.engine.text.tokenizer import load_tokenizer
 from hybridrt.models.config.read_config import read_model_config
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor, check_world

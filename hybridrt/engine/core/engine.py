@@ -10,6 +10,7 @@ from itertools import count
 from hybridrt.base.config import EngineConfig
 from hybridrt.base.errors import EngineError, RequestError
 from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.turns import Change, Turns, weakly
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.cache.cache_dump import CacheDump, cache_dump
 from hybridrt.engine.cache.sessions import Sessions
@@ -20,12 +21,9 @@ from hybridrt.engine.core.prefill_source import PrefillSource
 from hybridrt.engine.core.samples import Samples
 from hybridrt.engine.core.scheduler import ScheduledStep, Scheduler
 from hybridrt.engine.grammar.grammar_compiler import GrammarCompiler
-from hybridrt.engine.request.delta_queue import Abandonment, DeltaQueue
-from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, check_arrived, check_submission
-from hybridrt.engine.request.outputs import Delta, EngineCounters
+from hybridrt.engine.request.intake import EngineLimits, Intake, PreparedPrompt, Prompt, check_arrived, check_submission
+from hybridrt.engine.request.outputs import Abandonment, Delta, DeltaQueue, EngineCounters
 from hybridrt.engine.request.sample_request import Request, derive_seed, new_samples
-from hybridrt.engine.request.turns import Change, Turns, weakly
-from hybridrt.engine.text.prompts import Prompt
 from hybridrt.engine.text.tokenizer import Tokenizer
 from hybridrt.mem_cache.prefix_tree.prefix_cache import PrefixMatch
 from hybridrt.parallel.tensor_parallel import TensorParallelExecutor
@@ -96,7 +94,7 @@ class Engine:
         self._deltas = DeltaQueue()
         self._abandoned = Abandonment()
         self._change = Change(weakly(self._recover))
-        self.turns = Turns(self._change.begin)
+        self.turns = Turns(self._change)
         self.sessions = Sessions(executor, coordinator, self.turns, self._change, weakly(self._sample_last))
 
     @classmethod

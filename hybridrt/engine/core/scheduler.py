@@ -3,15 +3,14 @@
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, repeat
 
 import numpy as np
 
 from hybridrt.base.errors import EngineError
 from hybridrt.engine.cache.cache_coordinator import CacheCoordinator
 from hybridrt.engine.core.chunk_budget import ChunkBudget, ItlTarget
-from hybridrt.engine.request.row_columns import RowColumns
-from hybridrt.engine.request.sample_request import Request
+from hybridrt.engine.request.sample_request import Request, RowColumns
 from hybridrt.kernels.core.slots import OWN_SLOT
 from hybridrt.runtime.step.plan import DecodeRows, ExtendRow, StateCopy, StepPlan, StepResult, int32s
 from hybridrt.speculative.drafter import NO_DRAFT, Draft, Drafter
@@ -260,7 +259,7 @@ class Scheduler:
         """Adds a decode row for each request that has or gets a page for its input. All requests
         must be able to decode.
         """
-        drafts = self._propose(requests, columns)
+        drafts = [] if self._drafter is None else self._propose(requests, columns)
         ends = columns.computed + int32s([len(draft.tokens) for draft in drafts]) if drafts else columns.computed
         short = (ends >= columns.capacity).nonzero()[0].tolist()
         if short:
@@ -273,19 +272,21 @@ class Scheduler:
             step.plan.decode = DecodeRows.with_drafts(*lent, tokens, parents)
             for request, draft in zip(requests, drafts, strict=True):
                 request.metrics.proposed += len(draft)
+            gains = step.plan.decode.num_drafts + 1
+            self._coordinator.columns.advance(rows, columns, gains)
+            step.rows = list(zip(requests, gains.tolist(), strict=True))
         else:
             step.plan.decode = DecodeRows(*lent, np.zeros(len(rows), np.int32))
-        gains = step.plan.decode.num_drafts + 1
-        self._coordinator.columns.advance(rows, columns, gains)
-        step.rows, step.most = list(zip(requests, gains.tolist(), strict=True)), int(gains.sum())
+            self._coordinator.columns.advance(rows, columns, 1)
+            step.rows = list(zip(requests, repeat(1)))
+        step.most = len(rows) + len(step.plan.decode.drafts)
 
     def _propose(self, requests: Sequence[Request], columns: RowColumns) -> list[Draft]:
         """A draft for each request, empty while tokens are pending; [] if all are empty. No draft
         goes past the end of its request: the state would include tokens that the text lacks, and
         serve no request.
         """
-        if self._drafter is None:
-            return []
+        assert self._drafter is not None
         known = (_pending(requests, columns) == 0).nonzero()[0]
         max_drafts, asked = columns.max_output - columns.output_index - 1, [requests[i] for i in known.tolist()]
         if not asked:
@@ -337,7 +338,7 @@ class Scheduler:
         return victim
 
     def _budget(self, decode: DecodeRows) -> ChunkBudget:
-        tokens = max(self._chunk - len(decode) - len(decode.drafts), (self._chunk + 1) // 2)
+        tokens = max(self._chunk - len(decode.rows) - len(decode.drafts), (self._chunk + 1) // 2)
         if self._target is None:
             return ChunkBudget(tokens)
         since = self.waiting[0].metrics.arrival_time if self.waiting else None

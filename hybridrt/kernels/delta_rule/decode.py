@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridrt.base.errors import ConfigError
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.records import DeltaInputs, FusedStep, GateWeights
-from hybridrt.kernels.core.views import split_heads
+from hybridrt.kernels.core.slots import split_heads
 from hybridrt.kernels.delta_rule.decode_ring import gdn_replay
 from hybridrt.kernels.delta_rule.delta_rule import gdn_gates, recurrent_gated_delta_rule
 from hybridrt.kernels.state.causal_conv1d import causal_conv1d_update

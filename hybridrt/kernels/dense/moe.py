@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
 from hybridrt.kernels.core.recording import live
-from hybridrt.kernels.dense.activation import clamped_silu_and_mul, relu2, silu_and_mul
 from hybridrt.kernels.dense.linear import linear
+from hybridrt.kernels.dense.norm_activation import clamped_silu_and_mul, relu2, silu_and_mul
 
 
 class SoftmaxChoice(NamedTuple):

@@ -10,10 +10,10 @@ The entry of token t itself is among the j.
 import torch
 from torch import Tensor
 
-from hybridrt.kernels.core.decay_sums import decay_sums, finite_rates, left
+from hybridrt.kernels.core.chunk_plan import decay_sums, finite_rates, left
 from hybridrt.kernels.core.records import SSMInputs, SSMWeights, StateRing, StateSlots
 from hybridrt.kernels.core.slots import pad_mask, read_rows, write_columns
-from hybridrt.kernels.mamba.mamba2_common import skip_and_gate, time_step
+from hybridrt.kernels.mamba.mamba2_scan import skip_and_gate, time_step
 from hybridrt.kernels.state.state_ring import ring_entries
 
 

@@ -41,7 +41,7 @@ from hybridrt.runtime.step.plan import (
     PageWrite,
     StepPlan,
 )
-from hybridrt.runtime.step.token_rules import make_rules
+from hybridrt.runtime.step.sampling_table import make_rules
 
 PROMPTS = (1, 15, 16, 100, 512)  # tokens: one, fewer than 16, divisible by 16 or not, few and many
 _SAVE = 16  # prefixes are saved at multiples of it

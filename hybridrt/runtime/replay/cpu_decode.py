@@ -16,7 +16,7 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.packed import A, map_arrays
 from hybridrt.kernels.core.records import TokenInputs
 from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
-from hybridrt.runtime.step.batch import make_batch
+from hybridrt.runtime.step.pack import make_batch
 from hybridrt.runtime.step.plan import DecodeRows
 
 

@@ -10,6 +10,7 @@ from hybridrt.base.errors import ConfigError, EngineError
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.packed import int32_array
 from hybridrt.kernels.core.records import TokenInputs
+from hybridrt.kernels.state.row_tables import enter_tokens
 from hybridrt.mem_cache.pools.bounds import DEBUG
 from hybridrt.mem_cache.pools.state_moves import When
 from hybridrt.runtime.load.build import Runtime
@@ -24,12 +25,19 @@ from hybridrt.runtime.run.host_copies import HostCopies
 from hybridrt.runtime.run.launched_step import ForwardPart, LaunchedStep, MaskedLines
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces, Tensors, read_prefix, write_prefix
 from hybridrt.runtime.run.state_arena import StateArena
-from hybridrt.runtime.sampling.sampler import RowRequirements, SampledLines, Sampler
-from hybridrt.runtime.step.batch import enter_tables, fill_decode, make_batch, spec_info_of
-from hybridrt.runtime.step.pack import StagingRing, StepArrays, pack_step, pack_tables
+from hybridrt.runtime.sampling.sampler import PromptRequirements, RowRequirements, SampledLines, Sampler
+from hybridrt.runtime.step.pack import (
+    StagingRing,
+    StepArrays,
+    enter_tables,
+    fill_decode,
+    make_batch,
+    pack_step,
+    pack_tables,
+    spec_info_of,
+)
 from hybridrt.runtime.step.pack_padded import Bucket
 from hybridrt.runtime.step.plan import NO_INTEGERS, NO_ROWS, PageCopy, PageWrite, StepHandle, StepPlan
-from hybridrt.runtime.step.prompt_logprobs import PromptRequirements
 from hybridrt.runtime.step.recurrent_arrays import set_recurrent
 from hybridrt.runtime.step.sampling_table import SamplingTable
 
@@ -66,6 +74,8 @@ class StepRunner:
         self.sampler = Sampler(self.sampling_table)
         self.last_tokens = torch.zeros(self.memory_plan.num_rows + 1, dtype=torch.int32, device=self.device)
         self.staging = StagingRing(self.device)
+        self.enter_tokens = enter_tokens.for_device(self.device)
+        self._inference = torch.inference_mode()  # one for all launches: making it takes as long as entering it
         self.required = RowRequirements(self.memory_plan.num_rows)
         self._prompt_scores = PromptRequirements()
         self._last_masked: LaunchedStep | None = None  # the step launched last, if it needed masks then
@@ -89,7 +99,6 @@ class StepRunner:
         self.graphs.clear()
         self.prompt_graphs = None
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """As hybridrt.runtime.step.plan.Executor.launch. Samples too, without `constrained` rows.
 
@@ -106,8 +115,10 @@ class StepRunner:
         tokens = self._verified if len(plan.decode.drafts) else 1
         step = LaunchedStep(MaskedLines.from_plan(plan, tokens) if plan.constrained else None)
         try:
-            self._move_states(plan)
-            self._run_model(plan, tokens, step)
+            with self._inference:
+                if plan.moves or plan.kept_pages or self.host is not None:
+                    self._move_states(plan)
+                self._run_model(plan, tokens, step)
         except BaseException:
             self.backend.drop_step()  # it is never committed; without this, later steps would raise
             raise
@@ -147,16 +158,16 @@ class StepRunner:
 
     def _move_states(self, plan: StepPlan) -> None:
         """Copies and folds before the rows are computed."""
-        pool = self.pools.req_to_token.mamba_pool if plan.moves else None
-        if pool is not None:
-            pool.move([move for move in plan.moves if move.when is When.FIRST], self.staging.upload)
+        pool = self.pools.req_to_token.mamba_pool
+        if pool is not None and (first := [move for move in plan.moves if move.when is When.FIRST]):
+            pool.move(first, self.staging.upload)
         if plan.kept_pages:
             self._keep_pages(plan.kept_pages)
         if self.host is not None:
             self.host.launch(plan.host_copies)
             self.host.wait(plan.after_copies)
-        if pool is not None:
-            pool.move([move for move in plan.moves if move.when is When.BEFORE_ROWS], self.staging.upload)
+        if pool is not None and (later := [move for move in plan.moves if move.when is When.BEFORE_ROWS]):
+            pool.move(later, self.staging.upload)
 
     def _keep_pages(self, copies: Sequence[PageCopy]) -> None:
         """Fills pages of the prefix cache, in all KV layers."""
@@ -240,7 +251,8 @@ class StepRunner:
         """The graph of a step's decode rows, the pages that it enters (`split_page_writes`), and
         the other page writes. None without such a graph."""
         decode, graphs = plan.decode, self.graphs.get(tokens)
-        if graphs is None or not len(decode) or graphs.bucket(len(decode)) is None:
+        n = len(decode.rows)
+        if graphs is None or not n or graphs.bucket(n) is None:
             return None
         if plan.extend and plan.constrained and tokens > 1:
             return None  # drafts are committed once they are sampled, and chunks may not be launched before that
@@ -255,7 +267,7 @@ class StepRunner:
         """Replays the decode rows. Then runs the chunks, with the page writes `rest`."""
         decode = plan.decode
         graphs.replay(decode, new_pages)
-        rows, on_host = graphs.rows(len(decode)), (decode.rows, decode.output_indices)
+        rows, on_host = graphs.rows(len(decode.rows)), (decode.rows, decode.output_indices)
         lines = SampledLines(rows.batch.req_pool_indices, rows.output_indices, on_host, rows.logits)
         step.add_part(self, ForwardPart(lines, rows.batch, graphs.buffers.arrays, rows.hidden))
         if plan.extend:
@@ -281,7 +293,7 @@ class StepRunner:
     def _make_batch(
         self, plan: StepPlan, on_host: StepArrays[np.ndarray], arrays: StepArrays[torch.Tensor], tokens: int
     ) -> ForwardBatch:
-        n, table, prompts = len(plan.decode), self.pools.req_to_token, arrays.prompts
+        n, table, prompts = len(plan.decode.rows), self.pools.req_to_token, arrays.prompts
         decoded, chunks, spec = None, None, spec_info_of(arrays.drafts, tokens) if n else None
         if n:
             decoded = TokenInputs.allocate(n * tokens, self.device)

@@ -1,4 +1,4 @@
-"""From logits to tokens: draws greedily or by sampling, and verifies drafts."""
+"""From logits to tokens: which rows need which parts, draws, and the verification of drafts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrt.base.sampling_params import SamplingParams
+from hybridrt.base.sampling_params import MAX_LOGPROBS, SamplingParams
 from hybridrt.kernels.sampling.acceptance import accept_chain, accept_tree
 from hybridrt.kernels.sampling.sampling import LogitFilters, Penalties, greedy, sample
 from hybridrt.kernels.sampling.token_rules import DrawLines, apply_token_rules
-from hybridrt.runtime.step.plan import Admission
+from hybridrt.runtime.step.pack import ScoredTokens
+from hybridrt.runtime.step.plan import Admission, ExtendRow
 from hybridrt.runtime.step.sampling_table import FLOATS, SamplingTable
 
 # Every kind of sampling and every set of filters: each has kernels of its own.
@@ -52,11 +53,6 @@ def _parts(params: SamplingParams) -> int:
         | RULES * params.uses_rules
         | WORDS * bool(params.bad_words)
     )
-
-
-def takes_best(parts: int) -> bool:
-    """Whether all rows take the likeliest token of logits that only rules change."""
-    return not parts & (DRAWS | PENALTIES)
 
 
 class RowRequirements:
@@ -214,7 +210,7 @@ class Sampler:
             logits: [n * T, vocab].
             bitmask: [n * T, ceil(vocab / 32)] as for `__call__`.
         """
-        if parts & RULES or not takes_best(parts):
+        if parts & (RULES | DRAWS | PENALTIES):
             rows, indices = step.keys()
             if parts & RULES:
                 lines = DrawLines(rows, indices, step.known(), step.paths())
@@ -267,7 +263,7 @@ class Sampler:
             earlier: tokens before it that are not counted yet, [n, k] int64, and how often each
                 counts, [n, k] int32.
         """
-        if takes_best(parts):
+        if not parts & (DRAWS | PENALTIES):  # the likeliest token of logits that only rules change
             return self._greedy(logits, bitmask)
         table, penalties = self.table, None
         constants = dict(zip(FLOATS, table.floats.index_select(1, rows)))
@@ -288,3 +284,59 @@ class Sampler:
             bitmask=bitmask,
         )
         return sample(logits, logit_filters, table.seeds[rows], output_indices.long())
+
+
+# Prompt tokens per piece: enough that reading the head's weights does not dominate, and few enough
+# that their logits are small compared with a step's activations.
+LINES = 128
+
+
+def prompt_logprob_bytes(vocab_size: int, itemsize: int) -> int:
+    """Most bytes on the device: logits, those of all ranks, two copies in float32, and the results."""
+    return LINES * (vocab_size * (2 * itemsize + 8) + (MAX_LOGPROBS + 1) * 12)
+
+
+class Wanted(NamedTuple):
+    """The prompt tokens of a chunk that get log-probabilities, with `top` alternatives each."""
+
+    row: int
+    tokens: Sequence[int]
+    top: int
+
+
+class PromptRequirements:
+    """The request rows that need log-probabilities of their prompts, on the host."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[int, int]] = {}  # alternatives, and tokens of the prompt
+
+    def note_admissions(self, admissions: Sequence[Admission]) -> None:
+        for a in admissions:
+            self._rows.pop(a.row, None)
+            if a.params.prompt_logprobs is not None:
+                self._rows[a.row] = a.params.prompt_logprobs, a.prompt_len
+
+    def wanted_by_rows(
+        self, extend: Sequence[ExtendRow], decoded: int
+    ) -> tuple[list[Wanted], ScoredTokens[np.ndarray] | None]:
+        """What a step's chunks give.
+
+        Args:
+            decoded: tokens of the decode rows before them.
+
+        Returns:
+            The wanted tokens; and their places in the batch, for the step's record, None where
+                there are none.
+        """
+        wanted, places = list[Wanted](), list[np.ndarray]()
+        for chunk in extend if self._rows else ():
+            top, prompt_len = self._rows.get(chunk.row, (0, 0))
+            count = min(len(chunk.tokens), prompt_len - 1 - chunk.computed)
+            if count > 0:
+                wanted.append(Wanted(chunk.row, [*chunk.tokens[1:], chunk.following][:count], top))
+                places.append(np.arange(decoded, decoded + count, dtype=np.int32))
+            decoded += len(chunk.tokens)
+        if not wanted:
+            return [], None
+        tokens = np.array([token for each in wanted for token in each.tokens], np.int32)
+        return wanted, ScoredTokens(np.concatenate(places), tokens)

@@ -1,4 +1,4 @@
-"""Packs a StepPlan into one record of int32 arrays, which goes to the device in one copy.
+"""Packs a StepPlan into one record of int32 arrays, copies it to the device, and makes a batch of it.
 
 The record has the same type on host and device, for eager steps and graphs. A graph's rows and
 prompts are padded to its size.
@@ -10,7 +10,9 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 import torch
 
+from hybridrt.attention.base import AttentionBackend
 from hybridrt.base.device import PAST, Event, pinned_empty, record_event
+from hybridrt.base.forward_batch import ForwardBatch, ForwardMode, SpecInfo
 from hybridrt.kernels.core.packed import (
     A,
     Record,
@@ -21,6 +23,11 @@ from hybridrt.kernels.core.packed import (
     packed_size,
     unpack,
 )
+from hybridrt.kernels.core.records import DecodeRowInputs, TokenInputs
+from hybridrt.kernels.sampling.draft_tree import tree_mask, tree_positions
+from hybridrt.kernels.state.decode_inputs import decode_inputs
+from hybridrt.mem_cache.pools.pools import Pools
+from hybridrt.mem_cache.pools.req_to_token_pool import HybridReqToTokenPool
 from hybridrt.runtime.step.plan import DecodeRows, PageWrite, StepPlan
 from hybridrt.runtime.step.recurrent_arrays import RecurrentArrays, recurrent_lists
 from hybridrt.runtime.step.sampling_table import SamplingArrays, SamplingTable
@@ -142,7 +149,7 @@ def pack_step(
         following: also pack the token after each prompt token, for a prediction head.
         chunk_sizes, at_chunks: as for `recurrent_lists`.
     """
-    none = np.full(len(plan.decode), -1, np.int32)
+    none = np.full(len(plan.decode.rows), -1, np.int32)
     step, tables = pack_rows(plan.decode, tokens, tree, none), pack_tables(plan)
     if not plan.extend:
         return StepArrays(step.rows, step.seq_lens, step.output_indices, none, step.drafts, None, tables, scored)
@@ -150,7 +157,7 @@ def pack_step(
     row, computed, new, indices, sample = int32_array(
         [(r.row, r.computed, len(r.tokens), r.output_index, r.sample) for r in plan.extend]
     ).T
-    sampling, decoded = sample.nonzero()[0], len(plan.decode) * tokens
+    sampling, decoded = sample.nonzero()[0], len(none) * tokens
     ends = decoded + np.cumsum(new, dtype=np.int32)
     starts = np.repeat(computed + new - ends, new)  # a token's position less its place in the batch
     following_ids = _flat([[*r.tokens[1:], r.following] for r in plan.extend]) if following else None
@@ -298,3 +305,74 @@ class StagingRing:
         i = self._next
         self._events[i] = record_event(self.device, self._events[i])
         self._next = (i + 1) % len(self._pinned)
+
+
+def enter_tables(pools: Pools, sampling_table: SamplingTable, changes: TableChanges[torch.Tensor]) -> None:
+    """Applies admissions (and zeroes their state slots), page-table entries and page copies."""
+    table = pools.req_to_token
+    if (admissions := changes.admissions) is not None:
+        table.admit(admissions.rows, admissions.state_slots, admissions.phases)
+        sampling_table.enter_rows(admissions.rows.long(), admissions.sampling)
+    if (entries := changes.pages) is not None:
+        table.write_pages(entries.rows, entries.indices, entries.pages)
+    if (copies := changes.copies) is not None:
+        pools.kv.copy_pages(copies.sources.long(), copies.targets.long())
+
+
+def fill_decode(
+    inputs: TokenInputs,
+    arrays: StepArrays[torch.Tensor],
+    bs: int,
+    spec: SpecInfo | None,
+    last_tokens: torch.Tensor,
+    table: HybridReqToTokenPool,
+) -> None:
+    """Computes the inputs of the first `bs` rows; with draft trees, their masks in `spec` too."""
+    drafts = arrays.drafts
+    step = DecodeRowInputs(
+        arrays.rows[:bs], arrays.seq_lens[:bs], arrays.new_pages[:bs],
+        *(() if drafts is None else (drafts.tokens[:bs], drafts.counts[:bs])),
+    )  # fmt: skip
+    decode_inputs(inputs, step, last_tokens, table.req_to_token, table.page_size)
+    if spec is not None and spec.tree_mask is not None:
+        assert drafts is not None and drafts.ancestors is not None
+        mask = spec.tree_mask[:bs]
+        mask.copy_(tree_mask(drafts.ancestors[:bs]))
+        inputs.positions.copy_(tree_positions(inputs.positions, mask))
+
+
+def make_batch(
+    backend: AttentionBackend,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    inputs: TokenInputs,
+    num_decode_rows: int,
+    spec_info: SpecInfo | None,
+    num_real: int | None = None,
+    **of_the_host: Any,
+) -> ForwardBatch:
+    """A step, with the mode of its segments.
+
+    Args:
+        num_real: None: all rows are real.
+        of_the_host: other fields of ForwardBatch.
+    """
+    mode = ForwardMode.TARGET_VERIFY if spec_info else ForwardMode.DECODE
+    if num_decode_rows < len(rows):
+        mode = ForwardMode.MIXED if num_decode_rows else ForwardMode.EXTEND
+    return ForwardBatch(
+        mode, inputs.input_ids, inputs.positions, rows, seq_lens, query_start_loc, inputs.out_cache_loc,
+        len(rows) if num_real is None else num_real, num_decode_rows, backend, spec_info=spec_info, **of_the_host,
+    )  # fmt: skip
+
+
+def spec_info_of(drafts: DraftArrays[torch.Tensor] | None, tokens: int) -> SpecInfo | None:
+    """SpecInfo of a step of T `tokens` a row; None without drafts. `fill_decode` fills tree masks."""
+    if drafts is None:
+        return None
+    if drafts.parents is None:
+        return SpecInfo(tokens, num_drafts=drafts.counts)
+    counts = drafts.counts
+    mask = torch.zeros(len(counts), tokens, tokens, dtype=torch.bool, device=counts.device)
+    return SpecInfo(tokens, drafts.parents, mask, counts)

@@ -1,8 +1,9 @@
-"""Root-mean-square norm (Zhang and Sennrich 2019), alone and after a residual addition."""
+"""RMS norm (Zhang and Sennrich 2019), alone and after a residual addition, and element-wise activations."""
 
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrt.kernels.core.operation import By, operation
@@ -42,3 +43,30 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @cache
 def _as_tensor(eps: float) -> Tensor:
     return torch.full((1, 1), eps, dtype=torch.float32, device="cpu")
+
+
+@operation(By("triton"), By("flashinfer", priority=5), By("sgl_kernel", priority=4))
+def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU (Shazeer 2020): silu(gate) * up. x `[..., 2I]` holds gate, then up. `[..., I]` in x's
+    dtype."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+@operation(By("triton"))
+def clamped_silu_and_mul(x: Tensor, limit: float) -> Tensor:
+    """min(silu(gate), limit) * clamp(up, -limit, limit), otherwise `silu_and_mul` (Ling 3)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
+
+
+@operation(By("triton"))
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (So et al. 2021), any shape and float dtype."""
+    return torch.relu(x).square_()
+
+
+@operation(By("triton"))
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), both `[T, D]` or broadcastable (a gate `[T, 1]`). Returns x's dtype."""
+    return x * torch.sigmoid(gate)
