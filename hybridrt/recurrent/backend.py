@@ -144,7 +144,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
             return self.decode(layer, inputs, decode, out)
         if extend:
             return compute(layer, inputs, extend, out)
-        return inputs[0].new_empty(0, layer.width)  # type: ignore[no-any-return]
+        return inputs[0].new_empty(0, layer.width)
 
     @abstractmethod
     def decode(self, layer: LayerT, inputs: InputsT, segment: DecodeSegment, out: Tensor | None = None) -> Tensor:
@@ -325,7 +325,7 @@ class MambaAttnBackendBase(AttentionBackend, Generic[LayerT, InputsT]):
     # -- the end of a step --------------------------------------------------------------------------------------
 
     def commit(self, batch: ForwardBatch, accepted: Tensor | None = None, path: Tensor | None = None) -> None:
-        step: ForwardMetadata = self.planned(batch)
+        step: ForwardMetadata = batch.metadata.get(self) or self.planned(batch)
         if not step.begun and batch.num_decode_rows:
             raise BackendError("commit of a step that has not run: call it after the step's last layer")
         step.open = False

@@ -59,8 +59,9 @@ def gdn_decode(qkv: Tensor, a: Tensor, b: Tensor, *, weights: GateWeights, step:
     return gdn_replay(inputs, state, step.ring)
 
 
-def split_qkv(qkv: Tensor, states: Tensor) -> list[Tensor]:
+def split_qkv(qkv: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Views q, k `[..., Hk, K]` and v `[..., Hv, V]` of the conv's channels, for a pool of states `[S+1, Hv, V, K]`."""
     _, value_heads, value_dim, key_dim = states.shape
     keys = (qkv.shape[-1] - value_heads * value_dim) // (2 * key_dim), key_dim
-    return split_heads(qkv, keys, keys, (value_heads, value_dim))
+    q, k, v = split_heads(qkv, keys, keys, (value_heads, value_dim))
+    return q, k, v

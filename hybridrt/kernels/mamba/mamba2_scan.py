@@ -35,11 +35,12 @@ def skip_and_gate(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> T
     return y if z is None else y.mul_(F.silu(z.float()))
 
 
-def split_conv_channels(xBC: Tensor, state_shape: Sequence[int]) -> list[Tensor]:
+def split_conv_channels(xBC: Tensor, state_shape: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Views x [..., H, P], B and C [..., G, N] of the conv's channels [..., C] for a pool of states [S+1, H, P, N]."""
     heads, dim, state_dim = state_shape[1:]
     groups = (xBC.shape[-1] - heads * dim) // (2 * state_dim), state_dim
-    return split_heads(xBC, (heads, dim), groups, groups)
+    x, B, C = split_heads(xBC, (heads, dim), groups, groups)
+    return x, B, C
 
 
 def scan_prompts(

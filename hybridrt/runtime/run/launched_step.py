@@ -31,6 +31,8 @@ from hybridrt.runtime.step.pack import StagingRing, StepArrays
 from hybridrt.runtime.step.plan import StepPlan, StepResult, TokenLogprobs, int32s
 from hybridrt.runtime.step.token_scores import TokenScores
 
+EnterTokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # kernels.state.row_tables.enter_tokens
+
 
 class SamplingRunner(Protocol):
     """What a launched step sees of its runner: attributes of `StepRunner`."""
@@ -41,7 +43,7 @@ class SamplingRunner(Protocol):
     required: RowRequirements
     last_tokens: torch.Tensor
     staging: StagingRing
-    enter_tokens: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    enter_tokens: EnterTokens
     drafter: DeviceDrafter | None
 
 

@@ -22,7 +22,7 @@ from hybridrt.runtime.replay.prompt_graphs import PromptGraphs
 from hybridrt.runtime.replay.recordings import Recordings
 from hybridrt.runtime.run.capture import capture_graphs
 from hybridrt.runtime.run.host_copies import HostCopies
-from hybridrt.runtime.run.launched_step import ForwardPart, LaunchedStep, MaskedLines
+from hybridrt.runtime.run.launched_step import EnterTokens, ForwardPart, LaunchedStep, MaskedLines
 from hybridrt.runtime.run.prefix_copy import PrefixPlaces, Tensors, read_prefix, write_prefix
 from hybridrt.runtime.run.state_arena import StateArena
 from hybridrt.runtime.sampling.sampler import PromptRequirements, RowRequirements, SampledLines, Sampler
@@ -74,7 +74,7 @@ class StepRunner:
         self.sampler = Sampler(self.sampling_table)
         self.last_tokens = torch.zeros(self.memory_plan.num_rows + 1, dtype=torch.int32, device=self.device)
         self.staging = StagingRing(self.device)
-        self.enter_tokens = enter_tokens.for_device(self.device)
+        self.enter_tokens: EnterTokens = enter_tokens.for_device(self.device)
         self._inference = torch.inference_mode()  # one for all launches: making it takes as long as entering it
         self.required = RowRequirements(self.memory_plan.num_rows)
         self._prompt_scores = PromptRequirements()
