@@ -18,8 +18,7 @@ from hybridrt.kernels.dense.skinny_linear import MAX_TOKENS, Activation
 from hybridrt.kinds.base import StateShape
 from hybridrt.kinds.lightning import LightningConfig
 from hybridrt.kinds.registry import can_replay, state_shape
-from hybridrt.layers.dense import VocabParallelEmbedding
-from hybridrt.layers.linear import ColumnLinear, RowLinear
+from hybridrt.layers.linear import ColumnLinear, RowLinear, VocabParallelEmbedding
 from hybridrt.layers.weights import Build
 from hybridrt.models.registry import model_class
 from tests.support import kernel_cases as kernels

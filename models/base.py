@@ -11,8 +11,7 @@ from torch import nn
 from hybridrt.base.config import AttentionConfig, ModelConfig
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.registry import state_shape
-from hybridrt.layers.dense import VocabParallelEmbedding
-from hybridrt.layers.linear import RowLinear, Segment
+from hybridrt.layers.linear import RowLinear, Segment, VocabParallelEmbedding
 from hybridrt.layers.moe import STACKS, stacked_experts
 from hybridrt.layers.norm import ResidualPart, ResidualStack, RMSNorm
 from hybridrt.layers.rotary import rotary_table

@@ -22,8 +22,7 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.records import Rope
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import AttentionLayer, qkv_segments
-from hybridrt.layers.dense import MLP
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment, Summands
+from hybridrt.layers.linear import MLP, ColumnLinear, RowLinear, Segment, Summands
 from hybridrt.layers.norm import ResidualPart, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM

@@ -14,7 +14,7 @@ from hybridrt.base.config_fields import ATTENTION, COMMON, COUNT, EPSILON, MULTI
 from hybridrt.base.config_json import FLAG, NULL, either, list_of, number, one_of
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.dense import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import SHARED_WEIGHT, Experts, MoE, SoftmaxRouter, stacked_experts
 from hybridrt.layers.norm import ResidualPart
 from hybridrt.layers.weights import Build, TensorPart, Transform

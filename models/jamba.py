@@ -13,7 +13,7 @@ from hybridrt.base.config_json import FLAG, NULL, TRUE, either
 from hybridrt.base.errors import ConfigError
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.dense import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
 from hybridrt.layers.norm import ResidualPart
 from hybridrt.models.base import CausalLM

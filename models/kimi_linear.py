@@ -24,7 +24,7 @@ from hybridrt.base.config_fields import (
 from hybridrt.base.config_json import FALSE, FLAG, NULL, TRUE, FieldType, check_fields, either, integer, list_of, one_of
 from hybridrt.base.errors import ConfigError
 from hybridrt.kinds.kda import KDAConfig
-from hybridrt.layers.dense import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.mla import LatentAttention
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
 from hybridrt.layers.norm import ResidualPart

@@ -23,7 +23,7 @@ from hybridrt.base.config_fields import (
 from hybridrt.base.config_json import FLAG, NULL, either, integer, list_of, number, one_of
 from hybridrt.kinds.short_conv import ShortConvConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.dense import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import Experts, MoE, SigmoidGroupRouter
 from hybridrt.layers.norm import ResidualPart
 from hybridrt.models.base import SWIGLU, CausalLM

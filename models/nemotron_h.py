@@ -26,7 +26,7 @@ from hybridrt.base.config_fields import (
 from hybridrt.base.config_json import FLAG, NULL, FieldType, check_fields, either, integer, list_of, one_of
 from hybridrt.kinds.mamba2 import Mamba2Config
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.dense import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import Experts, Latent, MoE, SigmoidGroupRouter
 from hybridrt.layers.norm import ResidualPart
 from hybridrt.layers.weights import CheckpointMap

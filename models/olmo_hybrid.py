@@ -19,8 +19,7 @@ from hybridrt.base.config_json import FLAG, NULL, either
 from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.dense import MLP
-from hybridrt.layers.linear import Summands
+from hybridrt.layers.linear import MLP, Summands
 from hybridrt.layers.norm import ResidualPart, RMSNorm, SharedRMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap
 from hybridrt.models.base import CausalLM

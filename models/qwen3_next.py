@@ -24,7 +24,7 @@ from hybridrt.base.config_fields import (
 from hybridrt.base.config_json import FLAG, NULL, OBJECT, either, integer, list_of
 from hybridrt.kinds.gdn import GDNConfig
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.dense import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.moe import Experts, MoE, SoftmaxRouter
 from hybridrt.layers.norm import ResidualPart
 from hybridrt.layers.weights import CheckpointMap

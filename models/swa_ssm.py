@@ -30,7 +30,7 @@ from hybridrt.base.config_json import NULL, check_fields, either, list_of, one_o
 from hybridrt.base.errors import ConfigError, shown
 from hybridrt.kinds.mamba1 import Mamba1Config
 from hybridrt.kinds.prefix_sum import PrefixSumConfig
-from hybridrt.layers.dense import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.norm import ResidualPart
 from hybridrt.layers.weights import Build
 from hybridrt.models.base import CausalLM

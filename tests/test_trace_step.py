@@ -13,9 +13,9 @@ from scripts.trace_step import Trace, called_lengths, percentile
 ROOT = Path(__file__).parents[1]
 # Reached today, and two per cent. Lower them with every change that makes the way shorter.
 MOST = {
-    "calls": 1600,
-    "files": 60,
-    "switches": 1010,
+    "calls": 1587,
+    "files": 59,
+    "switches": 938,
     "lines of the functions called, p90": 20,
     "lines of all functions, p90": 20,
 }

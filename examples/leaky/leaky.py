@@ -17,8 +17,7 @@ from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.kernels.core.slots import advance_states, pad_mask
 from hybridrt.kinds.base import LinearKind, StateShape, split_over
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.dense import MLP
-from hybridrt.layers.linear import ColumnLinear, RowLinear, Segment
+from hybridrt.layers.linear import MLP, ColumnLinear, RowLinear, Segment
 from hybridrt.layers.norm import ResidualPart, RMSNorm
 from hybridrt.layers.weights import Build, CheckpointMap, parameter, sharded
 from hybridrt.models.base import CausalLM

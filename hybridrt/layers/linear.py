@@ -1,155 +1,45 @@
-"""Linear layers of named segments, and the methods that store and multiply their weights.
+"""Linear layers of named segments with their methods, the feed-forward part, embedding and head.
 
 A merged weight holds several checkpoint matrices with one input (ColumnLinear) or one output
 (RowLinear). It needs fewer GEMMs; names keep each matrix loadable and scalable.
 
-A method owns its parameters and names the checkpoint tensors that fill them. Packages add methods
-by entry points of the group `hybridrt.linear_methods`, "name = module:class".
+Packages add methods by entry points of the group `hybridrt.linear_methods`, "name = module:class".
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
-from math import inf
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hybridrt.base.errors import BackendError
+from hybridrt.base.forward_batch import ForwardBatch
 from hybridrt.base.plugins import Plugins
 from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.dense.linear import ONEDNN_FROM, add_linear, linear, stored_by_columns
 from hybridrt.kernels.dense.moe import ExpertStack, fused_experts
+from hybridrt.kernels.dense.norm_activation import clamped_silu_and_mul
 from hybridrt.kernels.dense.skinny_linear import ACTIVATIONS, Activation, InputNorm, is_skinny, skinny_linear
-from hybridrt.layers.weights import Build, CheckpointMap, Piece, Transform, parameter, unchanged
-
-if TYPE_CHECKING:
-    from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.norm import RMSNorm
+from hybridrt.layers.weights import (
+    Build,
+    CheckpointMap,
+    CheckpointTarget,
+    ExpertPart,
+    ExpertsMethod,
+    LinearMethod,
+    Part,
+    Piece,
+    Transform,
+    parameter,
+    unchanged,
+    whole,
+)
 
 SKINNY_ON = ("cuda",)  # kinds of device that have the kernel for few tokens
-
-
-@dataclass(frozen=True)
-class Part:
-    """The part of a checkpoint matrix that fills a segment.
-
-    Attributes:
-        name: prefix of piece names, unique in the model.
-        dim: the weight's segments are rows (0, outputs) or columns (1, inputs).
-        start, size: of the segment in the weight, along `dim`.
-        select: takes a checkpoint tensor with the matrix's rows (columns) at `dim` to this rank's.
-        scale: multiplier of the matrix. The method chooses the numbers to multiply.
-    """
-
-    name: str
-    dim: int
-    start: int
-    size: int
-    select: Transform
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class ExpertPart:
-    """`matrix` of experts `first` to `first + count`; of "up" the rows `start` to `start + size`.
-
-    Attributes:
-        select: takes the checkpoint's matrix to this rank's [count, ...], as in the stack.
-        scale: multiplier.
-    """
-
-    name: str
-    matrix: Literal["up", "down"]
-    first: int
-    count: int
-    start: int
-    size: int
-    select: Transform
-    scale: float = 1.0
-
-
-class Method:
-    """Owns parameters as attributes. Its layer registers them under their names."""
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, nn.Parameter)}
-
-
-class ExpertsMethod(Method, ABC):
-    """A stack of experts: up [E, rows, in], down [E, in, size].
-
-    Args:
-        count: E. rows: of up: `size`, or twice as many, with the gate first.
-    """
-
-    @abstractmethod
-    def __init__(self, count: int, rows: int, in_features: int, size: int, build: Build) -> None: ...
-
-    @abstractmethod
-    def targets(self, key: str, part: ExpertPart) -> CheckpointMap:
-        """Targets of the tensors under `key` (`key`.weight, scales, ...)."""
-
-    @abstractmethod
-    def apply(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *, activation: Literal["silu", "relu2"],
-        limit: float | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """[T, in] to this rank's part of [T, in]. weights, ids [T, k] as in `fused_experts`, the
-        others as in ExpertStack."""
-
-
-class LinearMethod(Method, ABC):
-    """A weight [out, in] and its products. Products that a method does not fuse have defaults. On a
-    CPU, wrap non-torch kernels and host reads of step values in `kernels.core.recording.live`:
-    recordings call these anew.
-
-    Attributes:
-        experts: class for stacks of experts, or None.
-        merges_inputs: one weight may hold several matrices along the input. False if a scale serves
-            a whole row, because each matrix has its own.
-        adds_from: tokens from which to add a residual of x's dtype in the product (`apply_onto`).
-    """
-
-    experts: ClassVar[type[ExpertsMethod] | None] = None
-    merges_inputs: ClassVar[bool] = False
-    adds_from: ClassVar[float] = inf
-
-    @abstractmethod
-    def __init__(self, out_features: int, in_features: int, build: Build) -> None: ...
-
-    @abstractmethod
-    def targets(self, key: str, parts: Sequence[Part]) -> CheckpointMap:
-        """Targets of the tensors under `key` (`key`.weight, scales, ...)."""
-
-    @abstractmethod
-    def apply(
-        self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None,
-        tail: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """act(x W^T + b), [T, in]; the last columns of x may be in `tail`."""
-
-    def apply_into(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """x W^T + b into `out` [T, out], maybe columns of a wider tensor."""
-        out.copy_(self.apply(x, bias))
-
-    def apply_onto(self, residual: torch.Tensor, x: torch.Tensor, tail: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T + residual, written to `residual`."""
-        return residual.add_(self.apply(x, None, tail=tail))
-
-    def apply_normed(
-        self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
-        activation: Activation | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(act(norm(x + residual) W^T + b), x + residual), without a residual as in `norm`."""
-        h, residual = norm(x, residual)
-        return self.apply(h, bias, activation), residual
-
-    def apply_each(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Products [T, out / n] of n inputs [T, in] with n equal parts of the rows."""
-        return [self.apply(x, None).chunk(len(inputs), -1)[i] for i, x in enumerate(inputs)]
 
 
 class DenseExperts(ExpertsMethod):
@@ -216,7 +106,7 @@ class DenseMethod(LinearMethod):
         return add_linear(residual, x if tail is None else side_by_side(x, tail), self.weight)
 
     def apply_normed(
-        self, norm: "RMSNorm", x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
+        self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         if not self.skinny or not is_skinny(x, self.weight, activation):
@@ -453,3 +343,100 @@ class RowLinear(_SegmentedLinear):
             piece = Piece(f"{self.name}.{name}.bias", self.bias.data, unchanged, scale, accumulate=True)
             found[f"{key}.bias"] = (piece,)
         return found
+
+
+class MLP(nn.Module):
+    """down(silu(gate x) * up x), gate and up in one GEMM (Shazeer 2020); or down(relu(up x)^2) (So
+    et al. 2021).
+
+    Args:
+        activation: "silu_and_mul" for the first, "relu2" for the second.
+        scales: multipliers of gate and down.
+        limit: clamps both factors of the first (`clamped_silu_and_mul`); None: no clamp.
+    """
+
+    def __init__(
+        self, name: str, hidden_size: int, intermediate_size: int, *, activation: Activation = "silu_and_mul",
+        bias: bool = False, scales: tuple[float, float] = (1.0, 1.0), limit: float | None = None, build: Build,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.scales, self.limit = scales, limit
+        parts = ["gate", "up"] if activation == "silu_and_mul" else ["up"]
+        self.activation = activation if limit is None else None  # products do not fuse the clamp
+        into = [Segment(part, intermediate_size, bias=bias) for part in parts]
+        self.up = ColumnLinear(f"{name}.{'_'.join(parts)}", hidden_size, into, build=build)
+        self.down = RowLinear(f"{name}.down", [Segment("x", intermediate_size, bias=bias)], hidden_size, build=build)
+
+    def forward(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch) -> Summands:
+        """MLP of norm(x + residual), and x + residual. `batch` is only for experts."""
+        h, residual = self.up.method.apply_normed(norm, x, residual, self.up.bias, self.activation)
+        return self.down.onto(residual, h if self.limit is None else clamped_silu_and_mul(h, self.limit))
+
+    def summand(self, x: torch.Tensor, reduce: bool = False) -> torch.Tensor:
+        """MLP of x, [T, hidden] to [T, hidden]. `reduce` as in RowLinear."""
+        h = self.up(x, self.activation)
+        return self.down(h if self.limit is None else clamped_silu_and_mul(h, self.limit), reduce=reduce)
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        gate, down = self.scales
+        found = self.down.targets(f"{key}.down_proj", "x", scale=down)
+        for part in self.up.segments:
+            scale = {part: gate if part == "gate" else 1.0}
+            found |= self.up.targets(f"{key}.{part}_proj", [part], scale=scale, bias_scale=scale)
+        return found
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Equal shards of the vocabulary's rows, the last one padded with zeros.
+
+    `multiplier` scales the embedding at run time, because a tied head needs the same weight
+    unscaled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        build: Build,
+        multiplier: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.name, self.vocab_size, self.tp, self.multiplier = name, vocab_size, build.tp, multiplier
+        self.rows = -(-vocab_size // self.tp.size)
+        self.method = DenseMethod(self.rows, hidden_size, build)
+        self.weight = self.method.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[T] int64 to [T, hidden]."""
+        if self.tp.size == 1:
+            x = F.embedding(input_ids, self.weight)
+        else:
+            local = input_ids - self.tp.rank * self.rows
+            outside = (local < 0) | (local >= self.rows)
+            x = F.embedding(local.masked_fill(outside, 0), self.weight).masked_fill_(outside[:, None], 0)
+            x = self.tp.all_reduce(x)
+        return x if self.multiplier == 1.0 else x * self.multiplier
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] to [n, vocab]."""
+        local = self.method.apply(x, None)
+        return (local if self.tp.size == 1 else self.tp.all_gather_last(local))[:, : self.vocab_size]
+
+    def logits_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """`logits` into a contiguous `out` [n, vocab]; without a copy on a single rank."""
+        if self.tp.size == 1:
+            self.method.apply_into(out, x, None)
+        else:
+            out.copy_(self.logits(x))
+
+    def targets(self, key: str) -> dict[str, CheckpointTarget]:
+        return {f"{key}.weight": whole(f"{self.name}.weight", self.weight.data, self._select)}
+
+    def _select(self, t: torch.Tensor) -> torch.Tensor:
+        if t.shape[0] != self.vocab_size:
+            raise RuntimeError(f"the vocabulary has {t.shape[0]} rows, config.json says {self.vocab_size}")
+        local = t[self.tp.rank * self.rows : (self.tp.rank + 1) * self.rows]
+        missing = self.rows - local.shape[0]
+        return F.pad(local, (0, 0, 0, missing)) if missing else local

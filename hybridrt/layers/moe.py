@@ -15,10 +15,9 @@ from hybridrt.kernels.dense.moe import (
     router_sigmoid_grouped,
     router_softmax,
 )
-from hybridrt.layers.dense import MLP
-from hybridrt.layers.linear import ColumnLinear, DenseMethod, ExpertPart, Segment, Summands, experts_method
+from hybridrt.layers.linear import MLP, ColumnLinear, DenseMethod, Segment, Summands, experts_method
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build, CheckpointTarget, TensorPart, Transform, parameter, whole
+from hybridrt.layers.weights import Build, CheckpointTarget, ExpertPart, TensorPart, Transform, parameter, whole
 
 SHARED_WEIGHT = 0.5  # sigmoid(0): weight of shared experts without a gate
 

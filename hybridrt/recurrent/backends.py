@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from hybridrt.attention.base import AttentionBackend, SegmentedAttnBackend
+from hybridrt.attention.base import AttentionBackend
+from hybridrt.attention.paged import SegmentedAttnBackend
 from hybridrt.attention.prefill_decode import PrefillDecodeAttnBackend
 from hybridrt.base.config import AttentionSpec, EngineConfig, ModelConfig
 from hybridrt.base.errors import BackendError

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridrt.attention.base import AttentionBackend, AttentionInputs, SegmentedAttnBackend
-from hybridrt.attention.paged import TorchNativeAttnBackend
+from hybridrt.attention.base import AttentionBackend, AttentionInputs
+from hybridrt.attention.paged import SegmentedAttnBackend, TorchNativeAttnBackend
 from hybridrt.attention.prefill_decode import HybridAttnBackend, PrefillDecodeAttnBackend
 from hybridrt.base.config import AttentionSpec, EngineConfig, SpeculativeConfig
 from hybridrt.base.errors import BackendError, ConfigError

@@ -9,10 +9,9 @@ from hybridrt.collectives.groups import TPGroup
 from hybridrt.kernels.core import launch
 from hybridrt.kernels.dense.skinny_linear import MAX_TOKENS, InputNorm, is_skinny, skinny_linear
 from hybridrt.kernels.dense.skinny_linear_triton import Tile, matmul_tile
-from hybridrt.layers.dense import MLP
-from hybridrt.layers.linear import DenseMethod, LinearMethod
+from hybridrt.layers.linear import MLP, DenseMethod
 from hybridrt.layers.norm import RMSNorm
-from hybridrt.layers.weights import Build
+from hybridrt.layers.weights import Build, LinearMethod
 
 pytestmark = pytest.mark.usefixtures("provider")
 EPS = 1e-5

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridrt.base.config import AttentionConfig, LayerSpec
 from hybridrt.layers.attention import Attention
-from hybridrt.layers.dense import MLP
+from hybridrt.layers.linear import MLP
 from hybridrt.layers.norm import ResidualPart
 from hybridrt.models.base import CausalLM
 from hybridrt.models.config.family import Family, FamilyFields

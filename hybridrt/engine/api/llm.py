@@ -176,7 +176,7 @@ class LLM:
                     ids = [engine.submit(prepared, stream=False, queue=queue) for prepared in batch]
                 while len(ended) < total:
                     with engine.turns:
-                        if not queue:
+                        if not queue.moved:
                             engine.run_step()
                         deltas = queue.take_deltas()
                     for delta in deltas:
@@ -387,7 +387,7 @@ class LLM:
                 engine.submit(prepared, queue=queue)
             while running:
                 with engine.turns:
-                    if not queue:
+                    if not queue.moved:
                         self.engine.run_step()
                     deltas = queue.take_deltas()
                     running -= sum(delta.finish_reason is not None for delta in deltas)

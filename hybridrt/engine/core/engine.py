@@ -217,7 +217,8 @@ class Engine:
         with self.turns.now:
             if self._abandoned.notes:
                 self._end_abandoned()
-            self._sample_last()  # an interrupt may have kept the call before from doing it
+            if self._launched:
+                self._sample_last()  # an interrupt may have kept the call before from doing it
             if self.prefill_source is not None:
                 self.prefill_source.advance()
             with self._change:
@@ -249,7 +250,8 @@ class Engine:
         with self.turns.now:
             if self._abandoned.notes:
                 self._end_abandoned()
-            self._sample_last()
+            if self._launched:
+                self._sample_last()
             while self._launched:
                 self._consume()
 
@@ -293,7 +295,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """True while `step` has something to do: requests, launched steps, or deltas not read."""
-        return bool(self._samples or self._launched or self._deltas)
+        return bool(self._samples or self._launched or self._deltas.moved)
 
     def device_is_busy(self) -> bool:
         """True until the last launched step has ended. False if it samples nothing: its end is

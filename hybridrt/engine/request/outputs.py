@@ -263,21 +263,21 @@ class DeltaQueue:
     Args:
         arrays: keep log-probabilities of prompts as arrays (`Delta.prompt_scores`): the reader does
             the slow conversion to dictionaries.
+
+    Attributes:
+        moved: the samples, in the order of their first gain. Empty while there are none.
     """
 
     def __init__(self, *, arrays: bool = False) -> None:
         self._arrays = arrays
-        self._moved: dict[DeltaSource, None] = {}  # in the order of their first gain
-
-    def __bool__(self) -> bool:
-        return bool(self._moved)
+        self.moved: dict[DeltaSource, None] = {}
 
     def put(self, request: DeltaSource) -> None:
-        self._moved[request] = None
+        self.moved[request] = None
 
     def take_deltas(self) -> list[Delta]:
         """One delta for each sample that has gained something since the last call, or has ended."""
-        moved, self._moved = self._moved, {}
+        moved, self.moved = self.moved, {}
         deltas = list[Delta]()
         for sample in moved:
             deltas.append(delta := sample.delta())
